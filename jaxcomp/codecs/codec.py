@@ -1,0 +1,179 @@
+"""The codec contract: one array -> fewer bytes -> one array of the same shape and dtype."""
+
+import abc
+import dataclasses
+import math
+import typing
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array, Float
+
+SUB_BYTE_BITS = {"uint2": 2, "int2": 2, "uint4": 4, "int4": 4}
+
+Seed = ArrayLike | None
+
+
+def array_nbytes(shape: tuple[int, ...], dtype: DTypeLike) -> int:
+    """Bytes that XLA stores for an array, sub-byte dtypes packed (`.nbytes` of JAX is not).
+
+    Args:
+        shape: Shape of the array.
+        dtype: Its dtype.
+
+    Returns:
+        Bytes, rounded up to whole bytes.
+
+    Example:
+        >>> array_nbytes((3, 5), jnp.uint4)
+        8
+    """
+    dtype = jnp.dtype(dtype)
+    return -(-math.prod(shape) * SUB_BYTE_BITS.get(dtype.name, 8 * dtype.itemsize) // 8)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Encoded:
+    """An array as a codec stores it.
+
+    Attributes:
+        arrays: The stored arrays, in the codec's own order; the leaves of this pytree.
+        shape: Shape of the array that was encoded.
+        dtype: Its dtype.
+    """
+
+    arrays: tuple[Array, ...]
+    shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    dtype: jnp.dtype = dataclasses.field(metadata={"static": True})
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the stored arrays, sub-byte dtypes packed."""
+        return sum(array_nbytes(a.shape, a.dtype) for a in self.arrays)
+
+
+class Codec(abc.ABC):
+    """Stores one floating-point array in fewer bytes.
+
+    A codec is a frozen, hashable dataclass of static choices. Axis 0 of an array is the batch: a
+    codec never mixes samples, so a batch sharded over devices needs no communication. NaN and Inf
+    come back as non-finite values.
+
+    Attributes:
+        name: The codec's name in specs and in the names of stored arrays.
+        unbiased: Whether the mean of `decode(encode(x, seed))` over seeds is x.
+    """
+
+    name: typing.ClassVar[str]
+    unbiased: bool
+
+    def encode(self, x: Float[Array, "..."], seed: Seed = None) -> Encoded:
+        """Encodes an array.
+
+        Args:
+            x: Array of any shape, float32, bfloat16 or float16.
+            seed: Integer scalar that redraws the rounding noise; codecs without noise ignore it.
+
+        Returns:
+            The stored arrays with the shape and dtype of `x`.
+
+        Raises:
+            TypeError: If `x` is not a floating-point array.
+            ValueError: If the codec cannot store this shape.
+        """
+        self.check(x.shape, x.dtype)
+        return Encoded(self._encode(x, seed), x.shape, x.dtype)
+
+    def decode(self, encoded: Encoded) -> Float[Array, "..."]:
+        """Returns the array that `encoded` stands for, in its own shape and dtype."""
+        return self._decode(encoded.arrays, encoded.shape, encoded.dtype)
+
+    def nbytes(self, shape: tuple[int, ...], dtype: DTypeLike) -> int:
+        """Exact bytes stored for an array of this shape and dtype, metadata and padding included.
+
+        Raises:
+            TypeError: If `dtype` is not a floating-point dtype.
+            ValueError: If the codec cannot store this shape.
+        """
+        self.check(shape, dtype)
+        x = jax.ShapeDtypeStruct(shape, dtype)
+        return jax.eval_shape(self.encode, x).nbytes
+
+    def check(self, shape: tuple[int, ...], dtype: DTypeLike) -> None:
+        """Raises an error if an array of this shape and dtype cannot be stored."""
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(
+                f"{type(self).__name__} stores floating-point arrays; "
+                f"got x of dtype {jnp.dtype(dtype).name}"
+            )
+
+    @abc.abstractmethod
+    def _encode(self, x: Array, seed: Seed) -> tuple[Array, ...]: ...
+
+    @abc.abstractmethod
+    def _decode(
+        self, arrays: tuple[Array, ...], shape: tuple[int, ...], dtype: DTypeLike
+    ) -> Array: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Exact(Codec):
+    """Stores the array as it is.
+
+    Example:
+        >>> Exact().nbytes((2, 3), jnp.float32)
+        24
+    """
+
+    name: typing.ClassVar[str] = "exact"
+    unbiased = True
+
+    def _encode(self, x: Array, seed: Seed) -> tuple[Array, ...]:
+        return (x,)
+
+    def _decode(
+        self, arrays: tuple[Array, ...], shape: tuple[int, ...], dtype: DTypeLike
+    ) -> Array:
+        return arrays[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Cast(Codec):
+    """Stores the array in another floating-point dtype, rounded to nearest.
+
+    Biased: rounding is deterministic. Error bound: half a unit in the last place of `dtype`; values
+    beyond its range become Inf (or NaN where the dtype has no Inf).
+
+    Attributes:
+        dtype: The stored dtype, e.g. "bfloat16", "float16", "float8_e4m3fn".
+
+    Raises:
+        TypeError: If `dtype` is not a floating-point dtype.
+
+    Example:
+        >>> Cast("bfloat16").nbytes((2, 3), jnp.float32)
+        12
+    """
+
+    dtype: str = "bfloat16"
+    name: typing.ClassVar[str] = "cast"
+    unbiased = False
+
+    def __post_init__(self) -> None:
+        try:
+            name = jnp.dtype(self.dtype).name
+        except TypeError:
+            name = None
+        if name is None or not jnp.issubdtype(name, jnp.floating):
+            raise TypeError(f"dtype={self.dtype!r}: expected the name of a floating-point dtype")
+        object.__setattr__(self, "dtype", name)
+
+    def _encode(self, x: Array, seed: Seed) -> tuple[Array, ...]:
+        return (x.astype(self.dtype),)
+
+    def _decode(
+        self, arrays: tuple[Array, ...], shape: tuple[int, ...], dtype: DTypeLike
+    ) -> Array:
+        return arrays[0].astype(dtype)

@@ -1,0 +1,51 @@
+"""Stateless rounding noise: an integer hash of a value's own bits, its index and a seed."""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from jaxcomp.codecs.codec import Seed
+
+
+def _mix(h: Array) -> Array:
+    """Avalanches 32-bit words ("lowbias32" of C. Wellons' hash prospector)."""
+    h = (h ^ (h >> 16)) * jnp.uint32(0x7FEB352D)
+    h = (h ^ (h >> 15)) * jnp.uint32(0x846CA68B)
+    return h ^ (h >> 16)
+
+
+def _index(shape: tuple[int, ...]) -> Array:
+    """Row-major index of every element, modulo 2^32."""
+    index = jnp.zeros(shape, jnp.uint32)
+    stride = 1
+    for axis in reversed(range(len(shape))):
+        step = jnp.uint32(stride % 2**32)
+        index += lax.broadcasted_iota(jnp.uint32, shape, axis) * step
+        stride *= shape[axis]
+    return index
+
+
+def uniform(x: Float[Array, "*shape"], seed: Seed = None) -> Float[Array, "*shape"]:
+    """Draws one number in (0, 1) for each element of an array, without a key or a state.
+
+    The number is a hash of the element's own bits, its index in the (global) array and `seed`, so
+    it differs between steps, layers, shards, `vmap` lanes and `scan` iterations because values do,
+    and is the same on any number of devices. It lies on a grid of 2^-16, offset by half a step.
+
+    Args:
+        x: The values that will be rounded.
+        seed: Integer scalar that redraws all numbers; None is 0.
+
+    Returns:
+        float32 array of the shape of `x`.
+
+    Example:
+        >>> bool(jnp.all(uniform(jnp.ones(4)) == uniform(jnp.ones(4))))
+        True
+    """
+    bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    salt = _mix(jnp.asarray(0 if seed is None else seed).astype(jnp.uint32) + jnp.uint32(1))
+    h = _mix(bits ^ (_index(x.shape) * jnp.uint32(0x9E3779B9) + salt))
+    return (h >> 16).astype(jnp.int32).astype(jnp.float32) * 2.0**-16 + 2.0**-17
+
+

@@ -1,0 +1,1 @@
+"""Models whose activations are stored by rules."""

@@ -1,0 +1,266 @@
+"""Residual networks for ImageNet and CIFAR, whose activations are stored by rules."""
+
+import functools
+import typing
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from jaxcomp import nn
+from jaxcomp.rules import Rules, apply
+
+Features = Float[Array, "batch height width channels"]
+_INIT = nnx.initializers.variance_scaling(2.0, "fan_out", "normal")
+
+
+class _Layers:
+    """Makes the layers of one network, which share dtype and initial keys."""
+
+    def __init__(self, dtype: DTypeLike | None, rngs: nnx.Rngs) -> None:
+        self.dtype, self.rngs = dtype, rngs
+
+    def conv(
+        self, cin: int, cout: int, size: int, stride: int = 1, layer: type[nnx.Conv] = nn.Conv
+    ) -> nnx.Conv:
+        pad = size // 2
+        return layer(
+            cin,
+            cout,
+            (size, size),
+            stride,
+            padding=[(pad, pad), (pad, pad)],
+            use_bias=False,
+            kernel_init=_INIT,
+            dtype=self.dtype,
+            rngs=self.rngs,
+        )
+
+    def norm(self, features: int) -> nn.BatchNorm:
+        return nn.BatchNorm(features, momentum=0.9, dtype=self.dtype, rngs=self.rngs)
+
+
+class Projection(nnx.Module):
+    """The shortcut of an ImageNet network where the shape changes: 1x1 convolution and norm."""
+
+    def __init__(self, layers: _Layers, cin: int, cout: int, stride: int) -> None:
+        self.conv = layers.conv(cin, cout, 1, stride)
+        self.norm = layers.norm(cout)
+
+    def __call__(self, x: Features) -> Features:
+        """Returns the shortcut's value."""
+        return self.norm(self.conv(x))
+
+
+class PadShortcut(nnx.Module):
+    """The parameter-free shortcut of a CIFAR network: every other pixel, zeros for new channels.
+
+    He et al., "Deep residual learning for image recognition" (arXiv:1512.03385), section 4.2, A.
+    """
+
+    def __init__(self, layers: _Layers, cin: int, cout: int, stride: int) -> None:
+        self.stride, self.new = stride, cout - cin
+
+    def __call__(self, x: Features) -> Features:
+        """Returns the shortcut's value."""
+        x = x[:, :: self.stride, :: self.stride]
+        return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, self.new)))
+
+
+Shortcut = type[Projection] | type[PadShortcut]
+
+
+class BasicBlock(nnx.Module):
+    """Two 3x3 convolutions (arXiv:1512.03385, figure 5 left)."""
+
+    expansion = 1
+
+    def __init__(
+        self, layers: _Layers, cin: int, width: int, stride: int, shortcut: Shortcut
+    ) -> None:
+        self.conv1, self.norm1 = layers.conv(cin, width, 3, stride), layers.norm(width)
+        self.conv2, self.norm2 = layers.conv(width, width, 3), layers.norm(width)
+        self.relu1, self.relu2 = nn.ReLU(), nn.ReLU()
+        changes = stride != 1 or cin != width
+        self.shortcut = shortcut(layers, cin, width, stride) if changes else None
+
+    def __call__(self, x: Features) -> Features:
+        """Returns the block's output."""
+        residual = x if self.shortcut is None else self.shortcut(x)
+        x = self.relu1(self.norm1(self.conv1(x)))
+        return self.relu2(self.norm2(self.conv2(x)) + residual)
+
+
+class Bottleneck(nnx.Module):
+    """1x1, 3x3 and 1x1 convolution; the 3x3 one strides (v1.5; arXiv:1512.03385, figure 5 right)."""
+
+    expansion = 4
+
+    def __init__(
+        self, layers: _Layers, cin: int, width: int, stride: int, shortcut: Shortcut
+    ) -> None:
+        cout = self.expansion * width
+        self.conv1, self.norm1 = layers.conv(cin, width, 1), layers.norm(width)
+        self.conv2, self.norm2 = layers.conv(width, width, 3, stride), layers.norm(width)
+        self.conv3, self.norm3 = layers.conv(width, cout, 1), layers.norm(cout)
+        self.relu1, self.relu2, self.relu3 = nn.ReLU(), nn.ReLU(), nn.ReLU()
+        changes = stride != 1 or cin != cout
+        self.shortcut = shortcut(layers, cin, cout, stride) if changes else None
+
+    def __call__(self, x: Features) -> Features:
+        """Returns the block's output."""
+        residual = x if self.shortcut is None else self.shortcut(x)
+        x = self.relu1(self.norm1(self.conv1(x)))
+        x = self.relu2(self.norm2(self.conv2(x)))
+        return self.relu3(self.norm3(self.conv3(x)) + residual)
+
+
+class PreActBottleneck(nnx.Module):
+    """Bottleneck with norm and ReLU before each convolution (He et al., arXiv:1603.05027)."""
+
+    expansion = 4
+
+    def __init__(
+        self, layers: _Layers, cin: int, width: int, stride: int, shortcut: Shortcut
+    ) -> None:
+        cout = self.expansion * width
+        self.norm1, self.conv1 = layers.norm(cin), layers.conv(cin, width, 1)
+        self.norm2, self.conv2 = layers.norm(width), layers.conv(width, width, 3, stride)
+        self.norm3, self.conv3 = layers.norm(width), layers.conv(width, cout, 1)
+        self.relu1, self.relu2, self.relu3 = nn.ReLU(), nn.ReLU(), nn.ReLU()
+        changes = stride != 1 or cin != cout
+        self.shortcut = layers.conv(cin, cout, 1, stride) if changes else None
+
+    def __call__(self, x: Features) -> Features:
+        """Returns the block's output."""
+        activated = self.relu1(self.norm1(x))
+        residual = x if self.shortcut is None else self.shortcut(activated)
+        x = self.conv1(activated)
+        x = self.conv2(self.relu2(self.norm2(x)))
+        return self.conv3(self.relu3(self.norm3(x))) + residual
+
+
+class ResNet(nnx.Module):
+    """A residual network.
+
+    The stem's convolution is Flax's own: its input is the batch, which the step holds anyway.
+
+    Attributes:
+        plan: What the rules decided, one decision for each layer that has a coded form.
+    """
+
+    def __init__(
+        self,
+        block: type[BasicBlock] | type[Bottleneck] | type[PreActBottleneck],
+        depths: tuple[int, ...],
+        width: int,
+        *,
+        imagenet: bool,
+        num_classes: int,
+        in_channels: int = 3,
+        rules: Rules = (),
+        remat: bool = False,
+        dtype: DTypeLike | None = None,
+        rngs: nnx.Rngs,
+    ) -> None:
+        layers = _Layers(dtype, rngs)
+        self.preact = block is PreActBottleneck
+        size, stride = (7, 2) if imagenet else (3, 1)
+        self.conv = layers.conv(in_channels, width, size, stride, nnx.Conv)
+        self.pool = nn.MaxPool((3, 3), (2, 2), [(1, 1), (1, 1)]) if imagenet else None
+        shortcut = Projection if imagenet else PadShortcut
+        self.blocks = nnx.List([])
+        cin = width
+        for stage, depth in enumerate(depths):
+            for i in range(depth):
+                stride = 2 if stage > 0 and i == 0 else 1
+                self.blocks.append(block(layers, cin, width * 2**stage, stride, shortcut))
+                cin = width * 2**stage * block.expansion
+        self.norm = layers.norm(cin if self.preact else width)
+        self.relu = nn.ReLU()
+        self.head = nn.Linear(cin, num_classes, dtype=dtype, rngs=rngs)
+        self.remat = remat
+        self.plan = apply(self, rules)
+
+    def __call__(self, x: Features) -> Float[Array, "batch classes"]:
+        """Returns the logits in float32."""
+        x = self.conv(x)
+        if not self.preact:
+            x = self.relu(self.norm(x))
+        if self.pool is not None:
+            x = self.pool(x)
+        for block in self.blocks:
+            x = nnx.remat(_call)(block, x) if self.remat else block(x)
+        if self.preact:
+            x = self.relu(self.norm(x))
+        return self.head(x.mean((1, 2))).astype(jnp.float32)
+
+
+def _call(block: typing.Callable[[Features], Features], x: Features) -> Features:
+    return block(x)
+
+
+MODELS: dict[str, typing.Callable[..., ResNet]] = {
+    **{
+        f"resnet{depth}": functools.partial(ResNet, block, depths, 64, imagenet=True)
+        for depth, block, depths in (
+            (18, BasicBlock, (2, 2, 2, 2)),
+            (34, BasicBlock, (3, 4, 6, 3)),
+            (50, Bottleneck, (3, 4, 6, 3)),
+            (101, Bottleneck, (3, 4, 23, 3)),
+            (152, Bottleneck, (3, 8, 36, 3)),
+        )
+    },
+    **{
+        f"resnet{6 * n + 2}": functools.partial(ResNet, BasicBlock, (n, n, n), 16, imagenet=False)
+        for n in (3, 5, 7, 9, 18)
+    },
+    "preact164": functools.partial(ResNet, PreActBottleneck, (18, 18, 18), 16, imagenet=False),
+}
+
+
+def create(
+    name: str,
+    *,
+    num_classes: int,
+    in_channels: int = 3,
+    rules: Rules = (),
+    remat: bool = False,
+    dtype: DTypeLike | None = None,
+    rngs: nnx.Rngs,
+) -> ResNet:
+    """Makes a residual network by name.
+
+    Args:
+        name: "resnet18", "34", "50", "101", "152" (ImageNet, v1.5: the 3x3 convolution strides),
+            "resnet20", "32", "44", "56", "110" (CIFAR, shortcuts without parameters) or
+            "preact164" (CIFAR).
+        num_classes: Number of logits.
+        in_channels: Channels of the images.
+        rules: How layers store what waits for the backward pass; none: as in Flax.
+        remat: Whether each block is recomputed in the backward pass (`jax.checkpoint`).
+        dtype: Dtype of the computation; parameters and statistics are float32.
+        rngs: Keys for the parameters.
+
+    Returns:
+        The network, which takes images of shape (batch, height, width, channels).
+
+    Raises:
+        ValueError: If `name` is unknown or a rule does not fit the network.
+
+    Example:
+        >>> model = create("resnet20", num_classes=10, rngs=nnx.Rngs(0))
+        >>> sum(p.size for p in nnx.to_flat_state(nnx.state(model, nnx.Param)).leaves)
+        269722
+    """
+    if name not in MODELS:
+        raise ValueError(f"name={name!r}: expected one of {list(MODELS)}")
+    return MODELS[name](
+        num_classes=num_classes,
+        in_channels=in_channels,
+        rules=rules,
+        remat=remat,
+        dtype=dtype,
+        rngs=rngs,
+    )

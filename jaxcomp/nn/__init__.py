@@ -1,0 +1,7 @@
+"""Flax NNX layers that keep compressed residuals."""
+
+from jaxcomp.nn.activation import MaxPool as MaxPool
+from jaxcomp.nn.activation import ReLU as ReLU
+from jaxcomp.nn.linear import Conv as Conv
+from jaxcomp.nn.linear import Linear as Linear
+from jaxcomp.nn.norm import BatchNorm as BatchNorm

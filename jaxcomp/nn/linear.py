@@ -1,0 +1,74 @@
+"""Flax's linear layers with a compressed input."""
+
+import typing
+
+from flax import nnx
+
+from jaxcomp import ops
+from jaxcomp.codecs import Codec
+from jaxcomp.nn.op import CodedOp
+
+
+class Conv(nnx.Conv):
+    """`flax.nnx.Conv` that keeps its input for the backward pass as `codec` stores it.
+
+    Constructor, parameters, state and results are those of `flax.nnx.Conv`.
+
+    Args:
+        *args: As `flax.nnx.Conv`.
+        codec: How the input is stored; None leaves the layer as it is in Flax.
+        **kwargs: As `flax.nnx.Conv`, without `conv_general_dilated`.
+
+    Example:
+        >>> from jaxcomp import Quantize
+        >>> conv = Conv(3, 8, (3, 3), codec=Quantize(bits=2), rngs=nnx.Rngs(0))
+        >>> conv.codec.bits
+        2
+    """
+
+    kind = "conv"
+
+    def __init__(self, *args: typing.Any, codec: Codec | None = None, **kwargs: typing.Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.codec = codec
+
+    @property
+    def codec(self) -> Codec | None:
+        """How the input is stored."""
+        return self.conv_general_dilated.codec
+
+    @codec.setter
+    def codec(self, codec: Codec | None) -> None:
+        self.conv_general_dilated = CodedOp(ops.conv_general_dilated, codec)
+
+
+class Linear(nnx.Linear):
+    """`flax.nnx.Linear` that keeps its input for the backward pass as `codec` stores it.
+
+    Constructor, parameters, state and results are those of `flax.nnx.Linear`.
+
+    Args:
+        *args: As `flax.nnx.Linear`.
+        codec: How the input is stored; None leaves the layer as it is in Flax.
+        **kwargs: As `flax.nnx.Linear`, without `dot_general`.
+
+    Example:
+        >>> from jaxcomp import Quantize
+        >>> Linear(3, 8, codec=Quantize(bits=4), rngs=nnx.Rngs(0)).codec.bits
+        4
+    """
+
+    kind = "dot"
+
+    def __init__(self, *args: typing.Any, codec: Codec | None = None, **kwargs: typing.Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.codec = codec
+
+    @property
+    def codec(self) -> Codec | None:
+        """How the input is stored."""
+        return self.dot_general.codec
+
+    @codec.setter
+    def codec(self, codec: Codec | None) -> None:
+        self.dot_general = CodedOp(ops.dot_general, codec)

@@ -1,0 +1,99 @@
+"""Convolutions whose input waits for the backward pass compressed."""
+
+import functools
+import typing
+
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from jaxcomp.codecs import Codec
+from jaxcomp.codecs.codec import Seed
+from jaxcomp.ops.linear import bilinear
+
+
+def conv_general_dilated(
+    lhs: Float[Array, "..."],
+    rhs: Float[Array, "..."],
+    window_strides: typing.Sequence[int],
+    padding: str | typing.Sequence[tuple[int, int]],
+    lhs_dilation: typing.Sequence[int] | None = None,
+    rhs_dilation: typing.Sequence[int] | None = None,
+    dimension_numbers: lax.ConvDimensionNumbers
+    | tuple[str, str, str]
+    | None = None,
+    feature_group_count: int = 1,
+    batch_group_count: int = 1,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    *,
+    out_sharding: typing.Any = None,
+    codec: Codec | None = None,
+    seed: Seed = None,
+) -> Float[Array, "..."]:
+    """`jax.lax.conv_general_dilated` that keeps its input for the backward pass as stored by `codec`.
+
+    The result is bit-identical to `lax.conv_general_dilated`; the gradient of `lhs` is exact, that
+    of `rhs` is the exact one at the decoded `lhs`. Accepted by Flax layers as
+    `conv_general_dilated=`. The codec sees the input channels-last, whatever its layout.
+
+    Args:
+        lhs: Input of 1 to 3 (or more) spatial dimensions.
+        rhs: Kernel; kept exactly, as the caller holds it anyway.
+        window_strides: As `lax.conv_general_dilated`, and so are the arguments that follow.
+        padding: See there.
+        lhs_dilation: See there.
+        rhs_dilation: See there.
+        dimension_numbers: See there.
+        feature_group_count: See there.
+        batch_group_count: See there.
+        precision: See there.
+        preferred_element_type: See there.
+        out_sharding: See there.
+        codec: How `lhs` is stored; None leaves everything to `lax.conv_general_dilated`.
+        seed: Redraws the rounding noise of the codec.
+
+    Returns:
+        The convolution.
+
+    Raises:
+        TypeError: If `lhs` is not a floating-point array.
+        ValueError: If the codec cannot store the shape of `lhs`.
+
+    Example:
+        >>> import jax
+        >>> from jaxcomp import AvgPool
+        >>> x, w = jnp.ones((2, 4, 4, 3)), jnp.ones((1, 1, 3, 5))
+        >>> layout = ("NHWC", "HWIO", "NHWC")
+        >>> f = lambda w: conv_general_dilated(
+        ...     x, w, (1, 1), "SAME", dimension_numbers=layout, codec=AvgPool(2)
+        ... ).sum()
+        >>> jax.grad(f)(w).ravel()[:3].tolist()
+        [32.0, 32.0, 32.0]
+    """
+    stock = functools.partial(
+        lax.conv_general_dilated,
+        window_strides=window_strides,
+        padding=padding,
+        lhs_dilation=lhs_dilation,
+        rhs_dilation=rhs_dilation,
+        dimension_numbers=dimension_numbers,
+        feature_group_count=feature_group_count,
+        batch_group_count=batch_group_count,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+        **({} if out_sharding is None else {"out_sharding": out_sharding}),
+    )
+    if codec is None:
+        return stock(lhs, rhs)
+    batch, channel, *spatial = lax.conv_dimension_numbers(
+        lhs.shape, rhs.shape, dimension_numbers
+    ).lhs_spec
+    channels_last = (batch, *spatial, channel)
+    restore = tuple(sorted(range(lhs.ndim), key=channels_last.__getitem__))
+
+    def conv(lhs: Array, rhs: Array) -> Array:
+        return stock(lhs.transpose(restore), rhs)
+
+    return bilinear(conv, codec, jnp.transpose(lhs, channels_last), rhs, seed)

@@ -1,0 +1,132 @@
+"""Normalisation whose input waits for the backward pass compressed."""
+
+import functools
+import typing
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from jaxcomp import residuals
+from jaxcomp.codecs import Codec
+from jaxcomp.codecs.codec import Seed
+
+Stats = tuple[Array, Array]
+
+
+def batch_norm(
+    x: Float[Array, "..."],
+    scale: Float[Array, " features"] | None,
+    bias: Float[Array, " features"] | None,
+    *,
+    axis: int = -1,
+    epsilon: float = 1e-5,
+    use_fast_variance: bool = True,
+    axis_name: str | None = None,
+    axis_index_groups: typing.Any = None,
+    mask: Array | None = None,
+    codec: Codec | None = None,
+    seed: Seed = None,
+) -> tuple[Float[Array, "..."], Float[Array, " features"], Float[Array, " features"]]:
+    """Batch normalisation by the batch's own statistics, its input kept as `codec` stores it.
+
+    Results are bit-identical to those of `flax.nnx.BatchNorm` in training. Mean and variance are
+    kept exactly; the backward pass is the exact one with these statistics at the decoded `x`, so
+    what it uses twice (the normalised value, in the gradient of `x`) has a bias of the order of the
+    code's variance divided by the number of values per feature.
+
+    Args:
+        x: Activations; axis 0 is the batch.
+        scale: Multiplies the normalised values, or None.
+        bias: Is added to them, or None.
+        axis: The feature axis; statistics are taken over all others.
+        epsilon: Added to the variance.
+        use_fast_variance: Whether the variance is E[x^2] - E[x]^2, in one pass.
+        axis_name: Mesh or `vmap` axis over which statistics are averaged too.
+        axis_index_groups: Groups of indices within that axis, as `jax.lax.pmean` takes them.
+        mask: True where a value counts for the statistics; broadcastable to `x`.
+        codec: How `x` is stored; None leaves differentiation to JAX.
+        seed: Redraws the rounding noise of the codec.
+
+    Returns:
+        The normalised array in the dtype of `x`, `scale` and `bias` together, and the mean and the
+        (biased) variance of the batch in float32.
+
+    Raises:
+        TypeError: If `x` is not a floating-point array.
+        ValueError: If the codec cannot store the shape of `x`.
+
+    Example:
+        >>> from jaxcomp import Quantize
+        >>> x = jnp.arange(6.0).reshape(3, 2)
+        >>> y, mean, var = batch_norm(x, None, None, codec=Quantize(bits=8))
+        >>> mean.tolist()
+        [2.0, 3.0]
+    """
+    feature = axis % x.ndim
+    axes = tuple(i for i in range(x.ndim) if i != feature)
+    average = functools.partial(_pmean, axis_name=axis_name, axis_index_groups=axis_index_groups)
+
+    def statistics(x: Array, mask: Array | None) -> Stats:
+        x = x.astype(jnp.float32)
+        if use_fast_variance:
+            mean, square = average((x.mean(axes, where=mask), lax.square(x).mean(axes, where=mask)))
+            return mean, jnp.maximum(0.0, square - lax.square(mean))
+        (mean,) = average((x.mean(axes, where=mask),))
+        square = lax.square(x - jnp.expand_dims(mean, axes))
+        (var,) = average((square.mean(axes, where=mask),))
+        return mean, var
+
+    def normalize(x: Array, mean: Array, var: Array, scale: Array | None, bias: Array | None):
+        dtype = jnp.result_type(*(a for a in (x, scale, bias) if a is not None))
+        x = x - jnp.expand_dims(mean, axes)
+        factor = lax.rsqrt(jnp.expand_dims(var, axes) + epsilon)
+        if scale is not None:
+            factor *= jnp.expand_dims(scale, axes)
+        x *= factor
+        if bias is not None:
+            x += jnp.expand_dims(bias, axes)
+        return x.astype(dtype)
+
+    def stock(x, scale, bias, mask, seed):
+        mean, var = statistics(x, mask)
+        return normalize(x, mean, var, scale, bias), mean, var
+
+    if codec is None:
+        return stock(x, scale, bias, mask, seed)
+    codec.check(x.shape, x.dtype)
+
+    def forward(x, scale, bias, mask, seed):
+        out = stock(x, scale, bias, mask, seed)
+        out, residual = residuals.keep(out, (codec.encode(x, seed), *out[1:]), codec)
+        return out, (residual, scale, bias, mask)
+
+    def backward(saved, cotangents):
+        residual, scale, bias, mask = saved
+        (code, mean, var), cotangents = residuals.release(residual, cotangents)
+        x = codec.decode(code)
+        dy, dmean, dvar = cotangents
+        _, transpose = jax.vjp(normalize, x, mean, var, scale, bias)
+        dx, dmean_y, dvar_y, dscale, dbias = transpose(dy)
+
+        def centred(x: Array) -> Stats:  # mean and variance, differentiable at fixed statistics
+            x = x.astype(jnp.float32)
+            square = lax.square(x - jnp.expand_dims(mean, axes))
+            return x.mean(axes, where=mask), square.mean(axes, where=mask)
+
+        _, transpose = jax.vjp(centred, x)
+        (dx_statistics,) = transpose(tuple(average((dmean + dmean_y, dvar + dvar_y))))
+        return dx + dx_statistics, dscale, dbias, None, None
+
+    op = jax.custom_vjp(stock)
+    op.defvjp(forward, backward)
+    return op(x, scale, bias, mask, seed)
+
+
+def _pmean(
+    means: tuple[Array, ...], axis_name: str | None, axis_index_groups: typing.Any
+) -> tuple[Array, ...]:
+    if axis_name is None:
+        return means
+    return tuple(lax.pmean(jnp.stack(means), axis_name, axis_index_groups=axis_index_groups))

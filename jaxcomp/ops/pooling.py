@@ -1,0 +1,129 @@
+"""Pooling that keeps packed indices, or nothing."""
+
+import math
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from flax.nnx import avg_pool as avg_pool  # linear, so nothing waits for its backward pass
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxcomp import residuals
+from jaxcomp.codecs import Encoded, Packed
+
+Padding = str | typing.Sequence[tuple[int, int]]
+
+
+def max_pool(
+    x: Float[Array, "batch ..."],
+    window_shape: tuple[int, ...],
+    strides: tuple[int, ...] | None = None,
+    padding: Padding = "VALID",
+    *,
+    codec: Packed = Packed(bits=4),
+) -> Float[Array, "batch ..."]:
+    """`flax.nnx.max_pool` that keeps the index of each window's maximum for the backward pass.
+
+    The result is bit-identical to Flax's. Of equal values the first of a window takes the gradient,
+    as there.
+
+    Args:
+        x: Feature map of shape (batch, spatial..., channels).
+        window_shape: Window along each spatial axis.
+        strides: Strides of the window; None is 1 along each axis, as in Flax.
+        padding: "SAME", "VALID" or (low, high) for each spatial axis.
+        codec: Bits of an index: 2^bits is at least the number of values in a window.
+
+    Returns:
+        The maxima.
+
+    Raises:
+        ValueError: If `x` has not one axis for batch, one for channels and one for each of the
+            window's, or if `codec` has too few bits.
+
+    Example:
+        >>> x = jnp.array([1.0, 5.0, 2.0, 2.0])[None, :, None]
+        >>> jax.grad(lambda x: max_pool(x, (2,), (2,)).sum())(x).ravel().tolist()
+        [0.0, 1.0, 1.0, 0.0]
+    """
+    if x.ndim != len(window_shape) + 2:
+        raise ValueError(
+            f"x of shape {x.shape}: expected (batch, {len(window_shape)} spatial axes, channels)"
+        )
+    size = math.prod(window_shape)
+    if size > 2**codec.bits:
+        raise ValueError(f"codec={codec}: a window of {size} values needs more bits for its index")
+    strides = strides or (1,) * len(window_shape)
+    window = _Window(x.shape, window_shape, strides, padding)
+
+    @jax.custom_vjp
+    def op(x: Array) -> Array:
+        return nnx.max_pool(x, window_shape, strides, padding)
+
+    def forward(x: Array) -> tuple[Array, Encoded]:
+        out = op(x)
+        return residuals.keep(out, codec.encode(window.argmax(x)), codec)
+
+    def backward(index: Encoded, cotangent: Array) -> tuple[Array]:
+        index, cotangent = residuals.release(index, cotangent)
+        return (window.scatter(codec.decode(index), cotangent),)
+
+    op.defvjp(forward, backward)
+    return op(x)
+
+
+class _Window:
+    """The taps of a sliding window: tap i of all windows is one strided slice of the padded map."""
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        window: tuple[int, ...],
+        strides: tuple[int, ...],
+        padding: Padding,
+    ) -> None:
+        if isinstance(padding, str):
+            padding = lax.padtype_to_pads(shape[1:-1], window, strides, padding)
+        self.strides = (1, *strides, 1)
+        self.padding = [(0, 0), *padding, (0, 0)]
+        self.padded = [n + low + high for n, (low, high) in zip(shape, self.padding, strict=True)]
+        spatial = zip(self.padded[1:-1], window, strides, strict=True)
+        self.out = (shape[0], *((n - w) // s + 1 for n, w, s in spatial), shape[-1])
+        self.starts = [(0, *start, 0) for start in np.ndindex(*window)]
+
+    def argmax(self, x: Array) -> Int[Array, "..."]:
+        """Index of the first maximum (or NaN) of each window."""
+        low = jnp.asarray(-jnp.inf, x.dtype)
+        x = lax.pad(x, low, [(*pad, 0) for pad in self.padding])
+        best, index = self._tap(x, self.starts[0]), jnp.zeros(self.out, jnp.int32)
+        for i, start in enumerate(self.starts[1:], 1):
+            value = self._tap(x, start)
+            better = ~(best >= value) & ~jnp.isnan(best)
+            best, index = jnp.where(better, value, best), jnp.where(better, i, index)
+        return index
+
+    def scatter(self, index: Int[Array, "..."], cotangent: Array) -> Array:
+        """The transpose: adds each window's cotangent to the element that its index names."""
+        zero = jnp.zeros((), cotangent.dtype)
+        total = None
+        for i, start in enumerate(self.starts):
+            part = jnp.where(index == i, cotangent, zero)
+            config = [
+                (first - low, n - low - high + low - first - (out - 1) * stride - 1, stride - 1)
+                for first, (low, high), n, out, stride in zip(
+                    start, self.padding, self.padded, self.out, self.strides, strict=True
+                )
+            ]
+            part = lax.pad(part, zero, config)
+            total = part if total is None else total + part
+        return total
+
+    def _tap(self, x: Array, start: tuple[int, ...]) -> Array:
+        limit = [
+            first + (out - 1) * stride + 1
+            for first, out, stride in zip(start, self.out, self.strides, strict=True)
+        ]
+        return lax.slice(x, start, limit, self.strides)

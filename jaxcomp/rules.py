@@ -1,0 +1,130 @@
+"""Rules from a module's path and kind of operation to the codec of what it stores."""
+
+import dataclasses
+import re
+
+from flax import nnx
+
+from jaxcomp.codecs import AvgPool, Cast, Codec, Exact, Packed, Quantize
+
+KINDS: dict[str, tuple[type[Codec], ...]] = {
+    "conv": (Cast, Quantize, AvgPool),
+    "dot": (Cast, Quantize),
+    "batch_norm": (Cast, Quantize),
+    "relu": (Packed,),
+    "max_pool": (Packed,),
+}
+"""The codecs that each kind of operation can store by, besides `Exact`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """Gives a codec to the modules of `jaxcomp.nn` whose path and kind match.
+
+    Attributes:
+        codec: How they store what waits for the backward pass; `Exact()` leaves them as in Flax.
+        op: Regular expression for the whole kind: "conv", "dot", "batch_norm", "relu", "max_pool".
+        path: Regular expression for the whole path, attributes and indices joined by "/".
+        required: Whether it is an error if no module matches.
+
+    Raises:
+        ValueError: If `op` or `path` is not a regular expression.
+
+    Example:
+        >>> Rule(Quantize(bits=2), op="conv|batch_norm", path="blocks/.*").codec.bits
+        2
+    """
+
+    codec: Codec
+    op: str = ".*"
+    path: str = ".*"
+    required: bool = True
+
+    def __post_init__(self) -> None:
+        for field in ("op", "path"):
+            pattern = getattr(self, field)
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{field}={pattern!r}: not a regular expression: {error}") from error
+
+    def matches(self, path: str, kind: str) -> bool:
+        """Whether the rule is for a module of this path and kind."""
+        return bool(re.fullmatch(self.op, kind) and re.fullmatch(self.path, path))
+
+
+Rules = tuple[Rule, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What was decided for one module.
+
+    Attributes:
+        path: Its path.
+        kind: Its kind of operation.
+        codec: How it stores what waits for its backward pass.
+    """
+
+    path: str
+    kind: str
+    codec: Codec
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The decisions for all modules of a model that have a coded form; prints as a table."""
+
+    decisions: tuple[Decision, ...]
+
+    def __str__(self) -> str:
+        """One line for each module."""
+        rows = [("path", "op", "codec")]
+        rows += [(d.path, d.kind, str(d.codec)) for d in self.decisions]
+        widths = [max(len(row[i]) for row in rows) for i in range(2)]
+        return "\n".join(f"{p:<{widths[0]}}  {k:<{widths[1]}}  {c}" for p, k, c in rows)
+
+
+def apply(model: nnx.Module, rules: Rules) -> Plan:
+    """Sets the codecs of a model's `jaxcomp.nn` modules; of several matching rules the first wins.
+
+    Args:
+        model: Any Flax NNX model; modules of Flax's own stay as they are.
+        rules: The rules, in order of precedence; what none matches stays exact.
+
+    Returns:
+        What was decided for each module.
+
+    Raises:
+        ValueError: If a rule matches nothing, or gives a codec to a kind of operation that cannot
+            store by it. The model is then unchanged.
+
+    Example:
+        >>> from jaxcomp.nn import Linear
+        >>> model = nnx.Sequential(Linear(4, 4, rngs=nnx.Rngs(0)))
+        >>> print(apply(model, (Rule(Quantize(bits=4), op="dot"),)).decisions[0].path)
+        layers/0
+    """
+    coded = [
+        ("/".join(map(str, path)), module)
+        for path, module in nnx.iter_modules(model)
+        if getattr(module, "kind", None) in KINDS
+    ]
+    used = set()
+    decisions = []
+    for path, module in coded:
+        rule = next((rule for rule in rules if rule.matches(path, module.kind)), None)
+        codec = Exact() if rule is None else rule.codec
+        if not isinstance(codec, (Exact, *KINDS[module.kind])):
+            names = ", ".join(c.__name__ for c in (Exact, *KINDS[module.kind]))
+            raise ValueError(f"{rule} matches {path} ({module.kind}), which stores by: {names}")
+        used.add(rule)
+        decisions.append(Decision(path, module.kind, codec))
+    for rule in rules:
+        if rule.required and rule not in used:
+            found = ", ".join(sorted({module.kind for _, module in coded})) or "no coded modules"
+            raise ValueError(f"{rule} matches nothing, or only what an earlier rule took; "
+                             f"the model has: {found}")
+    for (_, module), decision in zip(coded, decisions, strict=True):
+        module.codec = None if isinstance(decision.codec, Exact) else decision.codec
+    return Plan(tuple(decisions))
