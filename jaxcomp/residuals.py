@@ -50,5 +50,3 @@ def release(residual: C, cotangent: T) -> tuple[C, T]:
         `residual` and `cotangent`, to be used in place of the arguments.
     """
     return lax.optimization_barrier((residual, cotangent))
-
-

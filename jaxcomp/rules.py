@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import typing
 
 from flax import nnx
 
@@ -15,6 +16,19 @@ KINDS: dict[str, tuple[type[Codec], ...]] = {
     "max_pool": (Packed,),
 }
 """The codecs that each kind of operation can store by, besides `Exact`."""
+
+
+@typing.runtime_checkable
+class Coded(typing.Protocol):
+    """A module whose operation has a coded form, as those of `jaxcomp.nn`.
+
+    Attributes:
+        kind: Its kind of operation, a key of `KINDS`.
+        codec: How it stores what waits for its backward pass; None is as in Flax.
+    """
+
+    kind: str
+    codec: Codec | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +60,9 @@ class Rule:
             try:
                 re.compile(pattern)
             except re.error as error:
-                raise ValueError(f"{field}={pattern!r}: not a regular expression: {error}") from error
+                raise ValueError(
+                    f"{field}={pattern!r}: not a regular expression: {error}"
+                ) from error
 
     def matches(self, path: str, kind: str) -> bool:
         """Whether the rule is for a module of this path and kind."""
@@ -108,7 +124,7 @@ def apply(model: nnx.Module, rules: Rules) -> Plan:
     coded = [
         ("/".join(map(str, path)), module)
         for path, module in nnx.iter_modules(model)
-        if getattr(module, "kind", None) in KINDS
+        if isinstance(module, Coded)
     ]
     used = set()
     decisions = []
@@ -116,15 +132,16 @@ def apply(model: nnx.Module, rules: Rules) -> Plan:
         rule = next((rule for rule in rules if rule.matches(path, module.kind)), None)
         codec = Exact() if rule is None else rule.codec
         if not isinstance(codec, (Exact, *KINDS[module.kind])):
-            names = ", ".join(c.__name__ for c in (Exact, *KINDS[module.kind]))
+            names = ", ".join(["Exact", *(c.__name__ for c in KINDS[module.kind])])
             raise ValueError(f"{rule} matches {path} ({module.kind}), which stores by: {names}")
         used.add(rule)
         decisions.append(Decision(path, module.kind, codec))
     for rule in rules:
         if rule.required and rule not in used:
             found = ", ".join(sorted({module.kind for _, module in coded})) or "no coded modules"
-            raise ValueError(f"{rule} matches nothing, or only what an earlier rule took; "
-                             f"the model has: {found}")
+            raise ValueError(
+                f"{rule} matches nothing, or only what an earlier rule took; the model has: {found}"
+            )
     for (_, module), decision in zip(coded, decisions, strict=True):
         module.codec = None if isinstance(decision.codec, Exact) else decision.codec
     return Plan(tuple(decisions))

@@ -133,9 +133,7 @@ class Exact(Codec):
     def _encode(self, x: Array, seed: Seed) -> tuple[Array, ...]:
         return (x,)
 
-    def _decode(
-        self, arrays: tuple[Array, ...], shape: tuple[int, ...], dtype: DTypeLike
-    ) -> Array:
+    def _decode(self, arrays: tuple[Array, ...], shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         return arrays[0]
 
 
@@ -173,7 +171,5 @@ class Cast(Codec):
     def _encode(self, x: Array, seed: Seed) -> tuple[Array, ...]:
         return (x.astype(self.dtype),)
 
-    def _decode(
-        self, arrays: tuple[Array, ...], shape: tuple[int, ...], dtype: DTypeLike
-    ) -> Array:
+    def _decode(self, arrays: tuple[Array, ...], shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         return arrays[0].astype(dtype)

@@ -47,5 +47,3 @@ def uniform(x: Float[Array, "*shape"], seed: Seed = None) -> Float[Array, "*shap
     salt = _mix(jnp.asarray(0 if seed is None else seed).astype(jnp.uint32) + jnp.uint32(1))
     h = _mix(bits ^ (_index(x.shape) * jnp.uint32(0x9E3779B9) + salt))
     return (h >> 16).astype(jnp.int32).astype(jnp.float32) * 2.0**-16 + 2.0**-17
-
-

@@ -62,9 +62,7 @@ class AvgPool(Codec):
         sums = jnp.sum(self._windows(x), axis=self._inner(x.ndim), dtype=jnp.float32)
         return ((sums / counts[..., None].astype(np.float32)).astype(x.dtype),)
 
-    def _decode(
-        self, arrays: tuple[Array, ...], shape: tuple[int, ...], dtype: DTypeLike
-    ) -> Array:
+    def _decode(self, arrays: tuple[Array, ...], shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         (means,) = arrays
         inner = self._inner(len(shape))
         wide = list(jnp.expand_dims(means, inner).shape)
@@ -87,7 +85,5 @@ class AvgPool(Codec):
     def _windows(self, x: Array) -> Array:
         """Splits every spatial axis in (windows, window), padded with zeros."""
         padding = [(0, 0), *((0, -n % self.window) for n in x.shape[1:-1]), (0, 0)]
-        split = [
-            n for size in x.shape[1:-1] for n in (-(-size // self.window), self.window)
-        ]
+        split = [n for size in x.shape[1:-1] for n in (-(-size // self.window), self.window)]
         return jnp.pad(x, padding).reshape(x.shape[0], *split, x.shape[-1])

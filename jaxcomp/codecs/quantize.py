@@ -87,9 +87,7 @@ class Quantize(Codec):
         codes = jnp.clip(codes, 0, top).astype(jnp.int32)
         return *packing.pack(codes, self.bits), low, high
 
-    def _decode(
-        self, arrays: tuple[Array, ...], shape: tuple[int, ...], dtype: DTypeLike
-    ) -> Array:
+    def _decode(self, arrays: tuple[Array, ...], shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         *packed, low, high = arrays
         codes = packing.unpack(tuple(packed), shape, self.bits)
         weight = codes.astype(jnp.float32) * (1.0 / (2**self.bits - 1))

@@ -93,7 +93,7 @@ class BasicBlock(nnx.Module):
 
 
 class Bottleneck(nnx.Module):
-    """1x1, 3x3 and 1x1 convolution; the 3x3 one strides (v1.5; arXiv:1512.03385, figure 5 right)."""
+    """1x1, 3x3, 1x1 convolution; the 3x3 one strides (v1.5; arXiv:1512.03385, figure 5 right)."""
 
     expansion = 4
 
@@ -170,7 +170,7 @@ class ResNet(nnx.Module):
         self.conv = layers.conv(in_channels, width, size, stride, nnx.Conv)
         self.pool = nn.MaxPool((3, 3), (2, 2), [(1, 1), (1, 1)]) if imagenet else None
         shortcut = Projection if imagenet else PadShortcut
-        self.blocks = nnx.List([])
+        self.blocks: nnx.List[nnx.Module] = nnx.List([])
         cin = width
         for stage, depth in enumerate(depths):
             for i in range(depth):

@@ -35,7 +35,8 @@ class Conv(nnx.Conv):
     @property
     def codec(self) -> Codec | None:
         """How the input is stored."""
-        return self.conv_general_dilated.codec
+        op = self.conv_general_dilated
+        return op.codec if isinstance(op, CodedOp) else None
 
     @codec.setter
     def codec(self, codec: Codec | None) -> None:
@@ -67,7 +68,8 @@ class Linear(nnx.Linear):
     @property
     def codec(self) -> Codec | None:
         """How the input is stored."""
-        return self.dot_general.codec
+        op = self.dot_general
+        return op.codec if isinstance(op, CodedOp) else None
 
     @codec.setter
     def codec(self, codec: Codec | None) -> None:

@@ -20,9 +20,7 @@ def conv_general_dilated(
     padding: str | typing.Sequence[tuple[int, int]],
     lhs_dilation: typing.Sequence[int] | None = None,
     rhs_dilation: typing.Sequence[int] | None = None,
-    dimension_numbers: lax.ConvDimensionNumbers
-    | tuple[str, str, str]
-    | None = None,
+    dimension_numbers: lax.ConvDimensionNumbers | tuple[str, str, str] | None = None,
     feature_group_count: int = 1,
     batch_group_count: int = 1,
     precision: lax.PrecisionLike = None,
@@ -32,7 +30,7 @@ def conv_general_dilated(
     codec: Codec | None = None,
     seed: Seed = None,
 ) -> Float[Array, "..."]:
-    """`jax.lax.conv_general_dilated` that keeps its input for the backward pass as stored by `codec`.
+    """`jax.lax.conv_general_dilated` that keeps its input for the backward pass by `codec`.
 
     The result is bit-identical to `lax.conv_general_dilated`; the gradient of `lhs` is exact, that
     of `rhs` is the exact one at the decoded `lhs`. Accepted by Flax layers as
@@ -83,7 +81,7 @@ def conv_general_dilated(
         batch_group_count=batch_group_count,
         precision=precision,
         preferred_element_type=preferred_element_type,
-        **({} if out_sharding is None else {"out_sharding": out_sharding}),
+        out_sharding=out_sharding,
     )
     if codec is None:
         return stock(lhs, rhs)

@@ -97,5 +97,3 @@ def bilinear(
 
     op.defvjp(forward, backward)
     return op(lhs, rhs, seed)
-
-

@@ -78,7 +78,9 @@ def batch_norm(
         (var,) = average((square.mean(axes, where=mask),))
         return mean, var
 
-    def normalize(x: Array, mean: Array, var: Array, scale: Array | None, bias: Array | None):
+    def normalize(
+        x: Array, mean: Array, var: Array, scale: Array | None, bias: Array | None
+    ) -> Array:
         dtype = jnp.result_type(*(a for a in (x, scale, bias) if a is not None))
         x = x - jnp.expand_dims(mean, axes)
         factor = lax.rsqrt(jnp.expand_dims(var, axes) + epsilon)
@@ -89,7 +91,9 @@ def batch_norm(
             x += jnp.expand_dims(bias, axes)
         return x.astype(dtype)
 
-    def stock(x, scale, bias, mask, seed):
+    def stock(
+        x: Array, scale: Array | None, bias: Array | None, mask: Array | None, seed: Seed
+    ) -> tuple[Array, Array, Array]:
         mean, var = statistics(x, mask)
         return normalize(x, mean, var, scale, bias), mean, var
 
@@ -97,12 +101,16 @@ def batch_norm(
         return stock(x, scale, bias, mask, seed)
     codec.check(x.shape, x.dtype)
 
-    def forward(x, scale, bias, mask, seed):
+    def forward(
+        x: Array, scale: Array | None, bias: Array | None, mask: Array | None, seed: Seed
+    ) -> tuple[tuple[Array, Array, Array], typing.Any]:
         out = stock(x, scale, bias, mask, seed)
         out, residual = residuals.keep(out, (codec.encode(x, seed), *out[1:]), codec)
         return out, (residual, scale, bias, mask)
 
-    def backward(saved, cotangents):
+    def backward(
+        saved: typing.Any, cotangents: tuple[Array, Array, Array]
+    ) -> tuple[Array | None, ...]:
         residual, scale, bias, mask = saved
         (code, mean, var), cotangents = residuals.release(residual, cotangents)
         x = codec.decode(code)

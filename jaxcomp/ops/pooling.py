@@ -16,6 +16,8 @@ from jaxcomp.codecs import Encoded, Packed
 
 Padding = str | typing.Sequence[tuple[int, int]]
 
+INDEX = Packed(bits=4)
+
 
 def max_pool(
     x: Float[Array, "batch ..."],
@@ -23,7 +25,7 @@ def max_pool(
     strides: tuple[int, ...] | None = None,
     padding: Padding = "VALID",
     *,
-    codec: Packed = Packed(bits=4),
+    codec: Packed = INDEX,
 ) -> Float[Array, "batch ..."]:
     """`flax.nnx.max_pool` that keeps the index of each window's maximum for the backward pass.
 
@@ -107,8 +109,7 @@ class _Window:
 
     def scatter(self, index: Int[Array, "..."], cotangent: Array) -> Array:
         """The transpose: adds each window's cotangent to the element that its index names."""
-        zero = jnp.zeros((), cotangent.dtype)
-        total = None
+        total = zero = jnp.zeros((), cotangent.dtype)
         for i, start in enumerate(self.starts):
             part = jnp.where(index == i, cotangent, zero)
             config = [
@@ -117,8 +118,7 @@ class _Window:
                     start, self.padding, self.padded, self.out, self.strides, strict=True
                 )
             ]
-            part = lax.pad(part, zero, config)
-            total = part if total is None else total + part
+            total += lax.pad(part, zero, config)
         return total
 
     def _tap(self, x: Array, start: tuple[int, ...]) -> Array:

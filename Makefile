@@ -1,0 +1,54 @@
+# Every target makes the environment it needs. PYTHON picks the interpreter, VENV the place:
+#   make test PYTHON=python3.12 VENV=.venv312
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
+DOCS_STAMP := $(VENV)/.stamp-docs
+
+# The compilers for absent GPUs and TPUs look for their device when JAX starts and log that it is
+# missing, so the device is named: JAX_PLATFORMS=cuda make demo
+export JAX_PLATFORMS ?= cpu
+
+.PHONY: help venv demo test lint format docs constraints clean
+
+help:
+	@echo "make demo | test | lint | format | docs | constraints | venv | clean"
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -c constraints.txt -e ".[dev,gpu-aot,tpu-aot]"
+	touch $@
+
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install -c constraints.txt -e ".[docs]"
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/python -m experiments.demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -n 2
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: $(DOCS_STAMP)
+	$(BIN)/mkdocs build --strict
+
+# Pins the newest versions that fit together, for each Python that pyproject.toml names.
+constraints: $(STAMP)
+	$(BIN)/uv pip compile pyproject.toml --all-extras --universal --python-version 3.11 --upgrade \
+	  --no-annotate --custom-compile-command "make constraints" --output-file constraints.txt
+
+clean:
+	rm -rf $(VENV) site .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,312 @@
+"""Trains a ResNet on real images, its activations stored as the chosen way says.
+
+    python -m experiments.train --model resnet20 --way quantize:bits=2 --out runs/quantize2
+
+Ctrl-C saves and stops; the same command with ``--resume`` goes on, and ends with the bits that the
+unbroken run ends with. (On a GPU set ``XLA_FLAGS=--xla_gpu_deterministic_ops=true`` for that: some
+of its kernels add in an order that changes from run to run.)
+"""
+
+import json
+import platform
+import shlex
+import sys
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import flax
+import jax
+import numpy as np
+import optax
+import typer
+from flax import nnx
+
+from experiments import step
+from experiments.checkpoint import Checkpoints
+from experiments.config import DTYPES, TrainConfig
+from experiments.data import Dataset, load
+from experiments.interrupt import deferred_interrupt
+from experiments.monitor import Monitor, open_tensorboard
+from experiments.ways import Way
+from jaxcomp.models import resnet
+
+REPORT_STEPS = 10  # steps between two looks at the metrics, which wait for the device
+
+
+class Run(NamedTuple):
+    """What a run is made of: its first state and its functions."""
+
+    state: step.TrainState
+    loss_fn: step.LossFunction
+    train_step: step.TrainStep
+    eval_step: step.EvalStep
+
+
+def build(config: TrainConfig, dataset: Dataset) -> Run:
+    """Makes the model and the compiled functions of a run.
+
+    Raises:
+        ValueError: the model or the way is unknown, or the batch does not divide over the way's
+            micro-batches and the devices, or is larger than the data set.
+    """
+    way = Way.parse(config.way)
+    way.check_batch(config.batch, jax.device_count())
+    model = resnet.create(
+        config.model,
+        num_classes=dataset.num_classes,
+        in_channels=dataset.image_shape[-1],
+        rules=way.rules,
+        remat=way.remat,
+        dtype=DTYPES[config.dtype],
+        rngs=nnx.Rngs(config.seed),
+    )
+    steps_per_epoch = dataset.num_batches("train", config.batch, drop_remainder=True)
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0,
+        config.lr,
+        warmup_steps=round(config.warmup_epochs * steps_per_epoch),
+        decay_steps=config.epochs * steps_per_epoch,
+    )
+    optimizer = step.sgd(
+        schedule,
+        momentum=config.momentum,
+        nesterov=config.nesterov,
+        weight_decay=config.weight_decay,
+    )
+    loss_fn = step.make_loss(model, config.label_smoothing)
+    return Run(
+        step.replicate(step.init_state(model, optimizer)),
+        loss_fn,
+        step.make_train_step(loss_fn, optimizer, way.micro_batches),
+        step.make_eval_step(model),
+    )
+
+
+def evaluate(run: Run, state: step.TrainState, dataset: Dataset, batch: int) -> float:
+    """The accuracy on the whole test split.
+
+    The last batch is filled up with images whose label, -1, no prediction equals.
+    """
+    correct = 0
+    for images, labels in dataset.batches(
+        "test", batch, seed=0, epoch=0, augment=False, drop_remainder=False
+    ):
+        missing = batch - len(labels)
+        images = np.pad(images, ((0, missing), (0, 0), (0, 0), (0, 0)))
+        labels = np.pad(labels, (0, missing), constant_values=-1)
+        correct += int(run.eval_step(state, *step.shard(images, labels)))
+    return correct / len(dataset.test)
+
+
+@dataclass
+class History:
+    """The course of a run.
+
+    Attributes:
+        loss: of the training batch, one for each step.
+        accuracy: on the training batch, one for each step.
+        test_accuracy: on the test split, one for each epoch.
+        seconds: spent, with compilation and evaluation.
+    """
+
+    loss: list[float] = field(default_factory=list)
+    accuracy: list[float] = field(default_factory=list)
+    test_accuracy: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a run ended.
+
+    Attributes:
+        state: after the last step.
+        history: up to the last step.
+        finished: False where Ctrl-C stopped it.
+    """
+
+    state: step.TrainState
+    history: History
+    finished: bool
+
+
+def train(
+    config: TrainConfig,
+    out: Path,
+    *,
+    resume: bool = False,
+    checkpoint_steps: int | None = None,
+    tensorboard: bool = False,
+) -> TrainResult:
+    """Trains a model and writes checkpoints, metrics.json and TensorBoard scalars under ``out``.
+
+    The first Ctrl-C saves a checkpoint at the current step and returns.
+
+    Args:
+        config: the run.
+        out: its directory.
+        resume: goes on from the last checkpoint in ``out``.
+        checkpoint_steps: saves every so many steps, besides at the end of each epoch.
+        tensorboard: whether to write TensorBoard scalars, which needs tensorboardX.
+
+    Raises:
+        FileExistsError: ``out`` has a run already, and ``resume`` is False.
+        FileNotFoundError: ``resume`` is True, and ``out`` has no checkpoint.
+        ModuleNotFoundError: tensorboardX is missing.
+        ValueError: an argument is wrong, or the checkpoint is of another run. Nothing has been
+            written then.
+    """
+    if checkpoint_steps is not None and checkpoint_steps < 1:
+        raise ValueError(f"checkpoint_steps={checkpoint_steps}: expected 1 or more")
+    checkpoints = Checkpoints(out / "checkpoints")
+    history = History()
+    if resume:
+        record = checkpoints.load_record()
+        config.check_same_run(TrainConfig.from_json(record["config"]), out)
+        history = History(**record["history"])
+    elif checkpoints.latest_step() is not None:
+        raise FileExistsError(
+            f"out={str(out)!r}: has a run already; pass --resume to go on with it"
+        )
+    dataset = load(config.dataset, config.data_dir)
+    run = build(config, dataset)
+    state = checkpoints.load_state(run.state) if resume else run.state
+    taken = int(state.step)
+    writer = open_tensorboard(out / "tensorboard", taken) if tensorboard else None
+
+    steps_per_epoch = dataset.num_batches("train", config.batch, drop_remainder=True)
+    started = time.perf_counter() - history.seconds
+    unread: list[step.Metrics] = []
+
+    with (
+        deferred_interrupt() as interrupted,
+        Monitor(
+            config.way, taken, config.epochs * steps_per_epoch, config.batch, writer
+        ) as monitor,
+    ):
+
+        def read_metrics() -> None:
+            if unread:
+                losses, accuracies = zip(*jax.tree.map(float, jax.device_get(unread)), strict=True)
+                unread.clear()
+                history.loss.extend(losses)
+                history.accuracy.extend(accuracies)
+                monitor.report_steps(losses, accuracies)
+
+        def save() -> None:
+            read_metrics()
+            history.seconds = time.perf_counter() - started
+            checkpoints.save(state, {"config": config.to_json(), "history": asdict(history)})
+
+        for epoch in range(len(history.test_accuracy), config.epochs):
+            for images, labels in dataset.batches(
+                "train",
+                config.batch,
+                seed=config.seed,
+                epoch=epoch,
+                augment=config.augment,
+                drop_remainder=True,
+                start_batch=taken - epoch * steps_per_epoch,
+            ):
+                state, metrics = run.train_step(state, *step.shard(images, labels))
+                taken += 1
+                unread.append(metrics)
+                if len(unread) == REPORT_STEPS:
+                    read_metrics()
+                if interrupted.is_set():
+                    save()
+                    return TrainResult(state, history, finished=False)
+                if checkpoint_steps is not None and taken % checkpoint_steps == 0:
+                    save()
+            read_metrics()
+            history.test_accuracy.append(evaluate(run, state, dataset, config.batch))
+            monitor.report_epoch(epoch + 1, history.test_accuracy[-1])
+            save()
+    write_metrics(out / "metrics.json", config, history)
+    return TrainResult(state, history, finished=True)
+
+
+def write_metrics(path: Path, config: TrainConfig, history: History) -> None:
+    """Writes what a finished run came to, at once or not at all."""
+    metrics: dict[str, Any] = {
+        "config": config.to_json(),
+        "test_accuracy": history.test_accuracy[-1],
+        "seconds": history.seconds,
+        "command": shlex.join(sys.orig_argv),
+        "devices": [device.device_kind for device in jax.devices()],
+        "versions": {
+            "python": platform.python_version(),
+            "jax": jax.__version__,
+            "flax": flax.__version__,
+            "optax": optax.__version__,
+        },
+        "history": asdict(history),
+    }
+    unfinished = path.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(metrics, indent=1) + "\n")
+    unfinished.replace(path)
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="Directory of the run.")],
+    model: str = TrainConfig.model,
+    dataset: str = TrainConfig.dataset,
+    data_dir: Annotated[Path | None, typer.Option(help="Where the full data sets are.")] = None,
+    way: Annotated[str, typer.Option(help="plain, remat, accumulate:N, or a codec")] = "plain",
+    epochs: int = TrainConfig.epochs,
+    batch: Annotated[int, typer.Option(help="Images in a batch.")] = TrainConfig.batch,
+    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = TrainConfig.lr,
+    warmup_epochs: float = TrainConfig.warmup_epochs,
+    momentum: float = TrainConfig.momentum,
+    nesterov: bool = TrainConfig.nesterov,
+    weight_decay: float = TrainConfig.weight_decay,
+    label_smoothing: float = TrainConfig.label_smoothing,
+    augment: bool = TrainConfig.augment,
+    dtype: Annotated[
+        Literal["float32", "bfloat16"], typer.Option(help="Of the computation.")
+    ] = TrainConfig.dtype,
+    seed: int = TrainConfig.seed,
+    resume: Annotated[bool, typer.Option(help="Go on from the last checkpoint.")] = False,
+    checkpoint_steps: Annotated[
+        int | None, typer.Option(help="Save every so many steps, too.")
+    ] = None,
+    tensorboard: Annotated[bool, typer.Option(help="Write TensorBoard scalars.")] = True,
+) -> None:
+    """Trains a ResNet; Ctrl-C saves, --resume goes on."""
+    try:
+        config = TrainConfig(
+            model=model,
+            dataset=dataset,
+            data_dir=data_dir,
+            way=way,
+            epochs=epochs,
+            batch=batch,
+            lr=lr,
+            warmup_epochs=warmup_epochs,
+            momentum=momentum,
+            nesterov=nesterov,
+            weight_decay=weight_decay,
+            label_smoothing=label_smoothing,
+            augment=augment,
+            dtype=dtype,
+            seed=seed,
+        )
+        result = train(
+            config,
+            out,
+            resume=resume,
+            checkpoint_steps=checkpoint_steps,
+            tensorboard=tensorboard,
+        )
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        raise typer.BadParameter(str(error)) from error
+    if not result.finished:
+        typer.echo(f"stopped at step {int(result.state.step)}; go on with --resume")
+        raise typer.Exit(130)
+    typer.echo(f"test accuracy {result.history.test_accuracy[-1]:.4f}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,216 @@
+"""From a Python function to what XLA made of it, for any target, without running it.
+
+For an attached target the compiler runs here. For any other the traced program is exported
+(`jax.export`, which keeps scopes, source lines and optimisation barriers) and compiled by a child
+process, so that a compiler that aborts ends the child, a plugin's start-up and libtpu's lock stay
+out of the caller's process, and only the child's environment is changed. The byte counts are the
+same both ways.
+"""
+
+import dataclasses
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+from jax import export
+from jax.extend.core import Jaxpr
+from jax.sharding import AbstractMesh, NamedSharding
+
+from . import compile_worker
+from .targets import Target
+
+
+class CompileError(RuntimeError):
+    """XLA could not compile a program: its own message, or how its process ended."""
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """A function traced for its arguments' shapes.
+
+    Attributes:
+        traced: JAX's own object, with the jaxpr and what is known of the arguments.
+        arguments: the pytree leaves of the arguments.
+    """
+
+    traced: jax.stages.Traced
+    arguments: tuple[Any, ...]
+
+    @property
+    def jaxpr(self) -> Jaxpr:
+        """The function's jaxpr, without its constants."""
+        jaxpr = self.traced.jaxpr
+        return getattr(jaxpr, "jaxpr", jaxpr)
+
+    @property
+    def donated(self) -> tuple[int, ...]:
+        """Indices of the donated leaves."""
+        infos = jax.tree.leaves(self.traced.args_info)
+        return tuple(i for i, info in enumerate(infos) if info.donated)
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """What XLA made of a function.
+
+    Attributes:
+        hlo_text: the optimised, scheduled HLO module.
+        memory: fields of XLA's `CompiledMemoryStats` in bytes; which there are depends on jaxlib.
+        compile_seconds: wall time of the compilation alone.
+    """
+
+    hlo_text: str
+    memory: dict[str, int]
+    compile_seconds: float
+
+
+def trace(
+    fn: Callable[..., Any],
+    *args: Any,
+    donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+) -> TracedStep:
+    """Traces `fn`, plain or already jitted by `jax.jit` or `nnx.jit`; nothing is run."""
+    if isinstance(fn, jax.stages.Wrapped):
+        if donate_argnums != () or static_argnums != ():
+            raise ValueError("fn is jitted already: give donate_argnums and static_argnums there")
+        jitted = fn
+    else:
+        takes_modules = any(isinstance(arg, nnx.Pytree) for arg in args)
+        jit = nnx.jit if takes_modules else jax.jit
+        jitted = jit(fn, donate_argnums=donate_argnums, static_argnums=static_argnums)
+    traced = jitted.trace(*args)
+    return TracedStep(getattr(traced, "traced", traced), tuple(jax.tree.leaves(args)))
+
+
+def compile_step(
+    step: TracedStep,
+    target: Target,
+    *,
+    xla_remat: bool = True,
+    dump_dir: str | os.PathLike[str] | None = None,
+) -> CompiledStep:
+    """Compiles a traced function for a target.
+
+    Args:
+        step: the traced function.
+        target: what to compile for.
+        xla_remat: whether XLA may recompute values on its own where memory is short.
+        dump_dir: folder for XLA's dump of this compilation (buffer assignment, live ranges).
+
+    Returns:
+        The compiled program's text and figures.
+
+    Raises:
+        ValueError: if the arguments' mesh is not the target's.
+        CompileError: if XLA fails, also for lack of memory on a TPU.
+        OSError: if `dump_dir` cannot be written.
+    """
+    options: dict[str, Any] = {}
+    if dump_dir is not None:
+        Path(dump_dir).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=dump_dir).close()
+        options = {"xla_dump_to": os.fspath(dump_dir), "xla_dump_hlo_as_text": True}
+    if target.attached:
+        return _compile_here(step, target, options, xla_remat)
+    return _compile_in_child(step, target, options, xla_remat)
+
+
+def _compile_here(
+    step: TracedStep, target: Target, options: dict[str, Any], xla_remat: bool
+) -> CompiledStep:
+    previous = jax.config.jax_compiler_enable_remat_pass
+    jax.config.update("jax_compiler_enable_remat_pass", xla_remat)
+    try:
+        with jax.default_device(jax.local_devices(backend=target.platform)[0]):
+            return CompiledStep(**compile_worker.compile_lowered(step.traced.lower(), options))
+    except jax.errors.JaxRuntimeError as error:
+        raise CompileError(str(error)) from error
+    finally:
+        jax.config.update("jax_compiler_enable_remat_pass", previous)
+
+
+def _compile_in_child(
+    step: TracedStep, target: Target, options: dict[str, Any], xla_remat: bool
+) -> CompiledStep:
+    request = {
+        "exported": _export(step, target.platform),
+        "platform": target.platform,
+        "topology": dict(target.topology_options),
+        "mesh": _mesh(step, target),
+        "donated": step.donated,
+        "compiler_options": options,
+        "xla_remat": xla_remat,
+        "cache_dir": jax.config.jax_compilation_cache_dir,
+    }
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "TPU_SKIP_MDS_QUERY": "1",
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        answer_file = Path(folder) / "answer"
+        child = subprocess.run(
+            [sys.executable, "-P", compile_worker.__file__, answer_file],
+            input=pickle.dumps(request),
+            stderr=subprocess.PIPE,
+            env=environment,
+            check=False,
+        )
+        if not answer_file.exists():
+            log = child.stderr.decode(errors="replace")[-2000:]
+            raise CompileError(
+                f"the compiler for {target.name} ended with status {child.returncode}:\n{log}"
+            )
+        answer = pickle.loads(answer_file.read_bytes())
+    if "error" in answer:
+        raise CompileError(answer["error"])
+    return CompiledStep(**answer)
+
+
+class _TracedFunction(jax.stages.Wrapped):
+    """What `jax.export` asks of a jitted function, for one that is traced already."""
+
+    def __init__(self, traced: jax.stages.Traced) -> None:
+        self._traced = traced
+
+    def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
+        return self._traced
+
+
+def _export(step: TracedStep, platform: str) -> export.Exported:
+    """The program with flat arguments and results, ready for pickle.
+
+    `Exported.serialize` is not used: it knows neither 2-bit types nor unregistered pytrees.
+    """
+    exported = export.export(_TracedFunction(step.traced), platforms=[platform])()
+    return dataclasses.replace(
+        exported,
+        _get_vjp=None,
+        in_tree=jax.tree.structure((tuple(exported.in_avals), {})),
+        out_tree=jax.tree.structure(list(exported.out_avals)),
+    )
+
+
+def _mesh(step: TracedStep, target: Target) -> AbstractMesh | None:
+    """The one mesh that the arguments' shardings name; None for a single device."""
+    shardings = [getattr(leaf, "sharding", None) for leaf in step.arguments]
+    meshes = {s.mesh.abstract_mesh for s in shardings if isinstance(s, NamedSharding)}
+    if target.devices == 1 and not meshes:
+        return None
+    if len(meshes) != 1 or next(iter(meshes)).size != target.devices:
+        raise ValueError(
+            f"target={target.name!r} has {target.devices} devices, but the arguments' shardings "
+            f"name the meshes {[dict(mesh.shape) for mesh in meshes]}; expected NamedShardings "
+            "over jaxcomp.memory.mesh(target, ...)"
+        )
+    return meshes.pop()

@@ -1,0 +1,254 @@
+"""Reads the text of an optimised HLO module: computations, instructions, shapes, source lines.
+
+Only what the memory instruments need, and only what XLA's printer writes for a compiled module
+(`compiled.as_text()`), on CPU, GPU and TPU.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+_ARRAY = re.compile(r"([a-z]+\d*[a-z0-9]*)\[([\d,<=]*)\](?:\{([^{}]*)\})?")
+_COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
+_INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*)$")
+_CALLED = re.compile(
+    r"(calls|to_apply|body|condition|true_computation|false_computation|branch_computations)"
+    r"=(?:%([\w.\-]+)|\{([^{}]*)\})"
+)
+_SOURCE = re.compile(r'source_file="([^"]*)".*?source_line=(\d+)')
+_LIBRARY = re.compile(r"[/\\](site-packages|dist-packages)[/\\]")
+_HOST_MEMORY = 5
+
+
+@dataclass(frozen=True)
+class Array:
+    """One array of an instruction's result.
+
+    Attributes:
+        dtype: XLA's name, e.g. `f32`, `bf16`, `u4`, `pred`.
+        dims: logical dimensions.
+        elements: number of elements, without padding.
+        bits: bits in memory, with the padding of a tiled (TPU) layout.
+        in_hbm: False for arrays in host memory, and in VMEM, SMEM or semaphores of a TPU.
+    """
+
+    dtype: str
+    dims: tuple[int, ...]
+    elements: int
+    bits: int
+    in_hbm: bool
+
+    @property
+    def bytes(self) -> int:
+        """Bytes in memory, rounded up to whole bytes."""
+        return -(-self.bits // 8)
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One HLO instruction: `%name = type opcode(operands), attributes`."""
+
+    name: str
+    opcode: str
+    arrays: tuple[Array, ...]
+    operands: tuple[str, ...]
+    arguments: str
+    attributes: str
+    is_root: bool
+
+    @cached_property
+    def op_name(self) -> str:
+        """JAX's name stack and primitive, or "" if XLA made the instruction itself."""
+        found = re.search(r'op_name="([^"]*)"', self.attributes)
+        return found.group(1) if found else ""
+
+    @cached_property
+    def called(self) -> dict[str, tuple[str, ...]]:
+        """Names of called computations, by attribute (`calls`, `body`, `condition`, ...)."""
+        return {
+            key: (one,) if one else tuple(re.findall(r"[\w.\-]+", many))
+            for key, one, many in _CALLED.findall(self.attributes)
+        }
+
+    @cached_property
+    def index(self) -> int:
+        """The `index=` of a get-tuple-element, or the number of a parameter."""
+        if self.opcode == "parameter":
+            return int(self.arguments)
+        found = re.search(r"\bindex=(\d+)", self.attributes)
+        if found is None:
+            raise ValueError(f"HLO instruction {self.name!r} ({self.opcode}) has no index")
+        return int(found.group(1))
+
+
+@dataclass(frozen=True)
+class Computation:
+    """A named list of instructions, in program order when the module is scheduled."""
+
+    name: str
+    instructions: dict[str, Instruction]
+
+    @cached_property
+    def root(self) -> Instruction:
+        """The instruction whose result the computation returns."""
+        return next(i for i in self.instructions.values() if i.is_root)
+
+    @cached_property
+    def parameters(self) -> dict[int, Instruction]:
+        """The parameters by number."""
+        return {i.index: i for i in self.instructions.values() if i.opcode == "parameter"}
+
+    @cached_property
+    def users(self) -> dict[str, list[Instruction]]:
+        """The instructions that read each value."""
+        users: dict[str, list[Instruction]] = defaultdict(list)
+        for instruction in self.instructions.values():
+            for operand in dict.fromkeys(instruction.operands):
+                users[operand].append(instruction)
+        return users
+
+
+@dataclass(frozen=True)
+class Module:
+    """A parsed HLO module.
+
+    Attributes:
+        computations: all of them, by name.
+        entry: the one that runs.
+        tiled: whether layouts are tiled, as on a TPU.
+        tables: the rows of the file, function, location and stack frame tables.
+    """
+
+    computations: dict[str, Computation]
+    entry: Computation
+    tiled: bool
+    tables: dict[str, dict[int, str]]
+
+    def source(self, instruction: Instruction) -> str:
+        """`file:line` of the innermost frame outside installed packages, or "" if unknown."""
+        direct = _SOURCE.search(instruction.attributes)
+        if direct:
+            return f"{direct.group(1)}:{direct.group(2)}"
+        frame = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
+        lines = list(self._stack(int(frame.group(1)))) if frame else []
+        return next((line for line in lines if not _LIBRARY.search(line)), (lines or [""])[0])
+
+    def _stack(self, frame_id: int) -> Iterator[str]:
+        """`file:line` of a stack frame and its callers, innermost first."""
+        while frame_id in self.tables["StackFrames"]:
+            frame = self.tables["StackFrames"][frame_id]
+            location = self.tables["FileLocations"][_field("file_location_id", frame)]
+            file = self.tables["FileNames"][_field("file_name_id", location)].strip('"')
+            yield f"{file}:{_field('line', location)}"
+            frame_id = _field("parent_frame_id", frame) - 1  # XLA prints the parent plus one
+
+
+def parse(text: str) -> Module:
+    """Parses the text of a compiled HLO module.
+
+    Args:
+        text: what `compiled.as_text()` gives.
+
+    Raises:
+        ValueError: if `text` has no entry computation.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> compiled = jax.jit(lambda x: jnp.sin(x) @ x).lower(jnp.ones((8, 8))).compile()
+        >>> parse(compiled.as_text()).entry.root.arrays[0].bytes
+        256
+    """
+    tiled = re.search(r"\{[\d,]*:T\(", text) is not None
+    computations: dict[str, Computation] = {}
+    tables: dict[str, dict[int, str]] = defaultdict(dict)
+    entry, table, current = None, "", None
+    for line in text.splitlines():
+        if opening := _COMPUTATION.match(line):
+            current = Computation(opening.group(2), {})
+            computations[current.name] = current
+            entry = current if opening.group(1) else entry
+        elif line.startswith("}"):
+            current = None
+        elif current is not None and (found := _INSTRUCTION.match(line)):
+            root, name, rest = found.groups()
+            current.instructions[name] = _instruction(name, rest, root is not None, tiled)
+        elif row := re.match(r"(\d+) (.*)", line):
+            tables[table][int(row.group(1))] = row.group(2)
+        else:
+            table = line.strip()
+    if entry is None:
+        raise ValueError(f"text: expected a compiled HLO module, got {text[:80]!r}")
+    return Module(computations, entry, tiled, tables)
+
+
+def in_hbm(memory_space: int, tiled: bool) -> bool:
+    """Whether a memory space of XLA is device memory: on TPU (tiled layouts) only 0 is."""
+    return memory_space == 0 or (not tiled and memory_space != _HOST_MEMORY)
+
+
+def _instruction(name: str, rest: str, is_root: bool, tiled: bool) -> Instruction:
+    type_end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
+    opcode, _, _ = rest[type_end:].lstrip().partition("(")
+    start = rest.index("(", type_end)
+    end = _closing(rest, start)
+    arguments = rest[start + 1 : end]
+    arrays = tuple(_array(d, n, layout, tiled) for d, n, layout in _ARRAY.findall(rest[:type_end]))
+    return Instruction(
+        name=name,
+        opcode=opcode,
+        arrays=arrays,
+        operands=tuple(re.findall(r"%([\w.\-]+)", arguments)),
+        arguments=arguments,
+        attributes=rest[end + 1 :],
+        is_root=is_root,
+    )
+
+
+def _array(dtype: str, dims_text: str, layout: str, tiled: bool) -> Array:
+    """`bf16[8,300]{1,0:T(8,128)(2,1)S(1)}`: dtype, dimensions, layout, tiles, memory space."""
+    dims = tuple(int(d) for d in re.findall(r"\d+", dims_text))
+    order, _, annotations = layout.partition(":")
+    padded = [dims[int(axis)] for axis in order.split(",")[::-1] if axis] or list(dims)
+    if found := re.search(r"T\(([\d,]+)\)", annotations):
+        tile = [int(t) for t in found.group(1).split(",")]
+        padded = [1] * (len(tile) - len(padded)) + padded
+        whole = len(padded) - len(tile)
+        rounded = [-(-d // t) * t for d, t in zip(padded[whole:], tile, strict=True)]
+        padded = padded[:whole] + rounded
+    space = re.search(r"S\((\d+)\)", annotations)
+    number = int(space.group(1)) if space else 0
+    return Array(
+        dtype=dtype,
+        dims=dims,
+        elements=prod(dims),
+        bits=prod(padded) * _bits(dtype),
+        in_hbm=in_hbm(number, tiled),
+    )
+
+
+def _bits(dtype: str) -> int:
+    """Bits of one element: 8 of `pred`, else the number in the name (`u4`, `bf16`, `f8e4m3fn`)."""
+    if dtype == "pred":
+        return 8
+    found = re.search(r"\d+", dtype)
+    return int(found.group()) if found else 0  # tokens and opaque values hold no data
+
+
+def _closing(text: str, start: int) -> int:
+    """Position of the parenthesis that closes the one at `start`."""
+    depth = 0
+    for found in re.compile(r"[()]").finditer(text, start):
+        depth += 1 if found.group() == "(" else -1
+        if depth == 0:
+            return found.start()
+    raise ValueError(f"unbalanced parentheses in HLO text: {text[:80]!r}")
+
+
+def _field(name: str, text: str) -> int:
+    found = re.search(rf"\b{name}=(\d+)", text)
+    if found is None:
+        raise ValueError(f"HLO stack frame table: no {name} in {text!r}")
+    return int(found.group(1))

@@ -1,0 +1,213 @@
+"""What a program is compiled for: this machine's devices, or a GPU or TPU that is not here."""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from .gpus import GPUS, Gpu, target_config
+
+# What JAX preallocates of a GPU unless XLA_CLIENT_MEM_FRACTION says otherwise.
+_GPU_FRACTION = 0.75
+_GPUS_PER_HOST = 8
+
+
+@dataclass(frozen=True)
+class Tpu:
+    """A TPU generation; what one JAX device of it has.
+
+    Attributes:
+        name: the target's name, XLA's accelerator name too.
+        dimensions: of a topology, 2 or 3.
+        memory_bytes: published HBM of one device in bytes.
+        usable_gib: HBM that XLA's compiler lets a program use, in GiB, as its error message says.
+        devices_per_chip: JAX devices on one chip.
+        options: further options of the topology.
+    """
+
+    name: str
+    dimensions: int
+    memory_bytes: int
+    usable_gib: float
+    devices_per_chip: int = 1
+    options: tuple[tuple[str, str], ...] = ()
+
+
+TPUS = (
+    Tpu("v4", 3, 32 * 2**30, 30.75, options=(("chip_config_name", "megacore"),)),
+    Tpu("v5e", 2, 16 * 2**30, 15.75),
+    Tpu("v5p", 3, 96 * 2**30, 95.73),
+    Tpu("v6e", 2, 32 * 2**30, 31.24),
+    Tpu("tpu7x", 3, 96 * 2**30, 94.74, devices_per_chip=2),
+)
+
+
+@dataclass(frozen=True)
+class Target:
+    """One or several equal devices that a program is compiled for.
+
+    Attributes:
+        name: as it was asked for, such as `h100:8`.
+        platform: JAX's name of the platform: `cpu`, `cuda`, `tpu`, or the attached backend's.
+        attached: whether the devices are this process's own.
+        devices: how many; 1 for attached targets, whose meshes are the caller's.
+        topology_options: what `jax.experimental.topologies.get_topology_desc` needs.
+        capacity_bytes: memory of one device in bytes; None where it is not known.
+        usable_bytes: what JAX can use of it in bytes; None where it is not known.
+    """
+
+    name: str
+    platform: str
+    attached: bool
+    devices: int
+    topology_options: tuple[tuple[str, str], ...] = ()
+    capacity_bytes: int | None = None
+    usable_bytes: int | None = None
+
+
+def targets() -> list[str]:
+    """Names of the targets: `cpu`, the attached backend if it is another, GPUs and TPUs.
+
+    A GPU takes a count (`h100:8`), a TPU a topology (`v5e:4x4`).
+
+    Example:
+        >>> {"cpu", "h100", "rtx3060-12gb", "v5e"} <= set(targets())
+        True
+    """
+    attached = dict.fromkeys(["cpu", jax.default_backend()])
+    return [*attached, *(gpu.name for gpu in GPUS), *(tpu.name for tpu in TPUS)]
+
+
+def resolve(name: str | None = None) -> Target:
+    """The target of that name.
+
+    Args:
+        name: one of `targets()`, a GPU with a count (`h100:8`) or a TPU with a topology
+            (`v5e:4x4`). None is the attached device.
+
+    Returns:
+        The target.
+
+    Raises:
+        ValueError: if there is no such target, or its count or topology is malformed.
+        ImportError: if the wheel with the target's compiler is not installed.
+
+    Example:
+        >>> resolve("cpu").attached
+        True
+    """
+    if name is None:
+        name = jax.default_backend()
+    if name in ("cpu", jax.default_backend()):
+        return _attached(name)
+    kind, _, count = name.partition(":")
+    for gpu in GPUS:
+        if gpu.name == kind:
+            return _gpu(name, gpu, count)
+    for tpu in TPUS:
+        if tpu.name == kind:
+            return _tpu(name, tpu, count)
+    raise ValueError(f"target={name!r} is unknown; expected one of {', '.join(targets())}")
+
+
+def mesh(
+    target: str,
+    axis_shapes: Sequence[int],
+    axis_names: Sequence[str],
+    axis_types: Sequence[AxisType] | None = None,
+) -> Mesh | AbstractMesh:
+    """A mesh over a target's devices, to put `NamedSharding`s on a step's arguments.
+
+    For devices that are not attached it is an abstract mesh: sizes and names, no devices.
+
+    Args:
+        target: the target's name, such as `h100:8`.
+        axis_shapes: devices along each axis; their product is the target's device count.
+        axis_names: one name for each axis.
+        axis_types: one type for each axis; `AxisType.Auto` for all by default.
+
+    Returns:
+        The mesh.
+
+    Raises:
+        ValueError: if the target is unknown or `axis_shapes` is not its device count.
+        ImportError: if the wheel with the target's compiler is not installed.
+
+    Example:
+        >>> mesh("cpu", (1,), ("data",)).axis_names
+        ('data',)
+    """
+    where = resolve(target)
+    types = tuple(axis_types or [AxisType.Auto] * len(axis_names))
+    devices = jax.devices(where.platform) if where.attached else None
+    count = where.devices if devices is None else len(devices)
+    if math.prod(axis_shapes) > count or (devices is None and math.prod(axis_shapes) != count):
+        raise ValueError(f"axis_shapes={tuple(axis_shapes)} does not fit {target!r}: {count} devices")
+    if devices is None:
+        return AbstractMesh(tuple(axis_shapes), tuple(axis_names), axis_types=types)
+    chosen = devices[: math.prod(axis_shapes)]
+    return jax.make_mesh(tuple(axis_shapes), tuple(axis_names), types, devices=chosen)
+
+
+def _attached(name: str) -> Target:
+    device = jax.local_devices(backend=name)[0]
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    return Target(name, name, attached=True, devices=1, usable_bytes=limit)
+
+
+def _gpu(name: str, gpu: Gpu, count: str) -> Target:
+    _require(name, "gpu-aot", "jax-cuda13-pjrt", "jax-cuda12-pjrt")
+    if not re.fullmatch(r"[1-9][0-9]*|", count):
+        raise ValueError(f"target={name!r}: expected {gpu.name}:<number of GPUs>")
+    devices = int(count or 1)
+    hosts, rest = divmod(devices, _GPUS_PER_HOST)
+    if rest and hosts:
+        raise ValueError(f"target={name!r}: expected at most 8 GPUs, or a multiple of 8")
+    shape = f"1x{hosts}x{_GPUS_PER_HOST}" if hosts else f"1x1x{devices}"
+    options = {
+        "topology_name": shape,
+        "topology": shape,
+        "target_config": target_config(gpu),
+    }
+    return Target(
+        name,
+        "cuda",
+        attached=False,
+        devices=devices,
+        topology_options=tuple(options.items()),
+        capacity_bytes=gpu.memory_bytes,
+        usable_bytes=int(gpu.memory_bytes * _GPU_FRACTION),
+    )
+
+
+def _tpu(name: str, tpu: Tpu, topology: str) -> Target:
+    _require(name, "tpu-aot", "libtpu")
+    shape = topology or "x".join("1" * tpu.dimensions)
+    if not re.fullmatch(r"[1-9][0-9]*(x[1-9][0-9]*)" + "{%d}" % (tpu.dimensions - 1), shape):
+        example = "x".join("2" * tpu.dimensions)
+        raise ValueError(f"target={name!r}: expected a topology such as {tpu.name}:{example}")
+    chips = math.prod(int(size) for size in shape.split("x"))
+    return Target(
+        name,
+        "tpu",
+        attached=False,
+        devices=chips * tpu.devices_per_chip,
+        topology_options=(("topology_name", f"{tpu.name}:{shape}"), *tpu.options),
+        capacity_bytes=tpu.memory_bytes,
+        usable_bytes=int(tpu.usable_gib * 2**30),
+    )
+
+
+def _require(target: str, extra: str, *wheels: str) -> None:
+    """Raises the error that names the extra to install, if none of the wheels is there."""
+    installed: set[Any] = {d.metadata["Name"] for d in metadata.distributions()}
+    if installed.isdisjoint(wheels):
+        raise ImportError(
+            f"target={target!r} needs the compiler in the wheel {wheels[0]!r}; "
+            f"install it with: pip install 'jaxcomp[{extra}]'"
+        )

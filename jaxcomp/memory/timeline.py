@@ -1,0 +1,287 @@
+"""The bytes alive at each point of a compiled program, from XLA's own buffer assignment."""
+
+import re
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+
+import jax
+
+from .hlo import in_hbm, parse
+from .origin import Origin, Origins, phase
+
+_ALLOCATION = re.compile(r"allocation (\d+): size (\d+)(?:, color (\d+))?")
+_VALUE = re.compile(
+    r" value: <\d+ ([^\s{]+)(\{[\d,]*\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)"
+)
+_RANGE = re.compile(r"    ([^\s{]+)(\{[\d,]*\}):(\d+)-(\d+)$")
+_POINT = re.compile(r"    (\d+):(\S+)$")
+_HEADING = re.compile(r"<\d+ ([^\s{]+)(\{[\d,]*\})?(?: \(phi\))? @\d+>$")
+_Value = tuple[str, str]  # instruction and tuple index, such as ("while.3", "{2}")
+_UNKNOWN = Origin(scope="", operation="made by XLA", phase="other", source="")
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One value in device memory.
+
+    Attributes:
+        name: XLA's name of the value.
+        bytes: its size.
+        shape: dtype and dimensions, e.g. `bf16[128,56,56,256]`.
+        origin: the scope, operation, phase and source line that made it.
+        start, end: the first and last point of the program at which it is alive.
+        reads: the points at which an instruction reads it.
+        allocation, offset: where it lies; buffers may share a place, one after the other.
+    """
+
+    name: str
+    bytes: int
+    shape: str
+    origin: Origin
+    start: int
+    end: int
+    reads: tuple[int, ...]
+    allocation: int
+    offset: int
+
+    def label(self) -> str:
+        """Scope and operation, or XLA's own name where JAX gave none."""
+        parts = [p for p in (self.origin.scope, self.origin.operation) if p]
+        return " · ".join(parts) if self.origin is not _UNKNOWN else f"{self.name} (made by XLA)"
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Live bytes over program order.
+
+    A loop's body appears once. Bytes that two buffers share at one point count once.
+
+    Attributes:
+        points: the name of the instruction at each point.
+        phases: its phase: `argument`, `forward`, `recomputed`, `backward` or `other`.
+        live_bytes: device bytes alive at each point, arguments and outputs with them.
+        buffers: every value in device memory.
+    """
+
+    points: tuple[str, ...]
+    phases: tuple[str, ...]
+    live_bytes: tuple[int, ...]
+    buffers: tuple[Buffer, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes alive at once. XLA may reserve a little more, for fragmentation."""
+        return max(self.live_bytes)
+
+    @property
+    def peak_point(self) -> int:
+        """The first point at which the most bytes are alive."""
+        return self.live_bytes.index(self.peak_bytes)
+
+    @cached_property
+    def backward_start(self) -> int | None:
+        """The point that best parts forward from backward; None without a backward pass."""
+        if "backward" not in self.phases:
+            return None
+        wrong = self.phases.count("forward")  # all points taken as backward
+        best, start = wrong, 0
+        for point, name in enumerate(self.phases):
+            wrong += {"forward": -1, "backward": 1}.get(name, 0)
+            if wrong < best:
+                best, start = wrong, point + 1
+        return start
+
+    def alive(self, point: int) -> list[Buffer]:
+        """The buffers alive at a point, largest first; of those that share a place, the newest."""
+        places: dict[tuple[int, int], Buffer] = {}
+        for buffer in self.buffers:
+            if buffer.start <= point <= buffer.end:
+                place = (buffer.allocation, buffer.offset)
+                if place not in places or places[place].start <= buffer.start:
+                    places[place] = buffer
+        return sorted(places.values(), key=lambda b: (-b.bytes, b.start, b.name))
+
+    def table(self, rows: int = 15) -> str:
+        """The largest buffers at the peak, as text."""
+        if rows < 1:
+            raise ValueError(f"rows: expected at least 1, got {rows}")
+        alive = self.alive(self.peak_point)
+        lines = [
+            f"peak {format_bytes(self.peak_bytes)} at point {self.peak_point} of "
+            f"{len(self.points)}, {len(alive)} buffers alive",
+            f"{'size':>10}  {'pass':<10}  {'shape':<26}  made by  (source)",
+        ]
+        for b in alive[:rows]:
+            source = f"  ({b.origin.source})" if b.origin.source else ""
+            size, phase_name = format_bytes(b.bytes), b.origin.phase
+            lines.append(f"{size:>10}  {phase_name:<10}  {b.shape:<26}  {b.label()}{source}")
+        rest = sum(b.bytes for b in alive[rows:])
+        if rest:
+            lines.append(f"{format_bytes(rest):>10}  in {len(alive) - rows} smaller buffers")
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return self.table()
+
+
+def timeline(lowered: jax.stages.Lowered) -> Timeline:
+    """Compiles a lowered function and reads which buffers are alive when.
+
+    Args:
+        lowered: `jax.jit(fn).lower(*args)`, for an attached device or for a described one.
+
+    Returns:
+        The timeline of one device's program.
+
+    Raises:
+        RuntimeError: if this backend writes no buffer assignment.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> lowered = jax.jit(lambda x: jnp.sum(jnp.sort(x) * x)).lower(jnp.ones((1024,)))
+        >>> timeline(lowered).peak_bytes >= 2 * 4096
+        True
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        compiled = lowered.compile(compiler_options=dump_options(directory))
+        return read_timeline(directory, compiled.as_text() or "")
+
+
+def dump_options(directory: str | Path) -> dict[str, str | bool]:
+    """Compiler options that make XLA write what `read_timeline` reads."""
+    return {"xla_dump_to": str(directory), "xla_dump_hlo_as_text": True}
+
+
+def read_timeline(directory: str | Path, hlo_text: str) -> Timeline:
+    """Reads a timeline from what a compile with `dump_options(directory)` wrote.
+
+    Args:
+        directory: where XLA wrote its dump, of one compile only.
+        hlo_text: the compiled module, `compiled.as_text()`.
+
+    Raises:
+        RuntimeError: if the dump has no buffer assignment.
+        ValueError: if `hlo_text` is not a compiled HLO module.
+    """
+    module = parse(hlo_text)
+    origins = Origins(module)
+    sequence, ranges = _read_ranges(_one_file(directory, "live-range"))
+    position = {name: k for k, name in enumerate(sequence)}
+    positions, uses = _read_places(_one_file(directory, "buffer-assignment-values"))
+    buffers = []
+    for name, index, size, place, shape in _read_values(
+        _one_file(directory, "buffer-assignment"), module.tiled
+    ):
+        if (name, index) not in ranges or size == 0:
+            continue  # scratch of a reduction, or an empty workspace
+        start, end = ranges[name, index]
+        found = (origins.of(*place) for place in [(name, index), *positions[name, index]])
+        buffers.append(
+            Buffer(
+                name=name + index.replace("{}", ""),
+                bytes=size,
+                shape=shape,
+                origin=next((origin for origin in found if origin), _UNKNOWN),
+                start=start,
+                end=min(end, len(sequence) - 1),
+                reads=tuple(sorted({position[u] for u in uses[name, index] if u in position})),
+                allocation=place[0],
+                offset=place[1],
+            )
+        )
+    instructions = {n: i for c in module.computations.values() for n, i in c.instructions.items()}
+    phases = [phase(instructions[n].op_name) if n in instructions else "other" for n in sequence]
+    return Timeline(
+        points=tuple(sequence),
+        phases=tuple(phases),
+        live_bytes=tuple(_live_bytes(buffers, len(sequence))),
+        buffers=tuple(buffers),
+    )
+
+
+def format_bytes(count: int) -> str:
+    """`5767168` as `5.5 MiB`."""
+    size, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def _one_file(directory: str | Path, kind: str) -> str:
+    found = sorted(Path(directory).glob(f"*-{kind}.txt"))
+    if not found:
+        raise RuntimeError(
+            f"no *-{kind}.txt in {str(directory)!r}: this backend writes no buffer assignment, "
+            "or the program came from JAX's compilation cache"
+        )
+    return max(found, key=lambda path: path.stat().st_size).read_text()
+
+
+def _read_ranges(text: str) -> tuple[list[str], dict[_Value, tuple[int, int]]]:
+    """The instructions in program order, and the first and last point of every value."""
+    head, _, tail = text.partition("  BufferLiveRange:\n")
+    points = [_POINT.match(line) for line in head.splitlines()]
+    ranges = {
+        (r.group(1), r.group(2)): (int(r.group(3)), int(r.group(4)))
+        for r in map(_RANGE.match, tail.splitlines())
+        if r
+    }
+    return [p.group(2) for p in points if p], ranges
+
+
+def _read_values(text: str, tiled: bool) -> Iterable[tuple[str, str, int, tuple[int, int], str]]:
+    """Name, tuple index, bytes, (allocation, offset) and shape of every value in device memory."""
+    allocation, here = 0, True
+    for line in text.splitlines():
+        if opening := _ALLOCATION.match(line):
+            allocation = int(opening.group(1))
+            here = in_hbm(int(opening.group(3) or 0), tiled)
+        elif here and (value := _VALUE.match(line)):
+            name, index, size, offset, shape = value.groups()
+            place = (allocation, int(offset))
+            yield name, index or "{}", int(size), place, re.sub(r"\{[^{}]*\}", "", shape)
+
+
+def _read_places(text: str) -> tuple[dict[_Value, list[_Value]], dict[_Value, list[str]]]:
+    """The places that every value passes through (tuples, loops), and the instructions it feeds."""
+    positions: dict[_Value, list[_Value]] = defaultdict(list)
+    uses: dict[_Value, list[str]] = defaultdict(list)
+    key, section = ("", ""), ""
+    for line in text.splitlines():
+        if value := _HEADING.match(line):
+            key = (value.group(1), value.group(2) or "{}")
+        elif not line.startswith("  "):
+            section = line.strip()
+        elif section == "positions:":
+            name, _, index = line.strip().partition(" ")
+            positions[key].append((name, index or "{}"))
+        elif section == "uses:":
+            uses[key].append(line.split(",")[0].strip())
+    return positions, uses
+
+
+def _live_bytes(buffers: list[Buffer], points: int) -> list[int]:
+    """Bytes alive at each point: per allocation, the length of the union of what is alive."""
+    by_allocation: dict[int, list[Buffer]] = defaultdict(list)
+    for buffer in buffers:
+        by_allocation[buffer.allocation].append(buffer)
+    live = [0] * points
+    for inside in by_allocation.values():
+        changes = sorted({0, points, *(b.start for b in inside), *(b.end + 1 for b in inside)})
+        inside.sort(key=lambda b: b.offset)
+        for first, last in pairwise(changes):
+            covered, reached = 0, 0
+            for b in inside:
+                if b.start <= first <= b.end:
+                    covered += max(0, b.offset + b.bytes - max(reached, b.offset))
+                    reached = max(reached, b.offset + b.bytes)
+            for point in range(first, last):
+                live[point] += covered
+    return live
