@@ -17,8 +17,9 @@ class TrainConfig:
         model: name of a ResNet, as ``jaxcomp.models.resnet.create`` takes it.
         dataset: name of a data set, as ``experiments.data.load`` takes it.
         data_dir: where the full data sets are; None is TFDS's own default.
-        way: how the step deals with its activations, as :meth:`experiments.ways.Way.parse` takes it.
-        epochs: passes over the training split; the last, incomplete batch of each is left out.
+        way: what the step stores, as :meth:`experiments.ways.Way.parse` takes it.
+        epochs: passes over the training split, shuffled anew for each.
+        epoch_steps: steps of an epoch; None is as many as there are whole batches.
         batch: images in a batch, over all devices.
         lr: peak of the learning rate: a linear warm-up from 0, then a cosine down to 0.
         warmup_epochs: length of the warm-up.
@@ -39,6 +40,7 @@ class TrainConfig:
     data_dir: Path | None = None
     way: str = "plain"
     epochs: int = 10
+    epoch_steps: int | None = None
     batch: int = 128
     lr: float = 0.1
     warmup_epochs: float = 0.5
@@ -53,6 +55,7 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name, valid, expected in (
             ("epochs", self.epochs >= 1, "1 or more"),
+            ("epoch_steps", self.epoch_steps is None or self.epoch_steps >= 1, "1 or more"),
             ("batch", self.batch >= 1, "1 or more"),
             ("lr", self.lr > 0, "more than 0"),
             ("warmup_epochs", 0 <= self.warmup_epochs < self.epochs, "0 to less than epochs"),

@@ -201,9 +201,7 @@ def load(name: str = "fashion_mnist_embedded", data_dir: Path | str | None = Non
         raise ValueError(f"name={name!r}: expected one of {', '.join(_DATASETS)}")
     if name == "fashion_mnist_embedded":
         if data_dir is not None:
-            raise ValueError(
-                f"data_dir={str(data_dir)!r}: expected None for {name}"
-            )
+            raise ValueError(f"data_dir={str(data_dir)!r}: expected None for {name}")
         train, test = _read_embedded()
     else:
         train, test = _read_tfds(name, data_dir)

@@ -2,6 +2,8 @@
 
 python -m experiments.prepare_data embed --source DIR
 python -m experiments.prepare_data tfds --source DIR --data-dir DIR
+
+Needs the extra jaxcomp[train], but not TensorFlow.
 """
 
 import gzip
@@ -10,6 +12,7 @@ import os
 import sys
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,6 +21,7 @@ import numpy as np
 import typer
 from jaxtyping import Int, UInt8
 from PIL import Image
+from tensorflow_datasets.image_classification import FashionMNIST
 
 from experiments.data import EMBEDDED_FILE
 
@@ -45,13 +49,16 @@ def read_idx(path: Path) -> UInt8[np.ndarray, "..."]:
 
     Raises:
         FileNotFoundError: neither file is there.
-        ValueError: the file is not an IDX file of bytes, or is cut short.
+        ValueError: the file is not an IDX file of bytes, or is damaged.
     """
     zipped = path.with_name(path.name + ".gz")
     if path.exists():
         content = path.read_bytes()
     elif zipped.exists():
-        content = gzip.decompress(zipped.read_bytes())
+        try:
+            content = gzip.decompress(zipped.read_bytes())
+        except (EOFError, zlib.error) as error:
+            raise ValueError(f"{zipped}: expected a complete gzip file: {error}") from error
     else:
         raise FileNotFoundError(f"neither {path} nor {zipped.name} is there")
     if content[:3] != b"\0\0\x08" or len(content) < 4 + 4 * content[3]:
@@ -59,9 +66,7 @@ def read_idx(path: Path) -> UInt8[np.ndarray, "..."]:
     shape = np.frombuffer(content, ">u4", count=content[3], offset=4)
     values = np.frombuffer(content, np.uint8, offset=4 + 4 * len(shape))
     if values.size != shape.prod():
-        raise ValueError(
-            f"{path}: expected {shape.prod()} values, got {values.size}"
-        )
+        raise ValueError(f"{path}: expected {shape.prod()} values, got {values.size}")
     return values.reshape(shape)
 
 
@@ -134,10 +139,8 @@ def write_tfds(splits: Mapping[str, tuple[np.ndarray, np.ndarray]], data_dir: Pa
     Raises:
         FileExistsError: ``data_dir`` holds a prepared fashion_mnist already.
     """
-    # Part of the extra jaxcomp[train], which `embed` does not need.
-    from tensorflow_datasets.image_classification import FashionMNIST
 
-    class Builder(FashionMNIST, skip_registration=True):
+    class Builder(FashionMNIST, skip_registration=True):  # type: ignore[call-arg]
         name = "fashion_mnist"
 
         def _split_generators(self, dl_manager: Any) -> dict[str, Iterator[Any]]:
@@ -183,9 +186,7 @@ def embed(
 
 @app.command("tfds")
 def prepare_tfds(
-    data_dir: Annotated[
-        Path, typer.Option(help="TFDS's folder of data sets.")
-    ],
+    data_dir: Annotated[Path, typer.Option(help="TFDS's folder of data sets.")],
     source: Source = DEBIAN_FOLDER,
 ) -> None:
     """Write fashion_mnist as TFDS itself does (array_record), without TensorFlow.

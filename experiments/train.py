@@ -7,16 +7,12 @@ unbroken run ends with. (On a GPU set ``XLA_FLAGS=--xla_gpu_deterministic_ops=tr
 of its kernels add in an order that changes from run to run.)
 """
 
-import json
-import platform
-import shlex
-import sys
 import time
 from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
-import flax
 import jax
 import numpy as np
 import optax
@@ -29,9 +25,11 @@ from experiments.config import DTYPES, TrainConfig
 from experiments.data import Dataset, load
 from experiments.interrupt import deferred_interrupt
 from experiments.monitor import Monitor, open_tensorboard
+from experiments.record import describe_environment, write_json
 from experiments.ways import Way
 from jaxcomp.models import resnet
 
+METRICS = "metrics.json"  # in a run's directory once it is finished
 REPORT_STEPS = 10  # steps between two looks at the metrics, which wait for the device
 
 
@@ -42,6 +40,23 @@ class Run(NamedTuple):
     loss_fn: step.LossFunction
     train_step: step.TrainStep
     eval_step: step.EvalStep
+
+
+def count_epoch_steps(config: TrainConfig, dataset: Dataset) -> int:
+    """The steps of an epoch; a last, incomplete batch is left out.
+
+    Raises:
+        ValueError: the data set has fewer whole batches than ``config.epoch_steps``.
+    """
+    available = dataset.num_batches("train", config.batch, drop_remainder=True)
+    if config.epoch_steps is None:
+        return available
+    if config.epoch_steps > available:
+        raise ValueError(
+            f"epoch_steps={config.epoch_steps}: expected at most {available}, the number of "
+            f"batches of {config.batch} images in {dataset.name}"
+        )
+    return config.epoch_steps
 
 
 def build(config: TrainConfig, dataset: Dataset) -> Run:
@@ -62,12 +77,12 @@ def build(config: TrainConfig, dataset: Dataset) -> Run:
         dtype=DTYPES[config.dtype],
         rngs=nnx.Rngs(config.seed),
     )
-    steps_per_epoch = dataset.num_batches("train", config.batch, drop_remainder=True)
+    epoch_steps = count_epoch_steps(config, dataset)
     schedule = optax.warmup_cosine_decay_schedule(
         0.0,
         config.lr,
-        warmup_steps=round(config.warmup_epochs * steps_per_epoch),
-        decay_steps=config.epochs * steps_per_epoch,
+        warmup_steps=round(config.warmup_epochs * epoch_steps),
+        decay_steps=config.epochs * epoch_steps,
     )
     optimizer = step.sgd(
         schedule,
@@ -176,15 +191,13 @@ def train(
     taken = int(state.step)
     writer = open_tensorboard(out / "tensorboard", taken) if tensorboard else None
 
-    steps_per_epoch = dataset.num_batches("train", config.batch, drop_remainder=True)
+    epoch_steps = count_epoch_steps(config, dataset)
     started = time.perf_counter() - history.seconds
     unread: list[step.Metrics] = []
 
     with (
         deferred_interrupt() as interrupted,
-        Monitor(
-            config.way, taken, config.epochs * steps_per_epoch, config.batch, writer
-        ) as monitor,
+        Monitor(config.way, taken, config.epochs * epoch_steps, config.batch, writer) as monitor,
     ):
 
         def read_metrics() -> None:
@@ -201,15 +214,17 @@ def train(
             checkpoints.save(state, {"config": config.to_json(), "history": asdict(history)})
 
         for epoch in range(len(history.test_accuracy), config.epochs):
-            for images, labels in dataset.batches(
+            position = taken - epoch * epoch_steps
+            batches = dataset.batches(
                 "train",
                 config.batch,
                 seed=config.seed,
                 epoch=epoch,
                 augment=config.augment,
                 drop_remainder=True,
-                start_batch=taken - epoch * steps_per_epoch,
-            ):
+                start_batch=position,
+            )
+            for images, labels in islice(batches, epoch_steps - position):
                 state, metrics = run.train_step(state, *step.shard(images, labels))
                 taken += 1
                 unread.append(metrics)
@@ -224,29 +239,9 @@ def train(
             history.test_accuracy.append(evaluate(run, state, dataset, config.batch))
             monitor.report_epoch(epoch + 1, history.test_accuracy[-1])
             save()
-    write_metrics(out / "metrics.json", config, history)
+    result = {"config": config.to_json()} | describe_environment() | asdict(history)
+    write_json(out / METRICS, result)
     return TrainResult(state, history, finished=True)
-
-
-def write_metrics(path: Path, config: TrainConfig, history: History) -> None:
-    """Writes what a finished run came to, at once or not at all."""
-    metrics: dict[str, Any] = {
-        "config": config.to_json(),
-        "test_accuracy": history.test_accuracy[-1],
-        "seconds": history.seconds,
-        "command": shlex.join(sys.orig_argv),
-        "devices": [device.device_kind for device in jax.devices()],
-        "versions": {
-            "python": platform.python_version(),
-            "jax": jax.__version__,
-            "flax": flax.__version__,
-            "optax": optax.__version__,
-        },
-        "history": asdict(history),
-    }
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(metrics, indent=1) + "\n")
-    unfinished.replace(path)
 
 
 def main(
@@ -256,6 +251,7 @@ def main(
     data_dir: Annotated[Path | None, typer.Option(help="Where the full data sets are.")] = None,
     way: Annotated[str, typer.Option(help="plain, remat, accumulate:N, or a codec")] = "plain",
     epochs: int = TrainConfig.epochs,
+    epoch_steps: Annotated[int | None, typer.Option(help="Default: all batches.")] = None,
     batch: Annotated[int, typer.Option(help="Images in a batch.")] = TrainConfig.batch,
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = TrainConfig.lr,
     warmup_epochs: float = TrainConfig.warmup_epochs,
@@ -282,6 +278,7 @@ def main(
             data_dir=data_dir,
             way=way,
             epochs=epochs,
+            epoch_steps=epoch_steps,
             batch=batch,
             lr=lr,
             warmup_epochs=warmup_epochs,

@@ -34,8 +34,8 @@ class Way:
         """The way that ``spec`` names.
 
         Args:
-            spec: ``plain``, ``remat``, ``accumulate:N`` (N micro-batches, 2 or more), or the spec of
-                a codec or recipe, such as ``quantize:bits=2``.
+            spec: ``plain``, ``remat``, ``accumulate:N`` (N micro-batches, 2 or more), or the spec
+                of a codec or recipe, such as ``quantize:bits=2``.
 
         Raises:
             ValueError: ``spec`` is none of these.

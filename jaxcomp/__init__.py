@@ -1,5 +1,10 @@
 """jaxcomp: training with compressed activations in JAX."""
 
+from jaxcomp import models as models
+from jaxcomp import nn as nn
+from jaxcomp import ops as ops
+from jaxcomp import policies as policies
+from jaxcomp import recipes as recipes
 from jaxcomp.codecs import AvgPool as AvgPool
 from jaxcomp.codecs import Cast as Cast
 from jaxcomp.codecs import Codec as Codec
@@ -7,4 +12,6 @@ from jaxcomp.codecs import Encoded as Encoded
 from jaxcomp.codecs import Exact as Exact
 from jaxcomp.codecs import Packed as Packed
 from jaxcomp.codecs import Quantize as Quantize
+from jaxcomp.rules import Plan as Plan
 from jaxcomp.rules import Rule as Rule
+from jaxcomp.rules import apply as apply

@@ -58,15 +58,17 @@ def from_spec(spec: str) -> Rules:
         raise ValueError(f"spec={spec!r}: unknown codec {name!r}, expected one of {list(CODECS)}")
     fields = {f.name: f for f in dataclasses.fields(CODECS[name])}  # type: ignore[arg-type]
     kwargs: dict[str, typing.Any] = {}
-    for option in filter(None, options.split(",")):
+    for option in options.split(",") if options else ():
         key, _, value = option.partition("=")
         if key not in fields:
             raise ValueError(f"spec={spec!r}: unknown option {key!r}, expected of {list(fields)}")
+        if key in kwargs:
+            raise ValueError(f"spec={spec!r}: option {key!r} is given twice")
         try:
             kwargs[key] = int(value) if fields[key].type is int else value
         except ValueError:
             raise ValueError(f"spec={spec!r}: {key}={value!r} is not an integer") from None
     try:
         return everywhere(CODECS[name](**kwargs))
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise ValueError(f"spec={spec!r}: {error}") from error

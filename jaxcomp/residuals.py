@@ -1,7 +1,9 @@
 """The one place that pins residuals against XLA.
 
 A residual that is declared small is not yet stored small: XLA puts the encoding off until just
-before the backward pass and keeps the full array, or decodes early. Two barriers stop both.
+before the backward pass and keeps the full array, or decodes early. Two barriers stop both: `keep`
+in the forward rule of a `jax.custom_vjp`, `release` or `wait_for` in its backward rule. An array
+that passes a barrier is written to memory, so each ties an array that is written there anyway.
 """
 
 import typing
@@ -9,8 +11,9 @@ import typing
 import jax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array
 
-from jaxcomp.codecs import Codec
+from jaxcomp.codecs import Codec, Exact
 
 PREFIX = "jaxcomp"
 
@@ -18,35 +21,76 @@ T = typing.TypeVar("T")
 C = typing.TypeVar("C")
 
 
-def keep(out: T, residual: C, codec: Codec) -> tuple[T, C]:
-    """Ties a forward result to its residual: the residual is made before the result is used.
+def keep(value: T, residual: C, codec: Codec) -> tuple[T, C]:
+    """Ties a forward value to its residual: the residual is made before the value is used.
 
     Every array of the residual gets the name `jaxcomp/<codec>`, by which a `jax.checkpoint` policy
-    may save it. Call it last in the forward rule of a `jax.custom_vjp`.
+    may save it.
+
+    A gradient of the gradient would need the derivative of the codec, which has none to speak of:
+    it is refused, except for `Exact`.
 
     Args:
-        out: The exact result of the operation, any pytree.
+        value: Input or result of the operation, whichever is written to memory anyway; any pytree.
         residual: What waits for the backward pass, any pytree.
         codec: What the residual is stored by; gives the name.
 
     Returns:
-        `out` and `residual`, to be used in place of the arguments.
+        `value` and `residual`, to be used in place of the arguments.
+
+    Raises:
+        NotImplementedError: When the residual is differentiated.
     """
-    out, residual = lax.optimization_barrier((out, residual))
-    name = f"{PREFIX}/{codec.name}"
-    return out, jax.tree.map(lambda leaf: checkpoint_name(leaf, name), residual)
+    if not isinstance(codec, Exact):
+        residual = _undifferentiable(residual)
+    value, residual = lax.optimization_barrier((value, residual))
+    return value, name(residual, codec)
+
+
+def name(residual: C, codec: Codec) -> C:
+    """Gives every array of a residual, any pytree, the name that `keep` gives."""
+    return jax.tree.map(lambda leaf: checkpoint_name(leaf, f"{PREFIX}/{codec.name}"), residual)
+
+
+@jax.custom_jvp
+def _undifferentiable(residual: C) -> C:
+    return residual
+
+
+@_undifferentiable.defjvp
+def _refuse(primals: tuple[C], tangents: tuple[C]) -> typing.NoReturn:
+    raise NotImplementedError(
+        "second derivatives through a compressed residual are not defined; use codec=Exact()"
+    )
 
 
 def release(residual: C, cotangent: T) -> tuple[C, T]:
     """Ties a residual to the arriving cotangent: it is decoded after the cotangent is there.
 
-    Call it first in the backward rule of a `jax.custom_vjp`.
+    For a decoded array or a cotangent that is written to memory, such as an operand of a product.
 
     Args:
         residual: What `keep` returned.
-        cotangent: The cotangent of `out`, any pytree.
+        cotangent: The arriving cotangent, any pytree.
 
     Returns:
         `residual` and `cotangent`, to be used in place of the arguments.
     """
     return lax.optimization_barrier((residual, cotangent))
+
+
+def wait_for(residual: C, cotangent: Array) -> C:
+    """Ties a residual to one element per sample of the cotangent, which itself stays untied.
+
+    For elementwise backward rules: the cotangent can be made inside them, and is not written.
+
+    Args:
+        residual: What `keep` returned.
+        cotangent: The arriving cotangent; axis 0 is the batch.
+
+    Returns:
+        `residual`, to be used in place of the argument.
+    """
+    first = [slice(None), *(slice(1) for _ in cotangent.shape[1:])][: cotangent.ndim]
+    residual, _ = lax.optimization_barrier((residual, cotangent[tuple(first)]))
+    return residual

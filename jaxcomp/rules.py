@@ -124,20 +124,23 @@ def apply(model: nnx.Module, rules: Rules) -> Plan:
     coded = [
         ("/".join(map(str, path)), module)
         for path, module in nnx.iter_modules(model)
-        if isinstance(module, Coded)
+        if isinstance(module, Coded) and module.kind in KINDS
     ]
     used = set()
     decisions = []
     for path, module in coded:
-        rule = next((rule for rule in rules if rule.matches(path, module.kind)), None)
-        codec = Exact() if rule is None else rule.codec
+        codec: Codec = Exact()
+        for i, rule in enumerate(rules):
+            if rule.matches(path, module.kind):
+                codec = rule.codec
+                used.add(i)
+                break
         if not isinstance(codec, (Exact, *KINDS[module.kind])):
             names = ", ".join(["Exact", *(c.__name__ for c in KINDS[module.kind])])
             raise ValueError(f"{rule} matches {path} ({module.kind}), which stores by: {names}")
-        used.add(rule)
         decisions.append(Decision(path, module.kind, codec))
-    for rule in rules:
-        if rule.required and rule not in used:
+    for i, rule in enumerate(rules):
+        if rule.required and i not in used:
             found = ", ".join(sorted({module.kind for _, module in coded})) or "no coded modules"
             raise ValueError(
                 f"{rule} matches nothing, or only what an earlier rule took; the model has: {found}"

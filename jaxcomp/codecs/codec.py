@@ -8,9 +8,9 @@ import typing
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Shaped
 
-SUB_BYTE_BITS = {"uint2": 2, "int2": 2, "uint4": 4, "int4": 4}
+FLOATS = ("float32", "bfloat16", "float16")
 
 Seed = ArrayLike | None
 
@@ -29,8 +29,7 @@ def array_nbytes(shape: tuple[int, ...], dtype: DTypeLike) -> int:
         >>> array_nbytes((3, 5), jnp.uint4)
         8
     """
-    dtype = jnp.dtype(dtype)
-    return -(-math.prod(shape) * SUB_BYTE_BITS.get(dtype.name, 8 * dtype.itemsize) // 8)
+    return -(-math.prod(shape) * jax.dtypes.itemsize_bits(dtype) // 8)
 
 
 @jax.tree_util.register_dataclass
@@ -44,7 +43,7 @@ class Encoded:
         dtype: Its dtype.
     """
 
-    arrays: tuple[Array, ...]
+    arrays: tuple[typing.Any, ...]  # JAX puts shapes, specs and the like in place of arrays, too
     shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     dtype: jnp.dtype = dataclasses.field(metadata={"static": True})
 
@@ -69,7 +68,7 @@ class Codec(abc.ABC):
     name: typing.ClassVar[str]
     unbiased: bool
 
-    def encode(self, x: Float[Array, "..."], seed: Seed = None) -> Encoded:
+    def encode(self, x: Shaped[Array, "..."], seed: Seed = None) -> Encoded:
         """Encodes an array.
 
         Args:
@@ -80,13 +79,13 @@ class Codec(abc.ABC):
             The stored arrays with the shape and dtype of `x`.
 
         Raises:
-            TypeError: If `x` is not a floating-point array.
+            TypeError: If `x` is of another dtype.
             ValueError: If the codec cannot store this shape.
         """
         self.check(x.shape, x.dtype)
         return Encoded(self._encode(x, seed), x.shape, x.dtype)
 
-    def decode(self, encoded: Encoded) -> Float[Array, "..."]:
+    def decode(self, encoded: Encoded) -> Shaped[Array, "..."]:
         """Returns the array that `encoded` stands for, in its own shape and dtype."""
         return self._decode(encoded.arrays, encoded.shape, encoded.dtype)
 
@@ -94,7 +93,7 @@ class Codec(abc.ABC):
         """Exact bytes stored for an array of this shape and dtype, metadata and padding included.
 
         Raises:
-            TypeError: If `dtype` is not a floating-point dtype.
+            TypeError: If `dtype` is not float32, bfloat16 or float16.
             ValueError: If the codec cannot store this shape.
         """
         self.check(shape, dtype)
@@ -103,11 +102,9 @@ class Codec(abc.ABC):
 
     def check(self, shape: tuple[int, ...], dtype: DTypeLike) -> None:
         """Raises an error if an array of this shape and dtype cannot be stored."""
-        if not jnp.issubdtype(dtype, jnp.floating):
-            raise TypeError(
-                f"{type(self).__name__} stores floating-point arrays; "
-                f"got x of dtype {jnp.dtype(dtype).name}"
-            )
+        name = jnp.dtype(dtype).name
+        if name not in FLOATS:
+            raise TypeError(f"{type(self).__name__} stores {FLOATS}; got x of dtype {name}")
 
     @abc.abstractmethod
     def _encode(self, x: Array, seed: Seed) -> tuple[Array, ...]: ...
@@ -164,7 +161,7 @@ class Cast(Codec):
             name = jnp.dtype(self.dtype).name
         except TypeError:
             name = None
-        if name is None or not jnp.issubdtype(name, jnp.floating):
+        if self.dtype is None or name is None or not jnp.issubdtype(name, jnp.floating):
             raise TypeError(f"dtype={self.dtype!r}: expected the name of a floating-point dtype")
         object.__setattr__(self, "dtype", name)
 

@@ -39,11 +39,19 @@ def uniform(x: Float[Array, "*shape"], seed: Seed = None) -> Float[Array, "*shap
     Returns:
         float32 array of the shape of `x`.
 
+    Raises:
+        TypeError: If `seed` is not an integer scalar.
+
     Example:
         >>> bool(jnp.all(uniform(jnp.ones(4)) == uniform(jnp.ones(4))))
         True
     """
     bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
-    salt = _mix(jnp.asarray(0 if seed is None else seed).astype(jnp.uint32) + jnp.uint32(1))
+    seed = jnp.asarray(0 if seed is None else seed)
+    if seed.shape or not jnp.issubdtype(seed.dtype, jnp.integer):
+        raise TypeError(
+            f"seed of shape {seed.shape} and dtype {seed.dtype}: expected an integer scalar"
+        )
+    salt = _mix(seed.astype(jnp.uint32) + jnp.uint32(1))
     h = _mix(bits ^ (_index(x.shape) * jnp.uint32(0x9E3779B9) + salt))
     return (h >> 16).astype(jnp.int32).astype(jnp.float32) * 2.0**-16 + 2.0**-17

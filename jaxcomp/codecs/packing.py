@@ -14,7 +14,7 @@ WIDTHS = (1, 2, 3, 4, 8)
 
 def check_bits(bits: int) -> None:
     """Raises a ValueError unless `bits` is a width that can be packed."""
-    if bits not in WIDTHS:
+    if type(bits) is not int or bits not in WIDTHS:
         raise ValueError(f"bits={bits!r}: expected one of {WIDTHS}")
 
 
@@ -63,7 +63,7 @@ def _pack_bits(codes: Array) -> Array:
     shape = codes.shape or (1,)
     axis = _pack_axis(shape)
     padding = [(0, -n % 8 if i == axis else 0) for i, n in enumerate(shape)]
-    codes = jnp.pad(codes.reshape(shape).astype(jnp.uint8), padding)
+    codes = jnp.pad(codes.reshape(shape).astype(jnp.uint8) & 1, padding)
     size = codes.shape[axis] // 8
     codes = codes.reshape(*shape[:axis], 8, size, *shape[axis + 1 :])
     place = lax.broadcasted_iota(jnp.uint8, codes.shape, axis)

@@ -43,7 +43,7 @@ class AvgPool(Codec):
     unbiased = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.window, int) or self.window < 1:
+        if type(self.window) is not int or self.window < 1:
             raise ValueError(f"window={self.window!r}: expected a positive integer")
 
     def check(self, shape: tuple[int, ...], dtype: DTypeLike) -> None:
@@ -56,11 +56,13 @@ class AvgPool(Codec):
 
     def _encode(self, x: Array, seed: Seed) -> tuple[Array, ...]:
         spatial = x.shape[1:-1]
-        counts = np.ones(())
+        counts = np.ones(1)
         for size in spatial:
             counts = np.multiply.outer(counts, self._counts(size))
-        sums = jnp.sum(self._windows(x), axis=self._inner(x.ndim), dtype=jnp.float32)
-        return ((sums / counts[..., None].astype(np.float32)).astype(x.dtype),)
+        # A power of two, so exact: the sum of the largest floats does not overflow.
+        scale = 0.5 ** (self.window ** len(spatial)).bit_length()
+        sums = jnp.sum(self._windows(x.astype(jnp.float32) * scale), axis=self._inner(x.ndim))
+        return ((sums / (counts[..., None] * scale).astype(np.float32)).astype(x.dtype),)
 
     def _decode(self, arrays: tuple[Array, ...], shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         (means,) = arrays

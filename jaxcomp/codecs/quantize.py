@@ -19,10 +19,13 @@ class Quantize(Codec):
     """Stores each value as one of 2^bits equidistant levels between its group's extremes.
 
     The extremes are stored as they are, in the array's dtype, so a group's least and greatest value
-    and a constant group come back exactly. With stochastic rounding the decoded value is unbiased
-    (to 2^-17 of a step) and less than one step away; with nearest rounding it is biased and at most
-    half a step away; a step is (max - min) / (2^bits - 1) of the group. A group with a NaN or Inf
-    comes back as NaN, other groups are not touched. Groups never cross samples (axis 0).
+    and a constant group come back exactly (a range below 2^-117 comes back as its least value).
+    With stochastic rounding the decoded value is unbiased to 2^-17 of a step and less than one step
+    away; with nearest rounding it is biased and at most half a step away; a step is
+    (max - min) / (2^bits - 1) of the group. This is before the decoded value is rounded to the
+    array's dtype, which adds half a unit in its last place. A group with a NaN or Inf comes back as
+    NaN, other groups are not touched. Groups never cross samples (axis 0), except that an array of
+    one axis is one group.
 
     After ActNN (Chen et al., ICML 2021, arXiv:2104.14129, section 3.2), with the groups along the
     array's own axes instead of 256 consecutive values, and exact extremes.
@@ -71,7 +74,7 @@ class Quantize(Codec):
             return tuple(range(rank))[-1:]
         if self.group == "channel" and rank > 2:
             return tuple(range(1, rank - 1))
-        return tuple(range(min(1, rank - 1), rank))
+        return tuple(range(1 if rank > 1 else 0, rank))
 
     def _encode(self, x: Array, seed: Seed) -> tuple[Array, ...]:
         axes = self._axes(x.ndim)

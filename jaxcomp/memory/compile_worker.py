@@ -5,16 +5,15 @@ file named by its argument. It imports nothing of jaxcomp, so that it starts as 
 """
 
 import pickle
+import re
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
-
-# The exported program is called by a new `jit`, which stands in front of each of its scopes.
-_CALLER = "jit(call)/call_exported/"
 
 
 def compile_request(request: dict[str, Any]) -> dict[str, Any]:
@@ -28,7 +27,8 @@ def compile_request(request: dict[str, Any]) -> dict[str, Any]:
         )
     ]
     lowered = jax.jit(exported.call, donate_argnums=request["donated"]).lower(*arguments)
-    return compile_lowered(lowered, request["compiler_options"])
+    answer = compile_lowered(lowered, request["compiler_options"])
+    return answer | {"hlo_text": _own_names(answer["hlo_text"], request["argument_names"])}
 
 
 def compile_lowered(lowered: Any, compiler_options: dict[str, Any]) -> dict[str, Any]:
@@ -39,10 +39,20 @@ def compile_lowered(lowered: Any, compiler_options: dict[str, Any]) -> dict[str,
     stats = compiled.memory_analysis()
     figures = {name: getattr(stats, name) for name in dir(stats) if not name.startswith("_")}
     return {
-        "hlo_text": compiled.as_text().replace(_CALLER, ""),
+        "hlo_text": compiled.as_text(),
         "memory": {name: value for name, value in figures.items() if isinstance(value, int)},
         "compile_seconds": seconds,
     }
+
+
+def _own_names(hlo_text: str, argument_names: Sequence[str]) -> str:
+    """The text with the program's own scopes and arguments, not those of the call around it."""
+
+    def own(match: re.Match[str]) -> str:
+        return f'op_name="{argument_names[int(match[1])]}"'.replace("'", "\\'")
+
+    plain = re.sub(r"jit\(call\)/call_exported/?", "", hlo_text)
+    return re.sub(r'op_name="args\[(\d+)\]"', own, plain)
 
 
 def _shardings(exported: Any, topology: Any, mesh: Any) -> list[jax.sharding.Sharding]:
@@ -59,7 +69,8 @@ if __name__ == "__main__":
     task = pickle.load(sys.stdin.buffer)
     jax.config.update("jax_enable_x64", True)  # the program's types are settled, keep them
     jax.config.update("jax_compiler_enable_remat_pass", task["xla_remat"])
-    jax.config.update("jax_compilation_cache_dir", task["cache_dir"])
+    # JAX can write, but not read, a cache entry for a device that is not there.
+    jax.config.update("jax_enable_compilation_cache", False)
     try:
         answer = compile_request(task)
     except Exception as error:

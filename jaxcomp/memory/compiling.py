@@ -13,48 +13,21 @@ import pickle
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
-from flax import nnx
 from jax import export
-from jax.extend.core import Jaxpr
 from jax.sharding import AbstractMesh, NamedSharding
 
 from . import compile_worker
 from .targets import Target
+from .tracing import TracedStep
 
 
 class CompileError(RuntimeError):
     """XLA could not compile a program: its own message, or how its process ended."""
-
-
-@dataclass(frozen=True)
-class TracedStep:
-    """A function traced for its arguments' shapes.
-
-    Attributes:
-        traced: JAX's own object, with the jaxpr and what is known of the arguments.
-        arguments: the pytree leaves of the arguments.
-    """
-
-    traced: jax.stages.Traced
-    arguments: tuple[Any, ...]
-
-    @property
-    def jaxpr(self) -> Jaxpr:
-        """The function's jaxpr, without its constants."""
-        jaxpr = self.traced.jaxpr
-        return getattr(jaxpr, "jaxpr", jaxpr)
-
-    @property
-    def donated(self) -> tuple[int, ...]:
-        """Indices of the donated leaves."""
-        infos = jax.tree.leaves(self.traced.args_info)
-        return tuple(i for i, info in enumerate(infos) if info.donated)
 
 
 @dataclass(frozen=True)
@@ -70,25 +43,6 @@ class CompiledStep:
     hlo_text: str
     memory: dict[str, int]
     compile_seconds: float
-
-
-def trace(
-    fn: Callable[..., Any],
-    *args: Any,
-    donate_argnums: int | Sequence[int] = (),
-    static_argnums: int | Sequence[int] = (),
-) -> TracedStep:
-    """Traces `fn`, plain or already jitted by `jax.jit` or `nnx.jit`; nothing is run."""
-    if isinstance(fn, jax.stages.Wrapped):
-        if donate_argnums != () or static_argnums != ():
-            raise ValueError("fn is jitted already: give donate_argnums and static_argnums there")
-        jitted = fn
-    else:
-        takes_modules = any(isinstance(arg, nnx.Pytree) for arg in args)
-        jit = nnx.jit if takes_modules else jax.jit
-        jitted = jit(fn, donate_argnums=donate_argnums, static_argnums=static_argnums)
-    traced = jitted.trace(*args)
-    return TracedStep(getattr(traced, "traced", traced), tuple(jax.tree.leaves(args)))
 
 
 def compile_step(
@@ -110,7 +64,8 @@ def compile_step(
         The compiled program's text and figures.
 
     Raises:
-        ValueError: if the arguments' mesh is not the target's.
+        ValueError: if the arguments' mesh is not the target's, or, for an attached target, if an
+            argument lies on another platform's device.
         CompileError: if XLA fails, also for lack of memory on a TPU.
         OSError: if `dump_dir` cannot be written.
     """
@@ -127,6 +82,10 @@ def compile_step(
 def _compile_here(
     step: TracedStep, target: Target, options: dict[str, Any], xla_remat: bool
 ) -> CompiledStep:
+    for leaf in step.arguments:
+        elsewhere = _platforms(leaf) - {target.platform}
+        if elsewhere:
+            raise ValueError(f"target={target.name!r}: an argument lies on {elsewhere} devices")
     previous = jax.config.jax_compiler_enable_remat_pass
     jax.config.update("jax_compiler_enable_remat_pass", xla_remat)
     try:
@@ -147,9 +106,9 @@ def _compile_in_child(
         "topology": dict(target.topology_options),
         "mesh": _mesh(step, target),
         "donated": step.donated,
+        "argument_names": step.jaxpr.debug_info.arg_names,
         "compiler_options": options,
         "xla_remat": xla_remat,
-        "cache_dir": jax.config.jax_compilation_cache_dir,
     }
     environment = {
         **os.environ,
@@ -175,6 +134,14 @@ def _compile_in_child(
     if "error" in answer:
         raise CompileError(answer["error"])
     return CompiledStep(**answer)
+
+
+def _platforms(leaf: Any) -> set[str]:
+    """Platforms of the devices that an argument is bound to; none if it may go anywhere."""
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None or not getattr(leaf, "committed", True):
+        return set()
+    return {device.platform for device in sharding.device_set}
 
 
 class _TracedFunction(jax.stages.Wrapped):

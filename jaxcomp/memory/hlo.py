@@ -127,6 +127,11 @@ class Module:
     tiled: bool
     tables: dict[str, dict[int, str]]
 
+    @cached_property
+    def instructions(self) -> dict[str, Instruction]:
+        """Every instruction by name; names are unique in a module."""
+        return {n: i for c in self.computations.values() for n, i in c.instructions.items()}
+
     def source(self, instruction: Instruction) -> str:
         """`file:line` of the innermost frame outside installed packages, or "" if unknown."""
         direct = _SOURCE.search(instruction.attributes)

@@ -17,7 +17,7 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
         return None
     counter, bound = compared
     start = _constant(computation, _element(computation, loop.operands[0], counter))
-    step = _step(body, counter)
+    step = _step(module, body, counter)
     if start is None or not step or step < 0:
         return None
     return max(0, -(-(bound - start) // step))
@@ -25,22 +25,29 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
 
 def _counter_and_bound(module: Module, condition: Computation) -> tuple[int, int] | None:
     """Of a condition `state[counter] < bound`: the two numbers."""
-    scope, compare = condition, condition.root
-    if compare.opcode == "fusion":
-        scope = module.computations[compare.called["calls"][0]]
-        compare = scope.root
+    compare, operands = _unwrapped(module, condition, condition.root)
     if compare.opcode != "compare" or "direction=LT" not in compare.attributes:
         return None
-    values = []
-    for name in compare.operands:
-        inner = scope.instructions[name]
-        if scope is not condition and inner.opcode == "parameter":
-            inner = condition.instructions[condition.root.operands[inner.index]]
-        values.append(inner)
-    left, right = values
+    left, right = operands
     if left.opcode != "get-tuple-element" or right.opcode != "constant":
         return None
     return left.index, int(right.arguments)
+
+
+def _unwrapped(
+    module: Module, computation: Computation, instruction: Instruction
+) -> tuple[Instruction, list[Instruction]]:
+    """An instruction and its operands, where it may be alone in a fusion."""
+    if instruction.opcode != "fusion":
+        return instruction, [computation.instructions[name] for name in instruction.operands]
+    inside = module.computations[instruction.called["calls"][0]]
+    operands = []
+    for name in inside.root.operands:
+        operand = inside.instructions[name]
+        if operand.opcode == "parameter":
+            operand = computation.instructions[instruction.operands[operand.index]]
+        operands.append(operand)
+    return inside.root, operands
 
 
 def _element(computation: Computation, tuple_name: str, index: int) -> Instruction:
@@ -58,12 +65,11 @@ def _constant(computation: Computation, instruction: Instruction) -> int | None:
     return int(instruction.arguments) if instruction.opcode == "constant" else None
 
 
-def _step(body: Computation, counter: int) -> int | None:
+def _step(module: Module, body: Computation, counter: int) -> int | None:
     """What a loop body adds to its counter."""
     if body.root.opcode != "tuple":
         return None
-    added = body.instructions[body.root.operands[counter]]
-    if added.opcode != "add":
-        return None
-    constants = [_constant(body, body.instructions[name]) for name in added.operands]
-    return next((c for c in constants if c is not None), None)
+    next_count = body.instructions[body.root.operands[counter]]
+    add, operands = _unwrapped(module, body, next_count)
+    constants = [int(o.arguments) for o in operands if o.opcode == "constant"]
+    return constants[0] if add.opcode == "add" and len(constants) == 1 else None

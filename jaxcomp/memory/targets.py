@@ -5,7 +5,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
@@ -105,13 +104,13 @@ def resolve(name: str | None = None) -> Target:
         name = jax.default_backend()
     if name in ("cpu", jax.default_backend()):
         return _attached(name)
-    kind, _, count = name.partition(":")
+    kind, *size = name.split(":", maxsplit=1)
     for gpu in GPUS:
         if gpu.name == kind:
-            return _gpu(name, gpu, count)
+            return _gpu(name, gpu, *size)
     for tpu in TPUS:
         if tpu.name == kind:
-            return _tpu(name, tpu, count)
+            return _tpu(name, tpu, *size)
     raise ValueError(f"target={name!r} is unknown; expected one of {', '.join(targets())}")
 
 
@@ -147,7 +146,9 @@ def mesh(
     devices = jax.devices(where.platform) if where.attached else None
     count = where.devices if devices is None else len(devices)
     if math.prod(axis_shapes) > count or (devices is None and math.prod(axis_shapes) != count):
-        raise ValueError(f"axis_shapes={tuple(axis_shapes)} does not fit {target!r}: {count} devices")
+        raise ValueError(
+            f"axis_shapes={tuple(axis_shapes)} does not fit {target!r}: {count} devices"
+        )
     if devices is None:
         return AbstractMesh(tuple(axis_shapes), tuple(axis_names), axis_types=types)
     chosen = devices[: math.prod(axis_shapes)]
@@ -160,14 +161,14 @@ def _attached(name: str) -> Target:
     return Target(name, name, attached=True, devices=1, usable_bytes=limit)
 
 
-def _gpu(name: str, gpu: Gpu, count: str) -> Target:
-    _require(name, "gpu-aot", "jax-cuda13-pjrt", "jax-cuda12-pjrt")
-    if not re.fullmatch(r"[1-9][0-9]*|", count):
+def _gpu(name: str, gpu: Gpu, count: str = "1") -> Target:
+    if not re.fullmatch("[1-9][0-9]*", count):
         raise ValueError(f"target={name!r}: expected {gpu.name}:<number of GPUs>")
-    devices = int(count or 1)
+    devices = int(count)
     hosts, rest = divmod(devices, _GPUS_PER_HOST)
     if rest and hosts:
         raise ValueError(f"target={name!r}: expected at most 8 GPUs, or a multiple of 8")
+    _require(name, "gpu-aot", "jax-cuda13-pjrt", "jax-cuda12-pjrt")
     shape = f"1x{hosts}x{_GPUS_PER_HOST}" if hosts else f"1x1x{devices}"
     options = {
         "topology_name": shape,
@@ -185,12 +186,12 @@ def _gpu(name: str, gpu: Gpu, count: str) -> Target:
     )
 
 
-def _tpu(name: str, tpu: Tpu, topology: str) -> Target:
-    _require(name, "tpu-aot", "libtpu")
-    shape = topology or "x".join("1" * tpu.dimensions)
-    if not re.fullmatch(r"[1-9][0-9]*(x[1-9][0-9]*)" + "{%d}" % (tpu.dimensions - 1), shape):
+def _tpu(name: str, tpu: Tpu, shape: str | None = None) -> Target:
+    shape = "x".join("1" * tpu.dimensions) if shape is None else shape
+    if not re.fullmatch("[1-9][0-9]*(x[1-9][0-9]*){%d}" % (tpu.dimensions - 1), shape):
         example = "x".join("2" * tpu.dimensions)
         raise ValueError(f"target={name!r}: expected a topology such as {tpu.name}:{example}")
+    _require(name, "tpu-aot", "libtpu")
     chips = math.prod(int(size) for size in shape.split("x"))
     return Target(
         name,
@@ -205,9 +206,16 @@ def _tpu(name: str, tpu: Tpu, topology: str) -> Target:
 
 def _require(target: str, extra: str, *wheels: str) -> None:
     """Raises the error that names the extra to install, if none of the wheels is there."""
-    installed: set[Any] = {d.metadata["Name"] for d in metadata.distributions()}
-    if installed.isdisjoint(wheels):
+    if not any(_is_installed(wheel) for wheel in wheels):
         raise ImportError(
             f"target={target!r} needs the compiler in the wheel {wheels[0]!r}; "
             f"install it with: pip install 'jaxcomp[{extra}]'"
         )
+
+
+def _is_installed(wheel: str) -> bool:
+    try:
+        metadata.distribution(wheel)
+    except metadata.PackageNotFoundError:
+        return False
+    return True

@@ -1,9 +1,7 @@
 """The bytes alive at each point of a compiled program, from XLA's own buffer assignment."""
 
-import re
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -11,17 +9,17 @@ from pathlib import Path
 
 import jax
 
-from .hlo import in_hbm, parse
+from .buffer_assignment import (
+    dump_options,
+    no_compilation_cache,
+    one_file,
+    read_places,
+    read_ranges,
+    read_values,
+)
+from .hlo import Instruction, Module, parse
 from .origin import Origin, Origins, phase
 
-_ALLOCATION = re.compile(r"allocation (\d+): size (\d+)(?:, color (\d+))?")
-_VALUE = re.compile(
-    r" value: <\d+ ([^\s{]+)(\{[\d,]*\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)"
-)
-_RANGE = re.compile(r"    ([^\s{]+)(\{[\d,]*\}):(\d+)-(\d+)$")
-_POINT = re.compile(r"    (\d+):(\S+)$")
-_HEADING = re.compile(r"<\d+ ([^\s{]+)(\{[\d,]*\})?(?: \(phi\))? @\d+>$")
-_Value = tuple[str, str]  # instruction and tuple index, such as ("while.3", "{2}")
 _UNKNOWN = Origin(scope="", operation="made by XLA", phase="other", source="")
 
 
@@ -64,12 +62,15 @@ class Timeline:
     Attributes:
         points: the name of the instruction at each point.
         phases: its phase: `argument`, `forward`, `recomputed`, `backward` or `other`.
+        encodes: whether it makes a stored code: forward work in a scope with `jaxcomp/`, or a
+            forward conversion to integers.
         live_bytes: device bytes alive at each point, arguments and outputs with them.
         buffers: every value in device memory.
     """
 
     points: tuple[str, ...]
     phases: tuple[str, ...]
+    encodes: tuple[bool, ...]
     live_bytes: tuple[int, ...]
     buffers: tuple[Buffer, ...]
 
@@ -147,18 +148,15 @@ def timeline(lowered: jax.stages.Lowered) -> Timeline:
         >>> timeline(lowered).peak_bytes >= 2 * 4096
         True
     """
-    with tempfile.TemporaryDirectory() as directory:
+    with no_compilation_cache(), tempfile.TemporaryDirectory() as directory:
         compiled = lowered.compile(compiler_options=dump_options(directory))
         return read_timeline(directory, compiled.as_text() or "")
 
 
-def dump_options(directory: str | Path) -> dict[str, str | bool]:
-    """Compiler options that make XLA write what `read_timeline` reads."""
-    return {"xla_dump_to": str(directory), "xla_dump_hlo_as_text": True}
-
-
 def read_timeline(directory: str | Path, hlo_text: str) -> Timeline:
     """Reads a timeline from what a compile with `dump_options(directory)` wrote.
+
+    A compile served from JAX's compilation cache writes nothing: use `no_compilation_cache()`.
 
     Args:
         directory: where XLA wrote its dump, of one compile only.
@@ -170,17 +168,17 @@ def read_timeline(directory: str | Path, hlo_text: str) -> Timeline:
     """
     module = parse(hlo_text)
     origins = Origins(module)
-    sequence, ranges = _read_ranges(_one_file(directory, "live-range"))
+    sequence, ranges = read_ranges(one_file(directory, "live-range"))
     position = {name: k for k, name in enumerate(sequence)}
-    positions, uses = _read_places(_one_file(directory, "buffer-assignment-values"))
+    positions, uses = read_places(one_file(directory, "buffer-assignment-values"))
     buffers = []
-    for name, index, size, place, shape in _read_values(
-        _one_file(directory, "buffer-assignment"), module.tiled
+    for name, index, size, place, shape in read_values(
+        one_file(directory, "buffer-assignment"), module.tiled
     ):
         if (name, index) not in ranges or size == 0:
             continue  # scratch of a reduction, or an empty workspace
         start, end = ranges[name, index]
-        found = (origins.of(*place) for place in [(name, index), *positions[name, index]])
+        found = (origins.of(*at) for at in [(name, index), *positions[name, index]])
         buffers.append(
             Buffer(
                 name=name + index.replace("{}", ""),
@@ -194,11 +192,11 @@ def read_timeline(directory: str | Path, hlo_text: str) -> Timeline:
                 offset=place[1],
             )
         )
-    instructions = {n: i for c in module.computations.values() for n, i in c.instructions.items()}
-    phases = [phase(instructions[n].op_name) if n in instructions else "other" for n in sequence]
+    work = [_work(module, name) for name in sequence]
     return Timeline(
         points=tuple(sequence),
-        phases=tuple(phases),
+        phases=tuple(phase(inside[0].op_name) if inside else "other" for inside in work),
+        encodes=tuple(any(map(_encodes, inside)) for inside in work),
         live_bytes=tuple(_live_bytes(buffers, len(sequence))),
         buffers=tuple(buffers),
     )
@@ -208,63 +206,27 @@ def format_bytes(count: int) -> str:
     """`5767168` as `5.5 MiB`."""
     size, unit = float(count), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1024:
+        if abs(size) < 1024:
             break
         size, unit = size / 1024, larger
     return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
 
 
-def _one_file(directory: str | Path, kind: str) -> str:
-    found = sorted(Path(directory).glob(f"*-{kind}.txt"))
-    if not found:
-        raise RuntimeError(
-            f"no *-{kind}.txt in {str(directory)!r}: this backend writes no buffer assignment, "
-            "or the program came from JAX's compilation cache"
-        )
-    return max(found, key=lambda path: path.stat().st_size).read_text()
+def _work(module: Module, name: str) -> list[Instruction]:
+    """An instruction, and what is fused into it; empty for XLA's own asynchronous steps."""
+    instruction = module.instructions.get(name)
+    if instruction is None:
+        return []
+    fused = instruction.called.get("calls", ()) if instruction.opcode == "fusion" else ()
+    inner = [i for c in fused for i in module.computations[c].instructions.values()]
+    return [instruction, *inner]
 
 
-def _read_ranges(text: str) -> tuple[list[str], dict[_Value, tuple[int, int]]]:
-    """The instructions in program order, and the first and last point of every value."""
-    head, _, tail = text.partition("  BufferLiveRange:\n")
-    points = [_POINT.match(line) for line in head.splitlines()]
-    ranges = {
-        (r.group(1), r.group(2)): (int(r.group(3)), int(r.group(4)))
-        for r in map(_RANGE.match, tail.splitlines())
-        if r
-    }
-    return [p.group(2) for p in points if p], ranges
-
-
-def _read_values(text: str, tiled: bool) -> Iterable[tuple[str, str, int, tuple[int, int], str]]:
-    """Name, tuple index, bytes, (allocation, offset) and shape of every value in device memory."""
-    allocation, here = 0, True
-    for line in text.splitlines():
-        if opening := _ALLOCATION.match(line):
-            allocation = int(opening.group(1))
-            here = in_hbm(int(opening.group(3) or 0), tiled)
-        elif here and (value := _VALUE.match(line)):
-            name, index, size, offset, shape = value.groups()
-            place = (allocation, int(offset))
-            yield name, index or "{}", int(size), place, re.sub(r"\{[^{}]*\}", "", shape)
-
-
-def _read_places(text: str) -> tuple[dict[_Value, list[_Value]], dict[_Value, list[str]]]:
-    """The places that every value passes through (tuples, loops), and the instructions it feeds."""
-    positions: dict[_Value, list[_Value]] = defaultdict(list)
-    uses: dict[_Value, list[str]] = defaultdict(list)
-    key, section = ("", ""), ""
-    for line in text.splitlines():
-        if value := _HEADING.match(line):
-            key = (value.group(1), value.group(2) or "{}")
-        elif not line.startswith("  "):
-            section = line.strip()
-        elif section == "positions:":
-            name, _, index = line.strip().partition(" ")
-            positions[key].append((name, index or "{}"))
-        elif section == "uses:":
-            uses[key].append(line.split(",")[0].strip())
-    return positions, uses
+def _encodes(instruction: Instruction) -> bool:
+    if phase(instruction.op_name) != "forward":
+        return False
+    to_integer = instruction.opcode == "convert" and instruction.arrays[0].dtype[0] in "us"
+    return to_integer or "jaxcomp/" in instruction.op_name
 
 
 def _live_bytes(buffers: list[Buffer], points: int) -> list[int]:

@@ -12,9 +12,9 @@ from .timeline import Timeline, format_bytes
 PHASES = {
     "argument": ("arguments", "#a9b1bd"),
     "other": ("outside of the gradient", "#7c6fb0"),
-    "forward": ("made in the forward pass", "#2f6fde"),
+    "forward": ("of the forward pass", "#2f6fde"),
     "recomputed": ("recomputed", "#eda12f"),
-    "backward": ("made in the backward pass", "#d9475b"),
+    "backward": ("of the backward pass", "#d9475b"),
 }
 
 
@@ -43,9 +43,13 @@ def draw_png(path: str | Path, timelines: Mapping[str, Timeline]) -> None:
     figure = Figure(figsize=(11, 0.6 + 3.3 * len(timelines)), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(timelines), 1, sharex=True, sharey=True, squeeze=False)[:, 0]
-    scale, unit = _unit(max(t.peak_bytes for t in timelines.values()))
+    highest = max(t.peak_bytes for t in timelines.values())
+    scale, unit = _unit(highest)
     for axes, (title, timeline) in zip(panels, timelines.items(), strict=True):
-        _draw_panel(axes, title, timeline, scale, unit)
+        _draw_panel(axes, timeline, scale)
+        axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+        axes.set_ylabel(unit)
+        axes.set_ylim(0, 1.08 * highest / scale)
     panels[-1].set_xlabel("program order (instruction; a loop's body appears once)")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(
@@ -102,7 +106,7 @@ def bytes_by_phase(timeline: Timeline) -> dict[str, list[int]]:
     return totals
 
 
-def _draw_panel(axes: Any, title: str, timeline: Timeline, scale: float, unit: str) -> None:
+def _draw_panel(axes: Any, timeline: Timeline, scale: float) -> None:
     points = range(len(timeline.points))
     totals = bytes_by_phase(timeline)
     axes.stackplot(
@@ -119,14 +123,14 @@ def _draw_panel(axes: Any, title: str, timeline: Timeline, scale: float, unit: s
     largest = [b for b in timeline.alive(at) if b.origin.phase != "argument"][:4]
     lines = [f"peak {format_bytes(timeline.peak_bytes)}"]
     lines += [f"{format_bytes(b.bytes)}  {_shorten(b.label())}" for b in largest]
-    left = at < len(points) / 2
-    axes.annotate(
+    axes.text(
+        0.995,
+        0.97,
         "\n".join(lines),
-        (at, peak),
-        xytext=(10 if left else -10, -4),
-        textcoords="offset points",
-        ha="left" if left else "right",
+        transform=axes.transAxes,
+        ha="right",
         va="top",
+        multialignment="left",
         fontsize=7.5,
         linespacing=1.4,
         bbox={"boxstyle": "round,pad=0.4", "facecolor": "white", "edgecolor": "0.8", "alpha": 0.88},
@@ -140,10 +144,7 @@ def _draw_panel(axes: Any, title: str, timeline: Timeline, scale: float, unit: s
             va="top",
             fontsize=8,
         )
-    axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
-    axes.set_ylabel(unit)
     axes.margins(x=0)
-    axes.set_ylim(bottom=0)
     axes.spines[["top", "right"]].set_visible(False)
 
 

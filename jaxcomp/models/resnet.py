@@ -1,7 +1,7 @@
 """Residual networks for ImageNet and CIFAR, whose activations are stored by rules."""
 
 import functools
-import typing
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from flax import nnx
@@ -197,11 +197,11 @@ class ResNet(nnx.Module):
         return self.head(x.mean((1, 2))).astype(jnp.float32)
 
 
-def _call(block: typing.Callable[[Features], Features], x: Features) -> Features:
+def _call(block: Callable[[Features], Features], x: Features) -> Features:
     return block(x)
 
 
-MODELS: dict[str, typing.Callable[..., ResNet]] = {
+MODELS: dict[str, Callable[..., ResNet]] = {
     **{
         f"resnet{depth}": functools.partial(ResNet, block, depths, 64, imagenet=True)
         for depth, block, depths in (

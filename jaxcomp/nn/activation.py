@@ -1,6 +1,6 @@
 """Activation and pooling functions as modules, so that a rule can name them by their path."""
 
-import typing
+from collections.abc import Sequence
 
 from flax import nnx
 from jaxtyping import Array, Float
@@ -52,7 +52,7 @@ class MaxPool(nnx.Module):
         self,
         window_shape: tuple[int, ...],
         strides: tuple[int, ...] | None = None,
-        padding: str | typing.Sequence[tuple[int, int]] = "VALID",
+        padding: str | Sequence[tuple[int, int]] = "VALID",
         codec: Packed | None = None,
     ) -> None:
         self.window_shape = window_shape

@@ -29,8 +29,9 @@ class Conv(nnx.Conv):
     kind = "conv"
 
     def __init__(self, *args: typing.Any, codec: Codec | None = None, **kwargs: typing.Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.codec = codec
+        super().__init__(
+            *args, conv_general_dilated=CodedOp(ops.conv_general_dilated, codec), **kwargs
+        )
 
     @property
     def codec(self) -> Codec | None:
@@ -62,8 +63,7 @@ class Linear(nnx.Linear):
     kind = "dot"
 
     def __init__(self, *args: typing.Any, codec: Codec | None = None, **kwargs: typing.Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.codec = codec
+        super().__init__(*args, dot_general=CodedOp(ops.dot_general, codec), **kwargs)
 
     @property
     def codec(self) -> Codec | None:

@@ -52,7 +52,8 @@ class BatchNorm(nnx.BatchNorm):
             return super().__call__(x, running, mask=mask)
         scale = None if self.scale is None else self.scale[...]
         bias = None if self.bias is None else self.bias[...]
-        x, scale, bias = self.promote_dtype((x, scale, bias), dtype=self.dtype)
+        variables = x, self.mean[...], self.var[...], scale, bias
+        x, _, _, scale, bias = self.promote_dtype(variables, dtype=self.dtype)
         y, mean, var = ops.batch_norm(
             x,
             scale,

@@ -2,6 +2,7 @@
 
 import dataclasses
 import typing
+from collections.abc import Callable
 
 from jaxcomp.codecs import Codec
 
@@ -15,7 +16,7 @@ class CodedOp:
         codec: Its codec, or None for the stock operation.
     """
 
-    op: typing.Callable[..., typing.Any]
+    op: Callable[..., typing.Any]
     codec: Codec | None
 
     def __call__(self, *args: typing.Any, **kwargs: typing.Any) -> typing.Any:

@@ -30,7 +30,8 @@ def relu(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
 
 
 def _forward(x: Array) -> tuple[Array, Encoded]:
-    return residuals.keep(jax.nn.relu(x), MASK.encode(x > 0), MASK)
+    out = jax.nn.relu(x)
+    return residuals.keep(out, MASK.encode(out > 0), MASK)
 
 
 def _backward(mask: Encoded, cotangent: Array) -> tuple[Array]:

@@ -2,6 +2,7 @@
 
 import functools
 import typing
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 from jax import lax
@@ -16,10 +17,10 @@ from jaxcomp.ops.linear import bilinear
 def conv_general_dilated(
     lhs: Float[Array, "..."],
     rhs: Float[Array, "..."],
-    window_strides: typing.Sequence[int],
-    padding: str | typing.Sequence[tuple[int, int]],
-    lhs_dilation: typing.Sequence[int] | None = None,
-    rhs_dilation: typing.Sequence[int] | None = None,
+    window_strides: Sequence[int],
+    padding: str | Sequence[tuple[int, int]],
+    lhs_dilation: Sequence[int] | None = None,
+    rhs_dilation: Sequence[int] | None = None,
     dimension_numbers: lax.ConvDimensionNumbers | tuple[str, str, str] | None = None,
     feature_group_count: int = 1,
     batch_group_count: int = 1,

@@ -2,6 +2,7 @@
 
 import functools
 import typing
+from collections.abc import Callable, Sequence
 
 import jax
 from jax import lax
@@ -13,8 +14,8 @@ from jaxcomp.codecs import Codec
 from jaxcomp.codecs.codec import Seed
 
 DotDimensionNumbers = tuple[
-    tuple[typing.Sequence[int], typing.Sequence[int]],
-    tuple[typing.Sequence[int], typing.Sequence[int]],
+    tuple[Sequence[int], Sequence[int]],
+    tuple[Sequence[int], Sequence[int]],
 ]
 
 
@@ -72,7 +73,7 @@ def dot_general(
 
 
 def bilinear(
-    stock: typing.Callable[[Array, Array], Array],
+    stock: Callable[[Array, Array], Array],
     codec: Codec,
     lhs: Array,
     rhs: Array,
@@ -86,8 +87,8 @@ def bilinear(
         return stock(lhs, rhs)
 
     def forward(lhs: Array, rhs: Array, seed: Seed) -> tuple[Array, typing.Any]:
-        out, code = residuals.keep(stock(lhs, rhs), codec.encode(lhs, seed), codec)
-        return out, (code, rhs)
+        lhs, code = residuals.keep(lhs, codec.encode(lhs, seed), codec)
+        return stock(lhs, rhs), (code, rhs)
 
     def backward(residual: typing.Any, cotangent: Array) -> tuple[Array, Array, None]:
         code, rhs = residual

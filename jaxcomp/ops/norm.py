@@ -34,7 +34,7 @@ def batch_norm(
     Results are bit-identical to those of `flax.nnx.BatchNorm` in training. Mean and variance are
     kept exactly; the backward pass is the exact one with these statistics at the decoded `x`, so
     what it uses twice (the normalised value, in the gradient of `x`) has a bias of the order of the
-    code's variance divided by the number of values per feature.
+    code's variance divided by the number of values per feature. The codec sees the features last.
 
     Args:
         x: Activations; axis 0 is the batch.
@@ -55,7 +55,7 @@ def batch_norm(
 
     Raises:
         TypeError: If `x` is not a floating-point array.
-        ValueError: If the codec cannot store the shape of `x`.
+        ValueError: If `x` has no such axis, or the codec cannot store its shape.
 
     Example:
         >>> from jaxcomp import Quantize
@@ -64,6 +64,8 @@ def batch_norm(
         >>> mean.tolist()
         [2.0, 3.0]
     """
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(f"axis={axis}: x of shape {x.shape} has no such axis")
     feature = axis % x.ndim
     axes = tuple(i for i in range(x.ndim) if i != feature)
     average = functools.partial(_pmean, axis_name=axis_name, axis_index_groups=axis_index_groups)
@@ -99,32 +101,32 @@ def batch_norm(
 
     if codec is None:
         return stock(x, scale, bias, mask, seed)
-    codec.check(x.shape, x.dtype)
+    codec.check((*(x.shape[i] for i in axes), x.shape[feature]), x.dtype)
 
     def forward(
         x: Array, scale: Array | None, bias: Array | None, mask: Array | None, seed: Seed
     ) -> tuple[tuple[Array, Array, Array], typing.Any]:
-        out = stock(x, scale, bias, mask, seed)
-        out, residual = residuals.keep(out, (codec.encode(x, seed), *out[1:]), codec)
-        return out, (residual, scale, bias, mask)
+        x, code = residuals.keep(x, codec.encode(jnp.moveaxis(x, feature, -1), seed), codec)
+        y, mean, var = stock(x, scale, bias, mask, seed)
+        return (y, mean, var), (code, residuals.name((mean, var), codec), scale, bias, mask)
 
     def backward(
         saved: typing.Any, cotangents: tuple[Array, Array, Array]
     ) -> tuple[Array | None, ...]:
-        residual, scale, bias, mask = saved
-        (code, mean, var), cotangents = residuals.release(residual, cotangents)
-        x = codec.decode(code)
+        *residual, scale, bias, mask = saved
         dy, dmean, dvar = cotangents
+        code, (mean, var) = residuals.wait_for(residual, dy)
+        x = jnp.moveaxis(codec.decode(code), -1, feature)
         _, transpose = jax.vjp(normalize, x, mean, var, scale, bias)
         dx, dmean_y, dvar_y, dscale, dbias = transpose(dy)
 
         def centred(x: Array) -> Stats:  # mean and variance, differentiable at fixed statistics
             x = x.astype(jnp.float32)
             square = lax.square(x - jnp.expand_dims(mean, axes))
-            return x.mean(axes, where=mask), square.mean(axes, where=mask)
+            return average((x.mean(axes, where=mask), square.mean(axes, where=mask)))
 
         _, transpose = jax.vjp(centred, x)
-        (dx_statistics,) = transpose(tuple(average((dmean + dmean_y, dvar + dvar_y))))
+        (dx_statistics,) = transpose((dmean + dmean_y, dvar + dvar_y))
         return dx + dx_statistics, dscale, dbias, None, None
 
     op = jax.custom_vjp(stock)

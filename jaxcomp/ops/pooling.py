@@ -1,7 +1,7 @@
 """Pooling that keeps packed indices, or nothing."""
 
 import math
-import typing
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from jaxcomp import residuals
 from jaxcomp.codecs import Encoded, Packed
 
-Padding = str | typing.Sequence[tuple[int, int]]
+Padding = str | Sequence[tuple[int, int]]
 
 INDEX = Packed(bits=4)
 
@@ -44,7 +44,8 @@ def max_pool(
 
     Raises:
         ValueError: If `x` has not one axis for batch, one for channels and one for each of the
-            window's, or if `codec` has too few bits.
+            window's, if a window does not fit in the padded map, or if `codec` has too few bits.
+        TypeError: If `codec` is not `Packed`.
 
     Example:
         >>> x = jnp.array([1.0, 5.0, 2.0, 2.0])[None, :, None]
@@ -55,6 +56,8 @@ def max_pool(
         raise ValueError(
             f"x of shape {x.shape}: expected (batch, {len(window_shape)} spatial axes, channels)"
         )
+    if not isinstance(codec, Packed):
+        raise TypeError(f"codec={codec}: expected Packed, since an index is stored exactly")
     size = math.prod(window_shape)
     if size > 2**codec.bits:
         raise ValueError(f"codec={codec}: a window of {size} values needs more bits for its index")
@@ -94,23 +97,25 @@ class _Window:
         self.padded = [n + low + high for n, (low, high) in zip(shape, self.padding, strict=True)]
         spatial = zip(self.padded[1:-1], window, strides, strict=True)
         self.out = (shape[0], *((n - w) // s + 1 for n, w, s in spatial), shape[-1])
+        if min(self.out[1:-1]) < 1:
+            raise ValueError(f"window_shape={window} is larger than the padded map of {shape}")
         self.starts = [(0, *start, 0) for start in np.ndindex(*window)]
 
     def argmax(self, x: Array) -> Int[Array, "..."]:
-        """Index of the first maximum (or NaN) of each window."""
+        """Index of each window's first maximum; a NaN gives way to its successor, as in XLA."""
         low = jnp.asarray(-jnp.inf, x.dtype)
         x = lax.pad(x, low, [(*pad, 0) for pad in self.padding])
         best, index = self._tap(x, self.starts[0]), jnp.zeros(self.out, jnp.int32)
         for i, start in enumerate(self.starts[1:], 1):
             value = self._tap(x, start)
-            better = ~(best >= value) & ~jnp.isnan(best)
+            better = ~(best >= value)
             best, index = jnp.where(better, value, best), jnp.where(better, i, index)
         return index
 
     def scatter(self, index: Int[Array, "..."], cotangent: Array) -> Array:
         """The transpose: adds each window's cotangent to the element that its index names."""
         total = zero = jnp.zeros((), cotangent.dtype)
-        for i, start in enumerate(self.starts):
+        for i, start in reversed(list(enumerate(self.starts))):  # in the windows' own order
             part = jnp.where(index == i, cotangent, zero)
             config = [
                 (first - low, n - low - high + low - first - (out - 1) * stride - 1, stride - 1)

@@ -1,0 +1,216 @@
+"""Trains the same model several ways and puts the results side by side.
+
+    python -m experiments.compare --way plain --way quantize:bits=2 --epochs 2 --out results/two
+
+Interrupted, the same command goes on where it stopped; finished runs are kept.
+"""
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import jax
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from experiments.checkpoint import Checkpoints
+from experiments.config import TrainConfig
+from experiments.data import load
+from experiments.figure import draw
+from experiments.measure import Measurement, measure
+from experiments.record import describe_environment, write_json
+from experiments.train import METRICS, train
+
+WAYS = (
+    "plain",
+    "remat",
+    "accumulate:2",
+    "avg_pool:window=2",
+    "quantize:bits=4",
+    "quantize:bits=2",
+)
+HEADER = (
+    "way",
+    "test accuracy",
+    "declared residuals",
+    "bits / element",
+    "compiled (XLA temp)",
+    "step time / plain",
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way in the comparison.
+
+    Attributes:
+        way: its spec.
+        test_accuracy: at the end, one for each seed.
+        loss: of each training step, of the first seed's run.
+        measurement: what a step costs.
+    """
+
+    way: str
+    test_accuracy: list[float]
+    loss: list[float]
+    measurement: Measurement
+
+    def cells(self) -> tuple[str, ...]:
+        """The row as text, under :data:`HEADER`; several seeds as mean ± standard deviation."""
+        accuracy = f"{statistics.mean(self.test_accuracy):.2%}"
+        if len(self.test_accuracy) > 1:
+            accuracy += f" ± {statistics.stdev(self.test_accuracy):.2%}"
+        cost = self.measurement
+        return (
+            self.way,
+            accuracy,
+            mebibytes(cost.declared_residual_bytes),
+            f"{cost.bits_per_element:.2f}",
+            mebibytes(cost.temp_bytes),
+            f"{cost.step_time_ratio:.2f}",
+        )
+
+
+def mebibytes(count: int | None) -> str:
+    """Bytes as text in MiB."""
+    return "not given by this backend" if count is None else f"{count / 2**20:.1f} MiB"
+
+
+def compare(
+    config: TrainConfig,
+    ways: Sequence[str],
+    seeds: Sequence[int],
+    runs: Path,
+    *,
+    rounds: int = 10,
+    tensorboard: bool = False,
+) -> list[Row] | None:
+    """Trains every way with every seed, one after another, and measures their steps.
+
+    Args:
+        config: of all runs, but for the way and the seed.
+        ways: the rows; the first must be ``plain``.
+        seeds: of the runs.
+        runs: directory for the runs' own directories. What is finished there is not trained again,
+            what is not goes on.
+        rounds: timed steps of each way.
+        tensorboard: whether the runs write TensorBoard scalars.
+
+    Returns:
+        The rows; None where Ctrl-C stopped a run.
+
+    Raises:
+        ValueError: an argument is wrong, or ``runs`` has runs of another configuration.
+    """
+    dataset = load(config.dataset, config.data_dir)
+    measured = measure(config, ways, dataset, rounds)
+    rows = []
+    for way in ways:
+        finished = []
+        for seed in seeds:
+            run_config = replace(config, way=way, seed=seed)
+            metrics = _finish(run_config, runs / f"{way.replace(':', '_')}-{seed}", tensorboard)
+            if metrics is None:
+                return None
+            finished.append(metrics)
+        accuracies = [metrics["test_accuracy"][-1] for metrics in finished]
+        loss = [round(x, 4) for x in finished[0]["loss"]]
+        rows.append(Row(way, accuracies, loss, measured[way]))
+    return rows
+
+
+def _finish(config: TrainConfig, out: Path, tensorboard: bool) -> dict[str, Any] | None:
+    """The metrics of a run, which is trained to its end; None where Ctrl-C stopped it."""
+    path = out / METRICS
+    if not path.exists():
+        resume = Checkpoints(out / "checkpoints").latest_step() is not None
+        if not train(config, out, resume=resume, tensorboard=tensorboard).finished:
+            return None
+    metrics: dict[str, Any] = json.loads(path.read_text())
+    config.check_same_run(TrainConfig.from_json(metrics["config"]), out)
+    return metrics
+
+
+def report(config: TrainConfig, seeds: Sequence[int], rows: Sequence[Row], out: Path) -> None:
+    """Prints the comparison and writes comparison.json, comparison.md and comparison.png."""
+    table = Table(*HEADER, title=f"{config.model} on {config.dataset}, batch {config.batch}")
+    for row in rows:
+        table.add_row(*row.cells())
+    console = Console()
+    console.print(table)
+    for note in notes(rows):
+        console.print(note)
+
+    content = {"config": config.to_json(), "seeds": list(seeds)} | describe_environment()
+    content |= {"rows": [asdict(row) for row in rows]}
+    write_json(out / "comparison.json", content)
+    lines = [HEADER, ["---"] * len(HEADER), *(row.cells() for row in rows)]
+    markdown = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    text = "\n\n".join([markdown, *notes(rows), f"    {content['command']}"])
+    (out / "comparison.md").write_text(text + "\n")
+    draw(rows, out / "comparison.png")
+    console.print(f"written: {out}/comparison.json, .md and .png")
+
+
+def notes(rows: Sequence[Row]) -> list[str]:
+    """What to know to read the table."""
+    target = rows[0].measurement.target
+    return [
+        f"Compiled for {target} ({jax.devices()[0].device_kind}): XLA's temp bytes of the whole "
+        "training step." + (" On a CPU XLA gives no peak figure." if target == "cpu" else ""),
+        "Bits / element: declared bits for each float that the plain step declares. Of accumulate "
+        "these are the residuals of one micro-batch, by whose statistics BatchNorm normalises.",
+    ]
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="Directory of the results.")],
+    runs: Annotated[Path | None, typer.Option(help="Of the runs; default OUT/runs.")] = None,
+    way: Annotated[
+        list[str] | None, typer.Option(help="A row; repeat for more, plain first. Default: six.")
+    ] = None,
+    seed: Annotated[list[int] | None, typer.Option(help="Repeat for more. Default: 0.")] = None,
+    model: str = TrainConfig.model,
+    dataset: str = TrainConfig.dataset,
+    data_dir: Annotated[Path | None, typer.Option(help="Where the full data sets are.")] = None,
+    epochs: int = TrainConfig.epochs,
+    batch: int = TrainConfig.batch,
+    lr: float = TrainConfig.lr,
+    dtype: Literal["float32", "bfloat16"] = TrainConfig.dtype,
+    rounds: Annotated[int, typer.Option(help="Timed steps of each way.")] = 10,
+    tensorboard: bool = True,
+) -> None:
+    """Trains a model several ways and compares; the same command again goes on."""
+    seeds = seed or [0]
+    try:
+        config = TrainConfig(
+            model=model,
+            dataset=dataset,
+            data_dir=data_dir,
+            epochs=epochs,
+            batch=batch,
+            lr=lr,
+            dtype=dtype,
+        )
+        rows = compare(
+            config,
+            way or WAYS,
+            seeds,
+            runs or out / "runs",
+            rounds=rounds,
+            tensorboard=tensorboard,
+        )
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        raise typer.BadParameter(str(error)) from error
+    if rows is None:
+        typer.echo("stopped; the same command goes on")
+        raise typer.Exit(130)
+    report(config, seeds, rows, out)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,73 @@
+"""The picture of a comparison: loss curves beside memory bars."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+if TYPE_CHECKING:
+    from experiments.compare import Row
+
+# Okabe and Ito's palette, which the colour-blind can tell apart.
+COLORS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#0072B2", "#CC79A7")
+SMOOTHING = 0.1  # weight of the newest step in the moving average of the loss
+
+
+def draw(rows: Sequence["Row"], path: Path) -> None:
+    """Writes the figure of at most seven ways as a PNG; makes its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with mpl.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
+        figure = Figure(figsize=(12, 4.6), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        _loss_curves(left, rows)
+        _memory_bars(right, rows)
+        figure.savefig(path, dpi=150)
+
+
+def _loss_curves(axes: Axes, rows: Sequence["Row"]) -> None:
+    for row, color in zip(rows, COLORS, strict=False):
+        label = f"{row.way}: {np.mean(row.test_accuracy):.1%}"
+        axes.plot(np.arange(1, len(row.loss) + 1), _smooth(row.loss), color=color, label=label)
+    axes.set(title="Training loss (moving average)", xlabel="step", ylabel="cross-entropy")
+    axes.legend(title="way: test accuracy", frameon=False)
+    axes.grid(alpha=0.25)
+
+
+def _smooth(values: Sequence[float]) -> list[float]:
+    """Bias-corrected exponential moving average."""
+    smooth, average = [], 0.0
+    for i, value in enumerate(values, start=1):
+        average += SMOOTHING * (value - average)
+        smooth.append(average / (1 - (1 - SMOOTHING) ** i))
+    return smooth
+
+
+def _memory_bars(axes: Axes, rows: Sequence["Row"]) -> None:
+    positions = np.arange(len(rows))
+    colors = COLORS[: len(rows)]
+    declared = [row.measurement.declared_residual_bytes / 2**20 for row in rows]
+    compiled = [(row.measurement.temp_bytes or np.nan) / 2**20 for row in rows]
+    for values, offset, style in (
+        (declared, -0.19, {"color": colors}),
+        (compiled, 0.19, {"color": "white", "edgecolor": colors, "hatch": "////"}),
+    ):
+        bars = axes.barh(positions + offset, values, height=0.34, **style)
+        axes.bar_label(bars, fmt="%.1f", padding=3)
+    axes.set(title="Memory of one training step", xlabel="MiB", yticks=positions)
+    axes.set_yticklabels([row.way for row in rows])
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    grey = "#666666"
+    axes.legend(
+        handles=[
+            Patch(color=grey, label="declared residuals"),
+            Patch(facecolor="white", edgecolor=grey, hatch="////", label="compiled: XLA temp"),
+        ],
+        frameon=False,
+        loc="lower right",
+    )

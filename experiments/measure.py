@@ -1,0 +1,102 @@
+"""Memory and step times of training steps that differ in their way only."""
+
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+
+from experiments.config import TrainConfig
+from experiments.data import Dataset
+from experiments.step import shard
+from experiments.train import build
+from jaxcomp import memory
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What a training step of one way costs.
+
+    Attributes:
+        declared_residual_bytes: what the step declares to keep from its forward to its backward
+            pass; of one micro-batch where there are several, as they run one after another.
+        bits_per_element: declared bits for each float that the plain step declares (which counts
+            the floats of JAX's own rules: about three for each convolution output, of which the
+            norm declares two). The plain step's exceed a float's own by its masks.
+        target: the device that the step was compiled for.
+        temp_bytes: XLA's scratch memory in the compiled step, where residuals live.
+        step_seconds: median time of a step.
+        step_time_ratio: median, over rounds in which each way takes one step, of the step's time
+            to the plain step's.
+    """
+
+    declared_residual_bytes: int
+    bits_per_element: float
+    target: str
+    temp_bytes: int | None
+    step_seconds: float
+    step_time_ratio: float
+
+
+def measure(
+    config: TrainConfig, ways: Sequence[str], dataset: Dataset, rounds: int
+) -> dict[str, Measurement]:
+    """Compiles and times the training step of each way, on random parameters and one batch.
+
+    Args:
+        config: of the step, all but the way.
+        ways: what to compare; the first must be ``plain``.
+        dataset: where the batch is from.
+        rounds: how many timed steps each way takes, in turns, so that all share the machine's
+            other load.
+
+    Raises:
+        ValueError: the first way is not ``plain``, or ``rounds`` is less than 1.
+    """
+    if ways[0] != "plain":
+        raise ValueError(
+            f"ways={list(ways)!r}: expected plain first; the others are held against it"
+        )
+    if rounds < 1:
+        raise ValueError(f"rounds={rounds}: expected 1 or more")
+    batch = shard(
+        *next(
+            dataset.batches(
+                "train", config.batch, seed=0, epoch=0, augment=False, drop_remainder=True
+            )
+        )
+    )
+    runs = [build(replace(config, way=way), dataset) for way in ways]
+    reports = [memory.analyze(run.train_step, run.state, *batch) for run in runs]
+    plain = jax.make_jaxpr(runs[0].train_step)(runs[0].state, *batch)
+    elements = sum(
+        math.prod(residual.shape)
+        for residual in memory.declared_residuals(plain)
+        if jnp.issubdtype(residual.dtype, jnp.floating)
+    )
+
+    states = [run.state for run in runs]
+    seconds: list[list[float]] = [[] for _ in runs]
+    for turn in range(rounds + 1):
+        for i, run in enumerate(runs):
+            started = time.perf_counter()
+            states[i] = jax.block_until_ready(run.train_step(states[i], *batch))[0]
+            if turn > 0:  # the first turn compiles
+                seconds[i].append(time.perf_counter() - started)
+
+    return {
+        way: Measurement(
+            declared_residual_bytes=report.declared_residual_bytes,
+            bits_per_element=8 * report.declared_residual_bytes / elements,
+            target=report.target,
+            temp_bytes=report.temp_bytes,
+            step_seconds=statistics.median(times),
+            step_time_ratio=statistics.median(
+                t / exact for t, exact in zip(times, seconds[0], strict=True)
+            ),
+        )
+        for way, report, times in zip(ways, reports, seconds, strict=True)
+    }

@@ -1,0 +1,34 @@
+"""Results in JSON files, with what is needed to make them again."""
+
+import json
+import platform
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import flax
+import jax
+import optax
+
+
+def describe_environment() -> dict[str, Any]:
+    """The command line, the devices and the versions of what computes."""
+    return {
+        "command": shlex.join(["python", *sys.orig_argv[1:]]),
+        "devices": [device.device_kind for device in jax.devices()],
+        "versions": {
+            "python": platform.python_version(),
+            "jax": jax.__version__,
+            "flax": flax.__version__,
+            "optax": optax.__version__,
+        },
+    }
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Writes a file at once or not at all; makes its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(path.name + ".unfinished")
+    unfinished.write_text(json.dumps(content, indent=1) + "\n")
+    unfinished.replace(path)

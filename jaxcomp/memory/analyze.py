@@ -1,0 +1,117 @@
+"""`analyze`: what a JAX function needs of a device's memory, without running it."""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Any
+
+from .compiling import CompiledStep, CompileError, compile_step
+from .declared import declared_residuals
+from .flops import jaxpr_flops
+from .report import MemoryReport
+from .targets import Target, resolve
+from .tracing import trace
+from .traffic import estimated_cycles, hbm_traffic
+
+# How a TPU's compiler says that a program does not fit; other compilers do not say so.
+_OUT_OF_HBM = "CompileTimeHbmOom"
+_POWERS = {"K": 10, "M": 20, "G": 30, "T": 40}
+
+
+def analyze(
+    fn: Callable[..., Any],
+    *args: Any,
+    target: str | None = None,
+    donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+    capacity: int | None = None,
+    xla_remat: bool = True,
+) -> MemoryReport:
+    """Compiles `fn` for a device, here or not, and reports the memory that it needs.
+
+    Nothing is allocated or run. A program that does not fit is a report with `fits` False, also
+    where the compiler itself refuses it (TPU).
+
+    Arrays that `fn` closes over are constants of the program, and what XLA says of a GPU leaves
+    constants out: give parameters as arguments. Not in the figures either: workspace of cuDNN,
+    the CUDA context, fragmentation, and NCCL's buffers.
+
+    Args:
+        fn: any function of arrays, plain or jitted by `jax.jit` or `nnx.jit`.
+        *args: its arguments: arrays, `jax.ShapeDtypeStruct`s, Flax NNX objects or pytrees of
+            them. For several devices they carry `NamedSharding`s over `mesh(target, ...)`.
+        target: one of `targets()`, such as `cpu`, `h100`, `h100:8`, `v5e:4x4`; the attached
+            device by default.
+        donate_argnums: which arguments the program may overwrite, as in `jax.jit`.
+        static_argnums: which arguments are compile-time constants, as in `jax.jit`.
+        capacity: bytes that the program may use. By default 75% of a GPU, which is what JAX
+            preallocates, and of a TPU what its compiler allows.
+        xla_remat: whether XLA may recompute values on its own where memory is short, as it does
+            by default. Without it, figures of different programs compare cleanly.
+
+    Returns:
+        The report.
+
+    Raises:
+        ValueError: if the target is unknown, the arguments' mesh is not the target's, or
+            `capacity` is not positive.
+        ImportError: if the wheel with the target's compiler is not installed.
+        CompileError: if the compiler fails for another reason than memory.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+        >>> report = analyze(lambda x: x @ x + 1, x, target="cpu")
+        >>> report.argument_bytes, report.output_bytes, report.flops
+        (16384, 16384, 524288)
+    """
+    if capacity is not None and capacity <= 0:
+        raise ValueError(f"capacity={capacity}: expected a positive number of bytes")
+    where = resolve(target)
+    step = trace(fn, *args, donate_argnums=donate_argnums, static_argnums=static_argnums)
+    usable = where.usable_bytes if capacity is None else capacity
+    figures: dict[str, Any] = dict.fromkeys(field.name for field in fields(MemoryReport))
+    figures |= {
+        "target": where.name,
+        "declared_residual_bytes": sum(r.nbytes for r in declared_residuals(step.traced.jaxpr)),
+        "flops": jaxpr_flops(step.jaxpr),
+        "capacity_bytes": where.capacity_bytes,
+        "usable_bytes": usable,
+    }
+    try:
+        figures |= _compiled_figures(compile_step(step, where, xla_remat=xla_remat), where)
+    except CompileError as error:
+        if _OUT_OF_HBM not in str(error):
+            raise
+        figures |= {"total_bytes": _bytes_needed(str(error)), "fits": False}
+    total = figures["total_bytes"]
+    if usable is not None and total is not None:
+        figures |= {"headroom_bytes": usable - total, "fits": total <= usable}
+    return MemoryReport(**figures)
+
+
+def _compiled_figures(compiled: CompiledStep, target: Target) -> dict[str, Any]:
+    """What XLA says of a compiled program, under the report's names."""
+    given = compiled.memory
+    arguments, outputs, aliased, temp = (
+        given[f"{kind}_size_in_bytes"] for kind in ("argument", "output", "alias", "temp")
+    )
+    return {
+        "argument_bytes": arguments,
+        "output_bytes": outputs,
+        "alias_bytes": aliased,
+        "temp_bytes": temp,
+        "host_temp_bytes": given["host_temp_size_in_bytes"],
+        # On a CPU the field is there, but is arguments + results whatever the program keeps.
+        "peak_bytes": None if target.platform == "cpu" else given.get("peak_memory_in_bytes"),
+        "total_bytes": given.get("total_allocation_bytes", arguments + outputs - aliased + temp),
+        "hbm_traffic_bytes": hbm_traffic(compiled.hlo_text),
+        "estimated_cycles": estimated_cycles(compiled.hlo_text),
+        "compile_seconds": compiled.compile_seconds,
+    }
+
+
+def _bytes_needed(message: str) -> int | None:
+    """The size that XLA's error for lack of memory names, such as `(17.31G)`."""
+    found = re.search(r"required for .*?\(([0-9.]+)([KMGT])\)", message)
+    return found and round(float(found[1]) * 2 ** _POWERS[found[2]])

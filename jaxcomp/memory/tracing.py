@@ -1,0 +1,70 @@
+"""From a Python function and the shapes of its arguments to a traced program."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.extend.core import Jaxpr
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """A function traced for its arguments' shapes.
+
+    Attributes:
+        traced: JAX's own object.
+        arguments: leaves of the arguments.
+    """
+
+    traced: jax.stages.Traced
+    arguments: tuple[Any, ...]
+
+    @property
+    def jaxpr(self) -> Jaxpr:
+        """The program, without its constants."""
+        jaxpr = self.traced.jaxpr
+        return getattr(jaxpr, "jaxpr", jaxpr)
+
+    @property
+    def donated(self) -> tuple[int, ...]:
+        """Which of the program's flat arguments are donated."""
+        infos = jax.tree.leaves(self.traced.args_info)
+        return tuple(i for i, info in enumerate(infos) if info.donated)
+
+
+def trace(
+    fn: Callable[..., Any],
+    *args: Any,
+    donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+) -> TracedStep:
+    """Traces a function; nothing is allocated or run.
+
+    Args:
+        fn: any function of arrays, plain or jitted by `jax.jit` or `nnx.jit`.
+        *args: its arguments: arrays, `jax.ShapeDtypeStruct`s, Flax NNX objects (abstract ones
+            from `nnx.eval_shape` too; what `fn` changes in them is part of the program), or
+            pytrees of arrays.
+        donate_argnums: which arguments the program may overwrite, as in `jax.jit`.
+        static_argnums: which arguments are compile-time constants, as in `jax.jit`.
+
+    Returns:
+        The traced program.
+
+    Raises:
+        ValueError: if `fn` is jitted already and argument numbers are given here.
+    """
+    if isinstance(fn, jax.stages.Wrapped):
+        if donate_argnums != () or static_argnums != ():
+            raise ValueError(
+                f"donate_argnums={donate_argnums}, static_argnums={static_argnums}: fn is jitted "
+                "already; give them to its own jit"
+            )
+        jitted = fn
+    else:
+        jit = nnx.jit if any(isinstance(arg, nnx.Pytree) for arg in args) else jax.jit
+        jitted = jit(fn, donate_argnums=donate_argnums, static_argnums=static_argnums)
+    traced = jitted.trace(*args)
+    return TracedStep(getattr(traced, "traced", traced), tuple(jax.tree.leaves(args)))

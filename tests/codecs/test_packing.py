@@ -1,0 +1,54 @@
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxcomp.codecs import packing
+
+SHAPES = st.lists(st.integers(0, 9), max_size=5).map(tuple)
+
+
+@hypothesis.given(SHAPES, st.sampled_from(packing.WIDTHS), st.integers(0, 100))
+def test_round_trip(shape, bits, seed):
+    codes = np.random.default_rng(seed).integers(0, 2**bits, shape).astype(np.int32)
+    unpacked = jax.jit(lambda c: packing.unpack(packing.pack(c, bits), shape, bits))(codes)
+    assert unpacked.dtype == jnp.int32
+    np.testing.assert_array_equal(unpacked, codes)
+
+
+@pytest.mark.parametrize("bits", packing.WIDTHS)
+def test_every_code_in_every_place(bits):
+    codes = (np.arange(256)[:, None] + np.arange(11)) % 2**bits
+    unpacked = packing.unpack(packing.pack(jnp.asarray(codes), bits), codes.shape, bits)
+    np.testing.assert_array_equal(unpacked, codes)
+
+
+@pytest.mark.parametrize("bits", packing.WIDTHS)
+def test_codes_out_of_range_lose_their_upper_bits_only(bits):
+    codes = jnp.arange(256)[None]
+    unpacked = packing.unpack(packing.pack(codes, bits), codes.shape, bits)
+    np.testing.assert_array_equal(unpacked, codes % 2**bits)
+
+
+@pytest.mark.parametrize(
+    ("shape", "packed"),
+    [
+        ((5, 3, 16), (5, 3, 2)),  # 3 would pad
+        ((5, 16, 32), (5, 2, 32)),  # neither pads: the outermost
+        ((16, 3), (16, 1)),  # never the batch axis
+        ((16, 7, 7, 5), (16, 1, 7, 5)),  # 7 pads least
+        ((9,), (2,)),
+        ((), (1,)),
+    ],
+)
+def test_bits_share_a_byte_along_the_axis_that_pads_least(shape, packed):
+    (array,) = packing.pack(jnp.zeros(shape, jnp.int32), 1)
+    assert (array.shape, array.dtype) == (packed, jnp.uint8)
+
+
+@pytest.mark.parametrize("bits", [0, 5, 16, -1, True, 2.0, None, "2"])
+def test_other_bits_are_an_error(bits):
+    with pytest.raises(Exception, match=r"bits"):
+        packing.check_bits(bits)

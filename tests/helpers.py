@@ -1,0 +1,66 @@
+"""What several test files share."""
+
+import re
+import statistics
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+def normal(shape, dtype=jnp.float32, seed=0):
+    """Standard normal values."""
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+
+
+def assert_same_bits(actual, expected):
+    """Equal pytrees of equal dtypes, NaN equal to NaN."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == e.dtype
+        np.testing.assert_array_equal(as_float(a), as_float(e))
+
+
+def assert_close(actual, expected, rtol=1e-5):
+    """Equal pytrees up to `rtol` of each array's largest value."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        e = as_float(e)
+        np.testing.assert_allclose(as_float(a), e, rtol=0, atol=rtol * np.max(np.abs(e), initial=0))
+
+
+def as_float(x):
+    """As a float64 numpy array, which holds every value of the dtypes used here."""
+    return np.asarray(jnp.asarray(x).astype(jnp.float32), np.float64)
+
+
+def z_limit(tests):
+    """What the largest of so many standard normal numbers stays below, but for one run in 10^6."""
+    return statistics.NormalDist().inv_cdf(1 - 1e-6 / (2 * tests))
+
+
+def shard(x):
+    """`x` with axis 0 spread over the 8 virtual devices."""
+    mesh = jax.make_mesh((8,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.device_put(x, jax.NamedSharding(mesh, jax.P("batch")))
+
+
+def replicate(x):
+    """`x` on each of the 8 virtual devices."""
+    mesh = jax.make_mesh((8,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.device_put(x, jax.NamedSharding(mesh, jax.P()))
+
+
+def collectives(fn, *args):
+    """Names of the collective operations in the compiled program."""
+    text = jax.jit(fn).lower(*args).compile().as_text()
+    names = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
+    return set(re.findall(rf"\b({names})(?:-start)?\(", text))
+
+
+def stored_shapes(fn, *args):
+    """(shape, dtype name) of what `jax.vjp` keeps, sorted."""
+    backward = jax.eval_shape(lambda *args: jax.vjp(fn, *args)[1], *args)
+    return sorted((leaf.shape, leaf.dtype.name) for leaf in jax.tree.leaves(backward))
