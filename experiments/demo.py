@@ -4,11 +4,14 @@ python -m experiments.demo
 """
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import jax
 import typer
+from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from experiments.compare import WAYS, compare, report
 from experiments.config import TrainConfig
@@ -24,21 +27,35 @@ CONFIG = TrainConfig(
 )
 
 
+@contextmanager
+def compilation_cache(directory: Path) -> Iterator[None]:
+    """Within the context nothing is compiled twice: a step is measured, then trained."""
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    try:
+        yield
+    finally:
+        jax.config.update("jax_compilation_cache_dir", None)
+        reset_cache()
+
+
 def main(
     out: Annotated[Path, typer.Option(help="Directory of the results.")] = Path(
         "experiments/results/demo"
     ),
 ) -> None:
     """Trains a ResNet six ways; prints a table, writes a picture and a JSON file."""
-    with tempfile.TemporaryDirectory() as scratch:
-        # A step is compiled to be measured and again to be trained; once is enough.
-        jax.config.update("jax_compilation_cache_dir", f"{scratch}/compiled")
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-        rows = compare(CONFIG, WAYS, [CONFIG.seed], Path(scratch) / "runs", rounds=5)
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        with compilation_cache(scratch / "compiled"):
+            rows = compare(CONFIG, WAYS, [CONFIG.seed], scratch / "runs", rounds=5)
     if rows is None:
         typer.echo("stopped")
         raise typer.Exit(130)
     report(CONFIG, [CONFIG.seed], rows, out)
+    typer.echo(
+        "plain and remat compute the same function and differ in rounding only: between rows, a "
+        "difference of accuracy like theirs is the noise of so short a training."
+    )
 
 
 if __name__ == "__main__":

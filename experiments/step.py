@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 State = nnx.State[Any, Any]
@@ -155,7 +155,7 @@ def make_eval_step(model: nnx.Module) -> EvalStep:
 
 
 def _sharding(*axes: str) -> NamedSharding:
-    mesh = jax.make_mesh((jax.device_count(),), ("data",))
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
     return NamedSharding(mesh, PartitionSpec(*axes))
 
 

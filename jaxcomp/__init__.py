@@ -1,5 +1,6 @@
 """jaxcomp: training with compressed activations in JAX."""
 
+from jaxcomp import memory as memory
 from jaxcomp import models as models
 from jaxcomp import nn as nn
 from jaxcomp import ops as ops
@@ -14,4 +15,5 @@ from jaxcomp.codecs import Packed as Packed
 from jaxcomp.codecs import Quantize as Quantize
 from jaxcomp.rules import Plan as Plan
 from jaxcomp.rules import Rule as Rule
+from jaxcomp.rules import Rules as Rules
 from jaxcomp.rules import apply as apply

@@ -1,10 +1,12 @@
 """What several test files share."""
 
+import contextlib
 import re
 import statistics
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
@@ -12,7 +14,7 @@ DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 def normal(shape, dtype=jnp.float32, seed=0):
     """Standard normal values."""
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+    return jnp.asarray(np.asarray(np.random.default_rng(seed).normal(size=shape)).astype(dtype))
 
 
 def assert_same_bits(actual, expected):
@@ -33,7 +35,17 @@ def assert_close(actual, expected, rtol=1e-5):
 
 def as_float(x):
     """As a float64 numpy array, which holds every value of the dtypes used here."""
-    return np.asarray(jnp.asarray(x).astype(jnp.float32), np.float64)
+    return np.asarray(x).astype(np.float64)
+
+
+@contextlib.contextmanager
+def without_type_checks():
+    """As a user has it: the library's own errors, not those of jaxtyping's hook."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        yield
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)
 
 
 def z_limit(tests):
@@ -64,3 +76,33 @@ def stored_shapes(fn, *args):
     """(shape, dtype name) of what `jax.vjp` keeps, sorted."""
     backward = jax.eval_shape(lambda *args: jax.vjp(fn, *args)[1], *args)
     return sorted((leaf.shape, leaf.dtype.name) for leaf in jax.tree.leaves(backward))
+
+
+def check_bilinear(op, stock, lhs, rhs, decoded):
+    """The contract of an op that is linear in `lhs` and in `rhs` and stores `lhs` as `decoded`.
+
+    Its result has the bits of `stock`; its gradients are those of `stock`, of `rhs` at `decoded`.
+    """
+    out = jax.jit(stock)(lhs, rhs)
+    assert_same_bits(jax.jit(op)(lhs, rhs), out)
+    cotangent = normal(out.shape, out.dtype, seed=3)
+
+    def pull(fn):
+        return jax.jit(lambda lhs, rhs: (fn(lhs, rhs), jax.vjp(fn, lhs, rhs)[1](cotangent)))
+
+    primal, (dlhs, drhs) = pull(op)(lhs, rhs)
+    _, (dlhs_exact, drhs_decoded) = pull(stock)(decoded, rhs)
+    rtol = 4 * float(jnp.finfo(lhs.dtype).eps)
+    assert_close(primal, out, rtol)
+    assert (dlhs.dtype, drhs.dtype) == (lhs.dtype, rhs.dtype)
+    assert_close(dlhs, dlhs_exact, rtol)
+    assert_close(drhs, drhs_decoded, rtol)
+
+
+def assert_unbiased(draws, exact):
+    """The mean over axis 0 is `exact`, as far as so many draws can tell."""
+    draws, exact = as_float(draws), as_float(exact)
+    error = np.abs(draws.mean(0) - exact)
+    std = draws.std(0, ddof=1) / len(draws) ** 0.5
+    assert np.all(std > 0)
+    assert np.all(error < z_limit(exact.size) * std + 2.0**-17 * np.abs(exact))

@@ -6,7 +6,7 @@ no 1-bit dtype: eight bits that lie along one axis go into one byte. 3 bits are 
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Integer, UInt
+from jaxtyping import Array, Bool, Integer, UInt
 
 NATIVE = {2: jnp.uint2, 4: jnp.uint4, 8: jnp.uint8}
 WIDTHS = (1, 2, 3, 4, 8)
@@ -18,11 +18,13 @@ def check_bits(bits: int) -> None:
         raise ValueError(f"bits={bits!r}: expected one of {WIDTHS}")
 
 
-def pack(codes: Integer[Array, "*shape"], bits: int) -> tuple[UInt[Array, "..."], ...]:
+def pack(
+    codes: Bool[Array, "*shape"] | Integer[Array, "*shape"], bits: int
+) -> tuple[UInt[Array, "..."], ...]:
     """Packs integers in [0, 2^bits).
 
     Args:
-        codes: Array of any shape and integer dtype.
+        codes: Array of any shape, of integers or booleans.
         bits: 1, 2, 3, 4 or 8.
 
     Returns:

@@ -19,7 +19,7 @@ class Quantize(Codec):
     """Stores each value as one of 2^bits equidistant levels between its group's extremes.
 
     The extremes are stored as they are, in the array's dtype, so a group's least and greatest value
-    and a constant group come back exactly (a range below 2^-117 comes back as its least value).
+    and a constant group come back exactly (a range below 2^-114 comes back as its least value).
     With stochastic rounding the decoded value is unbiased to 2^-17 of a step and less than one step
     away; with nearest rounding it is biased and at most half a step away; a step is
     (max - min) / (2^bits - 1) of the group. This is before the decoded value is rounded to the
@@ -80,13 +80,13 @@ class Quantize(Codec):
         axes = self._axes(x.ndim)
         low = jnp.min(x, axes, keepdims=True, initial=jnp.inf)
         high = jnp.max(x, axes, keepdims=True, initial=-jnp.inf)
-        # Halved, so that the range of the largest floats does not overflow.
-        x_half, low_half, high_half = (0.5 * a.astype(jnp.float32) for a in (x, low, high))
-        span = high_half - low_half
+        # A 16th, so that the largest range does not overflow nor its reciprocal underflow.
+        value, least, most = (a.astype(jnp.float32) / 16 for a in (x, low, high))
+        span = most - least
         top = 2**self.bits - 1
         steps = jnp.where(span > top * jnp.finfo(jnp.float32).tiny, top / span, 0.0)
         offset = noise.uniform(x, seed) if self.rounding == "stochastic" else 0.5
-        codes = jnp.floor((x_half - low_half) * steps + offset)
+        codes = jnp.floor((value - least) * steps + offset)
         codes = jnp.clip(codes, 0, top).astype(jnp.int32)
         return *packing.pack(codes, self.bits), low, high
 

@@ -21,6 +21,9 @@ ADVICE = {
     RETURNED: "return less from the step, or a reduction of it",
 }
 
+# What is free again after this part of the backward pass is working memory of the last layers.
+_WORKING = 0.1
+
 
 @dataclass(frozen=True)
 class Kept:
@@ -45,9 +48,10 @@ class Audit:
         declared_saving: declared residuals of plain, less those of compressed.
         compiled_saving: peak of plain, less that of compressed.
         plain_not_kept: declared by plain, but not kept by XLA in the first place (it recomputes
-            cheap values and keeps shared ones once).
+            cheap values and keeps shared ones once); negative if it keeps more.
         compressed_not_declared: kept by XLA beyond what compressed declares.
         other_at_peak: growth of the rest of the peak (arguments, gradients, working memory).
+            These three add up to the shortfall.
         kept: what XLA keeps in full, largest first; empty where the savings agree.
         tolerance: the part of the declared saving by which the compiled one may fall short.
     """
@@ -73,12 +77,13 @@ class Audit:
         ]
         if self.agrees:
             return lines[0]
+        lines.append("of the shortfall:")
         lines += [
             f"{format_bytes(count):>12}  {what}"
             for count, what in (
-                (self.plain_not_kept, "declared by plain, but XLA does not keep it anyway"),
-                (self.compressed_not_declared, "kept beyond what compressed declares"),
-                (self.other_at_peak, "more of anything else at the peak"),
+                (self.plain_not_kept, "plain declares and XLA does not keep anyway"),
+                (self.compressed_not_declared, "XLA keeps beyond what compressed declares"),
+                (self.other_at_peak, "more at the peak that does not wait for the backward pass"),
             )
         ]
         for reason, advice in ADVICE.items():
@@ -102,8 +107,8 @@ def audit(
     """Says whether XLA delivers the saving that compressed residuals declare, and if not, why.
 
     A value counts as a stored code if its scope holds `jaxcomp/`, or if its elements are integers
-    or booleans; everything else that was made before the backward pass starts, and is alive when
-    it does, is kept in full. The reason is read off the program: a heuristic, not a proof.
+    or booleans; everything else that was made before the backward pass starts, and lives beyond
+    its first tenth, is kept in full. The reason is read off the program: a heuristic, not a proof.
 
     Args:
         plain: timeline of the step without compression.

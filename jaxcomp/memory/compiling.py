@@ -22,6 +22,7 @@ from jax import export
 from jax.sharding import AbstractMesh, NamedSharding
 
 from . import compile_worker
+from .buffer_assignment import dump_options
 from .targets import Target
 from .tracing import TracedStep
 
@@ -73,7 +74,7 @@ def compile_step(
     if dump_dir is not None:
         Path(dump_dir).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=dump_dir).close()
-        options = {"xla_dump_to": os.fspath(dump_dir), "xla_dump_hlo_as_text": True}
+        options = dict(dump_options(os.fspath(dump_dir)))
     if target.attached:
         return _compile_here(step, target, options, xla_remat)
     return _compile_in_child(step, target, options, xla_remat)
@@ -83,10 +84,10 @@ def _compile_here(
     step: TracedStep, target: Target, options: dict[str, Any], xla_remat: bool
 ) -> CompiledStep:
     for leaf in step.arguments:
-        elsewhere = _platforms(leaf) - {target.platform}
-        if elsewhere:
-            raise ValueError(f"target={target.name!r}: an argument lies on {elsewhere} devices")
-    previous = jax.config.jax_compiler_enable_remat_pass
+        place = _place(leaf)
+        if place not in (None, target.platform):
+            raise ValueError(f"target={target.name!r}: an argument lies on {place} devices")
+    previous = jax.config.values["jax_compiler_enable_remat_pass"]
     jax.config.update("jax_compiler_enable_remat_pass", xla_remat)
     try:
         with jax.default_device(jax.local_devices(backend=target.platform)[0]):
@@ -136,12 +137,14 @@ def _compile_in_child(
     return CompiledStep(**answer)
 
 
-def _platforms(leaf: Any) -> set[str]:
-    """Platforms of the devices that an argument is bound to; none if it may go anywhere."""
+def _place(leaf: Any) -> str | None:
+    """The platform of the devices that an argument is bound to; None if it may go anywhere."""
     sharding = getattr(leaf, "sharding", None)
     if sharding is None or not getattr(leaf, "committed", True):
-        return set()
-    return {device.platform for device in sharding.device_set}
+        return None
+    if isinstance(getattr(sharding, "mesh", None), AbstractMesh):
+        return "an abstract mesh's"
+    return next(iter(sharding.device_set)).platform
 
 
 class _TracedFunction(jax.stages.Wrapped):
@@ -159,7 +162,8 @@ def _export(step: TracedStep, platform: str) -> export.Exported:
 
     `Exported.serialize` is not used: it knows neither 2-bit types nor unregistered pytrees.
     """
-    exported = export.export(_TracedFunction(step.traced), platforms=[platform])()
+    function = _TracedFunction(step.traced)  # type: ignore[abstract]  # it is only traced
+    exported = export.export(function, platforms=[platform])()
     return dataclasses.replace(
         exported,
         _get_vjp=None,

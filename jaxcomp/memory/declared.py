@@ -31,7 +31,10 @@ _SAME_VALUE = {
     "reshape",
     "sharding_constraint",
     "squeeze",
+    "transpose",
 }
+# Equations that take a part of their first operand; of an argument it can be taken again.
+_PARTS = {"dynamic_slice", "slice", "split"}
 
 
 @dataclass(frozen=True)
@@ -77,13 +80,16 @@ def declared_residual_bytes(fn: Callable[..., Any], *args: Any) -> int:
     stack says `transpose(`). If it does not, the same is counted for the pullback of `fn` with
     respect to its floating-point arguments.
 
-    Each value counts once: `optimization_barrier`, `checkpoint_name`, reshapes and broadcasts of
-    it are the same value. Not counted are `fn`'s arguments (parameters, batch), constants,
-    values that nothing live reads, what `jax.checkpoint` recomputes, and values in host memory.
-    A parameter that is cast to another dtype is a new value, and counts if the cast one is kept.
-    A loop over micro-batches with the gradient inside counts one turn. Stacked residuals of a
-    differentiated `scan` count in full. For arguments sharded over devices this is the sum over
-    the devices; inside `shard_map` it is one device's part.
+    Each value counts once: `optimization_barrier`, `checkpoint_name`, reshapes, transposes and
+    broadcasts of it are the same value. Not counted are `fn`'s arguments (parameters, batch) and
+    parts of them, constants, values that nothing live reads, what `jax.checkpoint` recomputes,
+    and values in host memory. A parameter that is cast to another dtype is a new value, and
+    counts if the cast one is kept. A loop over micro-batches with the gradient inside counts one
+    turn; stacked residuals of a differentiated `scan` count in full. For arguments sharded over
+    devices this is the sum over the devices; inside `shard_map` it is one device's part.
+
+    XLA may keep more, where the program does not pin what it means to keep, and also less, where
+    one residual follows from another (a derivative of `tanh` from its result).
 
     Args:
         fn: any function of arrays.
@@ -112,35 +118,34 @@ def declared_residuals(program: Any) -> list[Residual]:
     return _residuals(_open(program))
 
 
-def _open(program: Any) -> Jaxpr:
+def _open(program: Any) -> Any:
     """A jaxpr without its constants, whichever way this JAX writes closed ones."""
     return getattr(program, "jaxpr", program)
 
 
 def _pullback(program: Any) -> Any:
     """The jaxpr of the function's pullback with respect to its floating-point arguments."""
+    function = jax.extend.core.jaxpr_as_fun(program)
     jaxpr = _open(program)
-    avals = [var.aval for var in jaxpr.invars]
-    inexact = [i for i, aval in enumerate(avals) if jnp.issubdtype(aval.dtype, jnp.inexact)]
-    outputs = [
-        i for i, var in enumerate(jaxpr.outvars) if jnp.issubdtype(var.aval.dtype, jnp.inexact)
-    ]
+    arguments, results = (
+        [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in variables]
+        for variables in (jaxpr.invars, jaxpr.outvars)
+    )
+    inputs, outputs = (
+        [i for i, struct in enumerate(structs) if jnp.issubdtype(struct.dtype, jnp.inexact)]
+        for structs in (arguments, results)
+    )
 
     def gradients(values: list[Any], cotangents: list[Any]) -> Any:
         def differentiable(*chosen: Any) -> list[Any]:
-            full = dict(enumerate(values)) | dict(zip(inexact, chosen, strict=True))
-            results = jax.extend.core.jaxpr_as_fun(program)(*full.values())
-            return [results[i] for i in outputs]
+            full = dict(enumerate(values)) | dict(zip(inputs, chosen, strict=True))
+            made = function(*full.values())
+            return [made[i] for i in outputs]
 
-        _, pull = jax.vjp(differentiable, *[values[i] for i in inexact])
+        _, pull = jax.vjp(differentiable, *[values[i] for i in inputs])
         return pull(cotangents)
 
-    seeds = [jaxpr.outvars[i].aval for i in outputs]
-    return jax.make_jaxpr(gradients)(_structs(avals), _structs(seeds))
-
-
-def _structs(avals: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-    return [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+    return jax.make_jaxpr(gradients)(arguments, [results[i] for i in outputs])
 
 
 def _takes_gradient(jaxpr: Jaxpr) -> bool:
@@ -157,7 +162,7 @@ def _is_backward(equation: JaxprEqn) -> bool:
 def _inner_jaxprs(equation: JaxprEqn) -> Iterator[Jaxpr]:
     for parameter in equation.params.values():
         for value in parameter if isinstance(parameter, (tuple, list)) else (parameter,):
-            if hasattr(_open(value), "eqns"):
+            if isinstance(_open(value), Jaxpr):
                 yield _open(value)
 
 
@@ -203,11 +208,12 @@ def _flatten(
         if name in _CALLS:
             called = _open(equation.params[_CALLS[name]])
             outputs = _flatten(called, inputs, stack, is_backward, equations)
-        elif name in _SAME_VALUE or _keeps_dtype(equation):
+        elif name in _SAME_VALUE or _changes_nothing(equation):
             outputs = inputs[: len(equation.outvars)]
         else:
-            is_constant = not equation.invars
-            forward = not (is_backward or is_constant)
+            is_constant = not inputs
+            is_part = name in _PARTS and not inputs[0].forward
+            forward = not (is_backward or is_constant or is_part)
             outputs = [_Value(var.aval, stack, forward) for var in equation.outvars]
             inner = [] if is_backward else list(_inner_jaxprs(equation))
             equations.append(_Equation(inputs, outputs, is_backward, bool(equation.effects), inner))
@@ -215,13 +221,13 @@ def _flatten(
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _keeps_dtype(equation: JaxprEqn) -> bool:
-    """Whether a conversion changes nothing of its operand's values."""
+def _changes_nothing(equation: JaxprEqn) -> bool:
+    """Whether a conversion leaves every value of its operand as it was."""
+    avals: list[Any] = [atom.aval for atom in (*equation.invars, *equation.outvars)]
     if equation.primitive.name == "convert_element_type":
-        return equation.invars[0].aval.dtype == equation.outvars[0].aval.dtype
+        return bool(avals[0].dtype == avals[-1].dtype)
     if equation.primitive.name == "reduce_precision":
-        limits = jnp.finfo(equation.outvars[0].aval.dtype)
-        return equation.params["mantissa_bits"] >= limits.nmant
+        return bool(equation.params["mantissa_bits"] >= jnp.finfo(avals[0].dtype).nmant)
     return False
 
 

@@ -58,6 +58,7 @@ _CAPABILITIES = {
     (9, 0): _Capability(2048, 233472, 232448, "ACCELERATED_FEATURES"),
 }
 
+# Memory is what CUDA reports on Linux, but of rtx4060ti-16gb what `nvidia-smi` does, a little more.
 GPUS = (
     Gpu("h100", "NVIDIA H100 80GB HBM3", (9, 0), cores=132, fpus_per_core=128, clock_ghz=1.98,
         memory_bytes=84_942_979_072, bandwidth=3_352_320_000_000, l2_bytes=50 * 2**20),

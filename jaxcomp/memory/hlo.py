@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from pathlib import Path
 
 _ARRAY = re.compile(r"([a-z]+\d*[a-z0-9]*)\[([\d,<=]*)\](?:\{([^{}]*)\})?")
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
@@ -19,7 +20,8 @@ _CALLED = re.compile(
     r"=(?:%([\w.\-]+)|\{([^{}]*)\})"
 )
 _SOURCE = re.compile(r'source_file="([^"]*)".*?source_line=(\d+)')
-_LIBRARY = re.compile(r"[/\\](site-packages|dist-packages)[/\\]")
+_INSTALLED = re.compile(r"[/\\](site-packages|dist-packages)[/\\]")
+_PACKAGE = Path(__file__).parents[1]
 _HOST_MEMORY = 5
 
 
@@ -139,7 +141,7 @@ class Module:
             return f"{direct.group(1)}:{direct.group(2)}"
         frame = re.search(r"stack_frame_id=(\d+)", instruction.attributes)
         lines = list(self._stack(int(frame.group(1)))) if frame else []
-        return next((line for line in lines if not _LIBRARY.search(line)), (lines or [""])[0])
+        return next((line for line in lines if not _is_library(line)), (lines or [""])[0])
 
     def _stack(self, frame_id: int) -> Iterator[str]:
         """`file:line` of a stack frame and its callers, innermost first."""
@@ -187,6 +189,13 @@ def parse(text: str) -> Module:
     if entry is None:
         raise ValueError(f"text: expected a compiled HLO module, got {text[:80]!r}")
     return Module(computations, entry, tiled, tables)
+
+
+def _is_library(file: str) -> bool:
+    """Whether a file is not the user's own; a model of this package is as good as theirs."""
+    if Path(file).is_relative_to(_PACKAGE):
+        return not Path(file).is_relative_to(_PACKAGE / "models")
+    return _INSTALLED.search(file) is not None
 
 
 def in_hbm(memory_space: int, tiled: bool) -> bool:

@@ -4,8 +4,10 @@ import re
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import dropwhile
 
 from .hlo import Computation, Instruction, Module
+from .passes import phase
 
 _MOVES = {"copy", "bitcast", "copy-start", "copy-done", "opt-barrier"}
 _MACHINERY = re.compile(
@@ -139,23 +141,10 @@ class Origins:
             instruction = computation.instructions[queue.popleft()]
             if instruction.opcode == "parameter" and (layer := layer_of(instruction.op_name)):
                 return layer
-            queue.extend(o for o in instruction.operands if o not in seen)
+            # A product's weight is its last operand; prefer it where two are equally near.
+            queue.extend(o for o in reversed(instruction.operands) if o not in seen)
             seen.update(instruction.operands)
         return ""
-
-
-def phase(op_name: str) -> str:
-    """Which pass of a training step an operation belongs to, by JAX's name stack.
-
-    Example:
-        >>> phase("jit(step)/transpose(jvp(Net))/conv1/conv_general_dilated")
-        'backward'
-    """
-    if "rematted_computation" in op_name:
-        return "recomputed"
-    if "transpose(" in op_name:
-        return "backward"
-    return "forward" if "jvp(" in op_name else "other"
 
 
 def split_op_name(op_name: str) -> tuple[str, str]:
@@ -176,10 +165,12 @@ def layer_of(argument: str) -> str:
     """The layer that owns a weight, by the argument's name; "" if it does not tell.
 
     Example:
-        >>> layer_of("state['block1']['conv']['kernel'].value")
+        >>> layer_of("state[0]['block1']['conv']['kernel'].value")
         'block1.conv'
         >>> layer_of("x")
         ''
     """
     keys = [k for k in re.split(r"[\[\]'\".\\]+", argument) if k and k not in ("value", "params")]
-    return ".".join(keys[1:-1]) if keys and not keys[-1].isdigit() else ""
+    if not keys or keys[-1].isdigit():
+        return ""
+    return ".".join(dropwhile(str.isdigit, keys[1:-1]))

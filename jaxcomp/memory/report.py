@@ -93,5 +93,5 @@ def _bytes(count: int | None) -> str:
     return _NOT_GIVEN if count is None else format_bytes(count)
 
 
-def _number(value: float | None) -> str:
+def _number(value: int | float | None) -> str:
     return _NOT_GIVEN if value is None else f"{value:,.4g}"

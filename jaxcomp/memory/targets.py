@@ -22,7 +22,7 @@ class Tpu:
 
     Attributes:
         name: the target's name, XLA's accelerator name too.
-        dimensions: of a topology, 2 or 3.
+        chip: the topology of one chip.
         memory_bytes: published HBM of one device in bytes.
         usable_gib: HBM that XLA's compiler lets a program use, in GiB, as its error message says.
         devices_per_chip: JAX devices on one chip.
@@ -30,7 +30,7 @@ class Tpu:
     """
 
     name: str
-    dimensions: int
+    chip: str
     memory_bytes: int
     usable_gib: float
     devices_per_chip: int = 1
@@ -38,11 +38,11 @@ class Tpu:
 
 
 TPUS = (
-    Tpu("v4", 3, 32 * 2**30, 30.75, options=(("chip_config_name", "megacore"),)),
-    Tpu("v5e", 2, 16 * 2**30, 15.75),
-    Tpu("v5p", 3, 96 * 2**30, 95.73),
-    Tpu("v6e", 2, 32 * 2**30, 31.24),
-    Tpu("tpu7x", 3, 96 * 2**30, 94.74, devices_per_chip=2),
+    Tpu("v4", "1x1x1", 32 * 2**30, 30.75, options=(("chip_config_name", "megacore"),)),
+    Tpu("v5e", "1x1", 16 * 2**30, 15.75),
+    Tpu("v5p", "1x1x1", 96 * 2**30, 95.73),
+    Tpu("v6e", "1x1", 32 * 2**30, 31.24),
+    Tpu("tpu7x", "1x1x1", 96 * 2**30, 94.74, devices_per_chip=2),
 )
 
 
@@ -72,7 +72,8 @@ class Target:
 def targets() -> list[str]:
     """Names of the targets: `cpu`, the attached backend if it is another, GPUs and TPUs.
 
-    A GPU takes a count (`h100:8`), a TPU a topology (`v5e:4x4`).
+    Each is one device. A GPU takes a count (`h100:8`), a TPU a topology of chips (`v5e:4x4`);
+    a chip of `tpu7x` is two devices.
 
     Example:
         >>> {"cpu", "h100", "rtx3060-12gb", "v5e"} <= set(targets())
@@ -126,7 +127,8 @@ def mesh(
 
     Args:
         target: the target's name, such as `h100:8`.
-        axis_shapes: devices along each axis; their product is the target's device count.
+        axis_shapes: devices along each axis; their product is the target's device count, or,
+            for attached devices, at most that.
         axis_names: one name for each axis.
         axis_types: one type for each axis; `AxisType.Auto` for all by default.
 
@@ -134,7 +136,7 @@ def mesh(
         The mesh.
 
     Raises:
-        ValueError: if the target is unknown or `axis_shapes` is not its device count.
+        ValueError: if the target is unknown or does not have `axis_shapes`' devices.
         ImportError: if the wheel with the target's compiler is not installed.
 
     Example:
@@ -142,17 +144,18 @@ def mesh(
         ('data',)
     """
     where = resolve(target)
-    types = tuple(axis_types or [AxisType.Auto] * len(axis_names))
-    devices = jax.devices(where.platform) if where.attached else None
-    count = where.devices if devices is None else len(devices)
-    if math.prod(axis_shapes) > count or (devices is None and math.prod(axis_shapes) != count):
+    here = jax.devices(where.platform) if where.attached else []
+    count = math.prod(axis_shapes)
+    if count > len(here) if where.attached else count != where.devices:
         raise ValueError(
-            f"axis_shapes={tuple(axis_shapes)} does not fit {target!r}: {count} devices"
+            f"axis_shapes={tuple(axis_shapes)} needs {count} devices, but target={target!r} has "
+            f"{len(here) or where.devices}"
         )
-    if devices is None:
-        return AbstractMesh(tuple(axis_shapes), tuple(axis_names), axis_types=types)
-    chosen = devices[: math.prod(axis_shapes)]
-    return jax.make_mesh(tuple(axis_shapes), tuple(axis_names), types, devices=chosen)
+    shapes, names = tuple(axis_shapes), tuple(axis_names)
+    types = tuple(axis_types or [AxisType.Auto] * len(names))
+    if where.attached:
+        return jax.make_mesh(shapes, names, types, devices=here[:count])
+    return AbstractMesh(shapes, names, axis_types=types)
 
 
 def _attached(name: str) -> Target:
@@ -186,18 +189,19 @@ def _gpu(name: str, gpu: Gpu, count: str = "1") -> Target:
     )
 
 
-def _tpu(name: str, tpu: Tpu, shape: str | None = None) -> Target:
-    shape = "x".join("1" * tpu.dimensions) if shape is None else shape
-    if not re.fullmatch("[1-9][0-9]*(x[1-9][0-9]*){%d}" % (tpu.dimensions - 1), shape):
-        example = "x".join("2" * tpu.dimensions)
+def _tpu(name: str, tpu: Tpu, topology: str | None = None) -> Target:
+    shape = tpu.chip if topology is None else topology
+    if not re.fullmatch(tpu.chip.replace("1", "[1-9][0-9]*"), shape):
+        example = tpu.chip.replace("1", "2")
         raise ValueError(f"target={name!r}: expected a topology such as {tpu.name}:{example}")
     _require(name, "tpu-aot", "libtpu")
     chips = math.prod(int(size) for size in shape.split("x"))
+    devices = 1 if topology is None else chips * tpu.devices_per_chip
     return Target(
         name,
         "tpu",
         attached=False,
-        devices=chips * tpu.devices_per_chip,
+        devices=devices,
         topology_options=(("topology_name", f"{tpu.name}:{shape}"), *tpu.options),
         capacity_bytes=tpu.memory_bytes,
         usable_bytes=int(tpu.usable_gib * 2**30),

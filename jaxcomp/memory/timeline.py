@@ -3,7 +3,6 @@
 import tempfile
 from collections import defaultdict
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,7 +17,8 @@ from .buffer_assignment import (
     read_values,
 )
 from .hlo import Instruction, Module, parse
-from .origin import Origin, Origins, phase
+from .origin import Origin, Origins
+from .passes import backward_start, phase
 
 _UNKNOWN = Origin(scope="", operation="made by XLA", phase="other", source="")
 
@@ -66,6 +66,7 @@ class Timeline:
             forward conversion to integers.
         live_bytes: device bytes alive at each point, arguments and outputs with them.
         buffers: every value in device memory.
+        backward_start: the point at which the backward pass starts; None if there is none.
     """
 
     points: tuple[str, ...]
@@ -73,6 +74,7 @@ class Timeline:
     encodes: tuple[bool, ...]
     live_bytes: tuple[int, ...]
     buffers: tuple[Buffer, ...]
+    backward_start: int | None
 
     @property
     def peak_bytes(self) -> int:
@@ -83,19 +85,6 @@ class Timeline:
     def peak_point(self) -> int:
         """The first point at which the most bytes are alive."""
         return self.live_bytes.index(self.peak_bytes)
-
-    @cached_property
-    def backward_start(self) -> int | None:
-        """The point that best parts forward from backward; None without a backward pass."""
-        if "backward" not in self.phases:
-            return None
-        wrong = self.phases.count("forward")  # all points taken as backward
-        best, start = wrong, 0
-        for point, name in enumerate(self.phases):
-            wrong += {"forward": -1, "backward": 1}.get(name, 0)
-            if wrong < best:
-                best, start = wrong, point + 1
-        return start
 
     def alive(self, point: int) -> list[Buffer]:
         """The buffers alive at a point, largest first; of those that share a place, the newest."""
@@ -199,6 +188,7 @@ def read_timeline(directory: str | Path, hlo_text: str) -> Timeline:
         encodes=tuple(any(map(_encodes, inside)) for inside in work),
         live_bytes=tuple(_live_bytes(buffers, len(sequence))),
         buffers=tuple(buffers),
+        backward_start=backward_start(module, sequence),
     )
 
 

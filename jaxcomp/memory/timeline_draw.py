@@ -93,8 +93,8 @@ def _unit(peak: int) -> tuple[float, str]:
     """Bytes per unit of the y axis, and the unit's name."""
     for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
         if peak >= 1024**power:
-            return 1024**power, unit
-    return 1, "B"
+            return float(1024**power), unit
+    return 1.0, "B"
 
 
 def bytes_by_phase(timeline: Timeline) -> dict[str, list[int]]:

@@ -56,6 +56,7 @@ def trace(
     Raises:
         ValueError: if `fn` is jitted already and argument numbers are given here.
     """
+    jitted: Any
     if isinstance(fn, jax.stages.Wrapped):
         if donate_argnums != () or static_argnums != ():
             raise ValueError(
@@ -63,8 +64,9 @@ def trace(
                 "already; give them to its own jit"
             )
         jitted = fn
+    elif any(isinstance(arg, nnx.Pytree) for arg in args):
+        jitted = nnx.jit(fn, donate_argnums=donate_argnums, static_argnums=static_argnums)
     else:
-        jit = nnx.jit if any(isinstance(arg, nnx.Pytree) for arg in args) else jax.jit
-        jitted = jit(fn, donate_argnums=donate_argnums, static_argnums=static_argnums)
+        jitted = jax.jit(fn, donate_argnums=donate_argnums, static_argnums=static_argnums)
     traced = jitted.trace(*args)
     return TracedStep(getattr(traced, "traced", traced), tuple(jax.tree.leaves(args)))

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from jaxcomp import nn
 from jaxcomp.rules import Rules, apply
 
-Features = Float[Array, "batch height width channels"]
+Features = Float[Array, "batch _ _ _"]  # height, width, channels: a layer may change them
 _INIT = nnx.initializers.variance_scaling(2.0, "fan_out", "normal")
 
 

@@ -1,0 +1,1 @@
+"""Benchmarks that write JSON and Markdown under experiments/results."""

@@ -1,0 +1,96 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxcomp.codecs import noise
+from tests.helpers import DTYPES, normal, shard, without_type_checks, z_limit
+
+STD = 12**-0.5  # of a uniform number
+
+
+def assert_uniform(u):
+    """Mean, variance, histogram and lag-1 correlation are those of independent uniform numbers."""
+    u = np.asarray(u, np.float64)
+    assert 0 < u.min() < u.max() < 1
+    limit = z_limit(4)
+    assert abs(u.mean() - 0.5) < limit * STD / u.size**0.5
+    assert abs(u.var() - STD**2) < limit * (1 / 180 / u.size) ** 0.5  # the variance of (u - 1/2)^2
+    lag = ((u[1:] - 0.5) * (u[:-1] - 0.5)).ravel()
+    assert abs(lag.mean()) < limit * STD**2 / lag.size**0.5
+    counts = np.histogram(u, 64, (0, 1))[0]
+    chi2 = ((counts - u.size / 64) ** 2 / (u.size / 64)).sum()
+    assert abs(chi2 - 63) < limit * (2 * 63) ** 0.5
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_uniform_over_values_without_a_seed(dtype):
+    assert_uniform(noise.uniform(normal((1 << 17,), dtype)))
+
+
+def test_uniform_over_indices_of_one_value():
+    assert_uniform(noise.uniform(jnp.full((64, 2048), 1.5)))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+def test_uniform_over_values_at_one_index(dtype):
+    """Every float16 of a sign, or as many neighbouring float32: only the value tells them apart."""
+    word = {jnp.float32: jnp.uint32, jnp.float16: jnp.uint16}[dtype]
+    bits = jnp.arange(30000, dtype=word) + jnp.asarray(1.0, dtype).view(word) // 4
+    assert_uniform(jax.vmap(noise.uniform)(bits.view(dtype)[:, None])[:, 0])
+
+
+def test_uniform_over_seeds_and_unrelated_between_them():
+    draws = jax.vmap(lambda seed: noise.uniform(normal((16,)), seed))(jnp.arange(-4000, 4000))
+    assert_uniform(draws)  # the lag is from a seed to the next
+    assert_uniform(draws.T)  # from an element to the next
+
+
+def test_noise_tells_nothing_about_the_value():
+    x = normal((1 << 17,))
+    u = np.asarray(noise.uniform(x), np.float64) - 0.5
+    for f in (np.asarray(x, np.float64), np.asarray(x, np.float64) % 0.01 - 0.005):
+        z = (u * f).sum() / (STD * np.linalg.norm(f))
+        assert abs(z) < z_limit(2)
+
+
+def test_deterministic_and_none_is_seed_zero():
+    x = normal((4, 5))
+    np.testing.assert_array_equal(noise.uniform(x), noise.uniform(x, 0))
+    assert not np.any(np.asarray(noise.uniform(x, 0)) == np.asarray(noise.uniform(x, 1)))
+
+
+def test_differs_between_vmap_lanes_and_scan_steps():
+    x = normal((6, 3, 5))
+    lanes = jax.vmap(noise.uniform)(x)
+    _, steps = jax.lax.scan(lambda carry, x: (carry, noise.uniform(x)), 0, x)
+    np.testing.assert_array_equal(lanes, steps)
+    assert len(np.unique(lanes)) > 0.99 * x.size  # 90 draws from 2^16 numbers
+    for i in range(6):
+        np.testing.assert_array_equal(lanes[i], noise.uniform(x[i]))
+
+
+def test_differs_between_the_shards_of_equal_values_but_not_from_one_device():
+    x = jnp.full((16, 5), 0.3)
+    u = jax.jit(noise.uniform)(shard(x))
+    np.testing.assert_array_equal(u, noise.uniform(x))
+    assert len(np.unique(u)) > 0.9 * x.size
+
+
+def test_index_is_row_major_in_any_rank():
+    flat = noise.uniform(jnp.ones(2 * 3 * 4 * 5))
+    for shape in [(120,), (6, 20), (2, 3, 4, 5), (1, 120, 1)]:
+        np.testing.assert_array_equal(jax.jit(noise.uniform)(jnp.ones(shape)).ravel(), flat)
+
+
+@pytest.mark.parametrize("seed", [1.5, np.array([1, 2]), True])
+def test_seed_other_than_an_integer_scalar_is_an_error(seed):
+    message = "seed .*expected an integer scalar"
+    with without_type_checks(), pytest.raises(TypeError, match=message):
+        noise.uniform(jnp.ones(3), seed)
+
+
+def test_key_as_seed_is_an_error():
+    message = "seed .*expected an integer scalar"
+    with without_type_checks(), pytest.raises(TypeError, match=message):
+        noise.uniform(jnp.ones(3), jax.random.key(0))

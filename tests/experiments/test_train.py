@@ -1,0 +1,253 @@
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from experiments import train as module
+from experiments.checkpoint import Checkpoints
+from experiments.config import TrainConfig
+from experiments.data import InMemory
+from experiments.monitor import Monitor
+from experiments.train import build, evaluate, train
+
+from .conftest import make_dataset
+
+CONFIG = TrainConfig(model="tiny", dataset="tiny", epochs=2, batch=16, lr=0.05)
+
+
+def assert_identical(tree, expected):
+    for value, other in zip(*map(jax.tree.leaves, (tree, expected)), strict=True):
+        np.testing.assert_array_equal(value, other)
+
+
+def interrupted_at(stop):
+    """A data set that sends Ctrl-C while the step number `stop` gets its batch."""
+    read = []
+
+    class Interrupting(InMemory):
+        def read(self, *arguments):
+            for batch in super().read(*arguments):
+                read.append(batch)
+                if len(read) == stop:
+                    signal.raise_signal(signal.SIGINT)
+                yield batch
+
+    return make_dataset(Interrupting)
+
+
+def files(folder):
+    return sorted(folder.rglob("*"))
+
+
+def test_learns_and_writes_metrics(tiny, tmp_path):
+    config = dataclasses.replace(CONFIG, epochs=6, augment=False)
+    result = train(config, tmp_path)
+    assert result.finished
+    assert result.history.test_accuracy[-1] > 0.9
+    assert len(result.history.loss) == len(result.history.accuracy) == 6 * 4
+    metrics = json.loads((tmp_path / module.METRICS).read_text())
+    assert TrainConfig.from_json(metrics["config"]) == config
+    assert metrics["loss"] == result.history.loss
+    assert metrics["test_accuracy"] == result.history.test_accuracy
+    assert metrics["seconds"] > 0
+    assert metrics["versions"]["jax"] == jax.__version__
+
+
+# Steps 1 to 4 are the first epoch: within it, at its end before the evaluation, within the second.
+@pytest.mark.parametrize(("way", "stop"), [("plain", 4), ("plain", 6), ("quantize:bits=2", 3)])
+def test_resumed_run_equals_unbroken_one(tiny, tmp_path, monkeypatch, way, stop):
+    config = dataclasses.replace(CONFIG, way=way)
+    unbroken = train(config, tmp_path / "unbroken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "load", lambda name, data_dir: interrupted_at(stop))
+        broken = train(config, tmp_path / "broken")
+    assert not broken.finished
+    assert int(broken.state.step) == len(broken.history.loss) == stop
+    assert not (tmp_path / "broken" / module.METRICS).exists()
+
+    resumed = train(config, tmp_path / "broken", resume=True)
+    assert resumed.finished
+    assert_identical(resumed.state, unbroken.state)
+    assert resumed.history.loss == unbroken.history.loss
+    assert resumed.history.accuracy == unbroken.history.accuracy
+    assert resumed.history.test_accuracy == unbroken.history.test_accuracy
+
+
+def test_checkpoints_every_so_many_steps(tiny, tmp_path, monkeypatch):
+    saved = []
+    save = Checkpoints.save
+
+    def recording_save(self, state, record):
+        saved.append(int(state.step))
+        save(self, state, record)
+
+    monkeypatch.setattr(Checkpoints, "save", recording_save)
+    train(CONFIG, tmp_path, checkpoint_steps=3)
+    assert saved == [3, 4, 6, 8]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"batch": 12}, "batch=12: expected a multiple of 8"),
+        ({"batch": 80}, "batch_size=80: expected 1 to 70"),
+        ({"epoch_steps": 5}, "epoch_steps=5: expected at most 4"),
+        ({"way": "quantise"}, "way='quantise': expected plain"),
+        ({"way": "accumulate:4"}, "batch=16: expected a multiple of 32"),
+        ({"model": "resnet21"}, "name='resnet21': expected one of"),
+    ],
+)
+def test_wrong_config_writes_nothing(tiny, tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        train(dataclasses.replace(CONFIG, **changes), tmp_path / "run")
+    assert files(tmp_path) == []
+
+
+def test_resume_needs_a_checkpoint(tiny, tmp_path):
+    with pytest.raises(FileNotFoundError, match="no checkpoint in"):
+        train(CONFIG, tmp_path / "run", resume=True)
+    assert files(tmp_path) == []
+
+
+def test_checkpoint_of_another_run_is_refused(tiny, tmp_path):
+    config = dataclasses.replace(CONFIG, epochs=1, epoch_steps=1)
+    train(config, tmp_path)
+    before = files(tmp_path)
+    with pytest.raises(FileExistsError, match="has a run already; pass --resume"):
+        train(config, tmp_path)
+    other = dataclasses.replace(config, model="resnet20", seed=1)
+    with pytest.raises(ValueError, match=r"same model='resnet20' \(there: 'tiny'\), seed=1 \("):
+        train(other, tmp_path, resume=True)
+    assert files(tmp_path) == before
+
+
+def test_checkpoint_of_other_arrays_is_refused(tiny, tmp_path):
+    state = build(CONFIG, tiny).state
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(state, {})
+    with pytest.raises(ValueError):
+        checkpoints.load_state(build(dataclasses.replace(CONFIG, model="resnet20"), tiny).state)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("epochs", 0),
+        ("epoch_steps", 0),
+        ("batch", 0),
+        ("lr", 0.0),
+        ("warmup_epochs", 2.0),
+        ("momentum", 1.0),
+        ("weight_decay", -1e-4),
+        ("label_smoothing", 1.0),
+        ("dtype", "float16"),
+        ("seed", -1),
+    ],
+)
+def test_config_checks_its_values(name, value):
+    with pytest.raises(ValueError, match=f"{name}={value!r}: expected"):
+        dataclasses.replace(CONFIG, **{name: value})
+
+
+def test_config_survives_json():
+    config = dataclasses.replace(CONFIG, data_dir=Path("somewhere"), nesterov=True)
+    assert TrainConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
+
+
+def test_bfloat16_keeps_state_in_float32(tiny):
+    run = build(dataclasses.replace(CONFIG, dtype="bfloat16"), tiny)
+    batch = next(tiny.batches("train", 16, seed=0, epoch=0, augment=False, drop_remainder=True))
+    program = str(jax.make_jaxpr(run.train_step)(run.state, *batch))
+    assert "bf16[16,8,8,4]" in program
+    state, metrics = run.train_step(run.state, *batch)
+    dtypes = {leaf.dtype for leaf in jax.tree.leaves(state)}
+    assert dtypes == {jnp.dtype("float32"), jnp.dtype("int32")}
+    assert jnp.isfinite(metrics.loss)
+
+
+def test_evaluation_counts_every_example_once(tiny):
+    run = build(CONFIG, tiny)
+    whole = next(tiny.batches("test", 21, seed=0, epoch=0, augment=False, drop_remainder=False))
+    expected = int(run.eval_step(run.state, whole.images, whole.labels)) / 21
+    assert 0 < expected < 1
+    assert evaluate(run, run.state, tiny, batch=16) == expected
+
+
+def test_monitor_writes_scalars_at_their_steps():
+    written = []
+
+    class Writer:
+        def add_scalar(self, tag, value, step):
+            written.append((tag, value, step))
+
+        def close(self):
+            written.append("closed")
+
+    with Monitor("plain", step=2, num_steps=4, batch=16, writer=Writer()) as monitor:
+        monitor.report_steps([1.5, 1.25], [0.5, 0.75])
+        monitor.report_epoch(1, 0.625)
+    assert [entry for entry in written if entry[0] != "images_per_second"] == [
+        ("train/loss", 1.5, 3),
+        ("train/accuracy", 0.5, 3),
+        ("train/loss", 1.25, 4),
+        ("train/accuracy", 0.75, 4),
+        ("test/accuracy", 0.625, 4),
+        "closed",
+    ]
+
+
+def test_tensorboard_files(tiny, tmp_path):
+    train(dataclasses.replace(CONFIG, epochs=1, epoch_steps=1), tmp_path, tensorboard=True)
+    (events,) = (tmp_path / "tensorboard").iterdir()
+    assert b"train/loss" in events.read_bytes()
+
+
+def test_tensorboard_missing_writes_nothing(tiny, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(ModuleNotFoundError, match=r"tensorboardX, .* --no-tensorboard"):
+        train(CONFIG, tmp_path / "run", tensorboard=True)
+    assert files(tmp_path) == []
+
+
+def test_command_line_names_what_is_wrong(tmp_path):
+    app = module.typer.Typer()
+    app.command()(module.main)
+    arguments = ["--out", str(tmp_path / "run"), "--way", "accumulate:0"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert "way='accumulate:0'" in result.output
+    assert files(tmp_path) == []
+
+
+def test_ctrl_c_saves_and_exits(tmp_path):
+    command = [sys.executable, "-m", "experiments.train", "--out", str(tmp_path), "--batch", "8"]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    process = subprocess.Popen(
+        [*command, "--no-tensorboard", "--checkpoint-steps", "1"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+        cwd=Path(__file__).parents[2],
+    )
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    deadline = time.monotonic() + 240
+    while not list((tmp_path / "checkpoints").glob("[0-9]")) and time.monotonic() < deadline:
+        assert process.poll() is None
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 130
+    step = checkpoints.latest_step()
+    assert f"stopped at step {step}; go on with --resume" in output
+    assert len(checkpoints.load_record()["history"]["loss"]) == step

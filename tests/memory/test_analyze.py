@@ -1,0 +1,216 @@
+import functools
+from importlib import metadata
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxcomp import memory
+
+FLOAT = 4
+
+
+def installed(*wheels):
+    names = {distribution.metadata["Name"] for distribution in metadata.distributions()}
+    return not names.isdisjoint(wheels)
+
+
+needs_gpu_compiler = pytest.mark.skipif(
+    not installed("jax-cuda13-pjrt", "jax-cuda12-pjrt"), reason="needs jaxcomp[gpu-aot]"
+)
+needs_tpu_compiler = pytest.mark.skipif(not installed("libtpu"), reason="needs jaxcomp[tpu-aot]")
+
+
+def struct(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def sgd(weights, x):
+    """One step of a stack of tanh layers."""
+
+    def loss(weights):
+        h = x
+        for w in weights:
+            h = jnp.tanh(h @ w)
+        return h.sum()
+
+    return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights))
+
+
+def stack(layers, batch=512, width=64):
+    return [struct(width, width) for _ in range(layers)], struct(batch, width)
+
+
+def test_arguments_results_and_donation_are_exact():
+    weights, x = stack(3)
+    kept = memory.analyze(sgd, weights, x, target="cpu")
+    donated = memory.analyze(sgd, weights, x, target="cpu", donate_argnums=0)
+    parameters = 3 * 64 * 64 * FLOAT
+    for report in (kept, donated):
+        assert report.argument_bytes == parameters + 512 * 64 * FLOAT
+        assert parameters <= report.output_bytes <= parameters + 64  # and a table of pointers
+        assert report.total_bytes == (
+            report.argument_bytes + report.output_bytes - report.alias_bytes + report.temp_bytes
+        )
+    assert kept.alias_bytes == 0
+    assert donated.alias_bytes == parameters
+
+
+def test_a_jitted_step_is_the_same_step():
+    weights, x = stack(2)
+    plain = memory.analyze(sgd, weights, x, target="cpu", donate_argnums=0).to_dict()
+    jitted = memory.analyze(jax.jit(sgd, donate_argnums=0), weights, x, target="cpu").to_dict()
+    assert plain | {"compile_seconds": 0} == jitted | {"compile_seconds": 0}
+
+
+def test_temp_grows_by_what_each_layer_keeps():
+    two, six = (memory.analyze(sgd, *stack(n), target="cpu") for n in (2, 6))
+    assert six.temp_bytes - two.temp_bytes >= 4 * 512 * 64 * FLOAT
+
+
+def test_remat_lowers_declared_bytes():
+    def loss(block, weights, x):
+        for w in weights:
+            x = block(w, x)
+        return x.sum()
+
+    def block(w, x):
+        return jnp.exp(jnp.sin(x @ w) @ w.T)
+
+    weights, x = stack(4)
+    plain, remat = (
+        memory.analyze(jax.grad(functools.partial(loss, f)), weights, x, target="cpu")
+        for f in (block, jax.checkpoint(block))
+    )
+    activation = 512 * 64 * FLOAT
+    assert plain.declared_residual_bytes == 4 * 3 * activation  # sin, cos and exp of each block
+    assert remat.declared_residual_bytes == 3 * activation  # the inputs of three blocks
+
+
+def test_a_convolution():
+    def loss(kernel, x):
+        y = lax.conv_general_dilated(
+            x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        return jax.nn.relu(y).sum()
+
+    kernel, x = struct(3, 3, 8, 16), struct(4, 16, 16, 8)
+    report = memory.analyze(jax.grad(loss), kernel, x, target="cpu")
+    assert report.argument_bytes == (3 * 3 * 8 * 16 + 4 * 16 * 16 * 8) * FLOAT
+    assert report.output_bytes == 3 * 3 * 8 * 16 * FLOAT
+    assert report.declared_residual_bytes == 4 * 16 * 16 * 16  # the relu's mask
+    assert report.flops > 0
+    assert report.hbm_traffic_bytes > report.argument_bytes
+
+
+def test_what_a_cpu_does_not_give():
+    report = memory.analyze(jnp.sin, struct(8), target="cpu")
+    assert report.peak_bytes is None
+    assert report.capacity_bytes is None
+    assert report.fits is None
+    assert report.estimated_cycles is None
+    assert "peak                not given by this backend" in str(report)
+
+
+def test_capacity_says_what_fits():
+    x = struct(1024)
+    needed = memory.analyze(jnp.sin, x, target="cpu").total_bytes
+    exact = memory.analyze(jnp.sin, x, target="cpu", capacity=needed)
+    short = memory.analyze(jnp.sin, x, target="cpu", capacity=needed - 1)
+    assert (exact.fits, exact.headroom_bytes) == (True, 0)
+    assert (short.fits, short.headroom_bytes) == (False, -1)
+    with pytest.raises(ValueError, match="capacity=0"):
+        memory.analyze(jnp.sin, x, target="cpu", capacity=0)
+
+
+def test_static_arguments():
+    report = memory.analyze(lambda x, n: x[:n], struct(64), 8, target="cpu", static_argnums=1)
+    assert report.output_bytes == 8 * FLOAT
+
+
+def test_a_step_that_does_not_trace_is_its_own_error():
+    with pytest.raises(TypeError, match="dot_general"):
+        memory.analyze(lambda a, b: a @ b, struct(2, 3), struct(2, 3), target="cpu")
+
+
+def make_model():
+    model = nnx.Linear(32, 32, rngs=nnx.Rngs(0))
+    return model, nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
+
+
+def nnx_step(model, optimizer, x):
+    optimizer.update(model, nnx.grad(lambda model: model(x).sum())(model))
+
+
+@pytest.mark.parametrize("make", [make_model, lambda: nnx.eval_shape(make_model)])
+def test_nnx_objects_and_what_the_step_changes_in_them(make):
+    x = struct(16, 32)
+    report = memory.analyze(nnx_step, *make(), x, target="cpu", donate_argnums=(0, 1))
+    weights = 32 * 32 * FLOAT  # the gradient of a sum does not read bias or kernel values ...
+    assert report.alias_bytes >= 2 * weights  # ... but kernel and momentum are updated in place
+    assert report.argument_bytes >= 2 * weights + 16 * 32 * FLOAT
+    jitted = nnx.jit(nnx_step, donate_argnums=(0, 1))
+    assert memory.analyze(jitted, *make(), x, target="cpu").alias_bytes == report.alias_bytes
+
+
+@needs_gpu_compiler
+def test_h100():
+    weights, x = stack(2, batch=4096)
+    report = memory.analyze(sgd, weights, x, target="h100", donate_argnums=0)
+    assert report.target == "h100"
+    assert report.argument_bytes == (2 * 64 * 64 + 4096 * 64) * FLOAT
+    assert report.alias_bytes == 2 * 64 * 64 * FLOAT
+    assert report.temp_bytes >= 4096 * 64 * FLOAT  # what the first layer hands to the second
+    assert report.peak_bytes >= report.temp_bytes
+    assert report.fits
+    assert report.headroom_bytes == report.usable_bytes - report.total_bytes
+
+
+@needs_gpu_compiler
+def test_a_gpu_program_that_is_too_large_is_a_report():
+    report = memory.analyze(jnp.negative, struct(8 * 2**30, dtype=jnp.int8), target="rtx3060-12gb")
+    assert report.total_bytes == 16 * 2**30
+    assert report.fits is False
+    assert report.headroom_bytes == report.usable_bytes - 16 * 2**30
+
+
+@needs_gpu_compiler
+def test_data_parallel_figures_are_per_device():
+    mesh = memory.mesh("h100:8", (8,), ("data",))
+    weights, x = stack(1)
+    everywhere, split = (NamedSharding(mesh, PartitionSpec(*axes)) for axes in ((), ("data",)))
+    arguments = [w.update(sharding=everywhere) for w in weights], x.update(sharding=split)
+    report = memory.analyze(sgd, *arguments, target="h100:8")
+    assert report.argument_bytes == (64 * 64 + 512 * 64 // 8) * FLOAT
+
+
+@needs_gpu_compiler
+def test_several_devices_need_shardings_that_fit():
+    weights, x = stack(1)
+    with pytest.raises(ValueError, match="'h100:8' has 8 devices"):
+        memory.analyze(sgd, weights, x, target="h100:8")
+    split = NamedSharding(memory.mesh("h100:8", (8,), ("data",)), PartitionSpec("data"))
+    with pytest.raises(ValueError, match=r"data.*divi"):
+        memory.analyze(sgd, weights, struct(500, 64).update(sharding=split), target="h100:8")
+
+
+@needs_tpu_compiler
+def test_v5e():
+    weights, x = stack(2, batch=128, width=128)
+    report = memory.analyze(sgd, weights, x, target="v5e")
+    assert report.argument_bytes == (2 * 128 * 128 + 128 * 128) * FLOAT
+    assert report.estimated_cycles > 0
+    assert report.fits
+
+
+@needs_tpu_compiler
+def test_a_tpu_program_that_is_too_large_is_a_report():
+    report = memory.analyze(jnp.negative, struct(40 * 2**30, dtype=jnp.int8), target="v5e")
+    assert report.total_bytes == 80 * 2**30
+    assert report.fits is False
+    assert report.temp_bytes is None
+    assert report.compile_seconds is None

@@ -1,0 +1,88 @@
+from importlib import metadata
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from jaxcomp.memory import CompileError
+from jaxcomp.memory.compiling import compile_step
+from jaxcomp.memory.targets import Target, resolve
+from jaxcomp.memory.tracing import trace
+
+X = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+
+
+def installed(*wheels):
+    names = {distribution.metadata["Name"] for distribution in metadata.distributions()}
+    return not names.isdisjoint(wheels)
+
+
+needs_gpu_compiler = pytest.mark.skipif(
+    not installed("jax-cuda13-pjrt", "jax-cuda12-pjrt"), reason="needs jaxcomp[gpu-aot]"
+)
+
+
+def step(weights, x):
+    def loss(weights):
+        with jax.named_scope("encoder"):
+            return jnp.sin(x @ weights["kernel"]).sum()
+
+    return jax.tree.map(lambda w, g: w - g, weights, jax.grad(loss)(weights))
+
+
+def test_a_jitted_function_has_its_own_options():
+    with pytest.raises(ValueError, match=r"donate_argnums=\(0,\).* jitted already"):
+        trace(jax.jit(step), {"kernel": X}, X, donate_argnums=(0,))
+
+
+def test_donated_leaves_are_known():
+    assert trace(step, {"kernel": X}, X, donate_argnums=0).donated == (0,)
+    assert trace(jax.jit(step, donate_argnums=1), {"kernel": X}, X).donated == (1,)
+
+
+def test_an_argument_on_another_platform_is_an_error():
+    array = jax.device_put(jnp.ones((4,)), jax.devices("cpu")[0])
+    gpu = Target("gpu", "gpu", attached=True, devices=1)
+    with pytest.raises(ValueError, match=r"target='gpu': an argument lies on cpu devices"):
+        compile_step(trace(jnp.sin, array), gpu)
+
+
+def test_a_mesh_of_absent_devices_is_not_for_attached_ones():
+    mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    x = X.update(sharding=NamedSharding(mesh, PartitionSpec("data")))
+    with pytest.raises(ValueError, match=r"target='cpu': an argument lies on an abstract mesh's"):
+        compile_step(trace(jnp.sin, x), resolve("cpu"))
+
+
+def test_a_dump_folder_that_cannot_be_written(tmp_path):
+    occupied = tmp_path / "file"
+    occupied.write_text("")
+    with pytest.raises(FileExistsError):
+        compile_step(trace(jnp.sin, X), resolve("cpu"), dump_dir=occupied)
+
+
+def test_the_switch_of_xlas_own_remat_is_set_back():
+    before = jax.config.values["jax_compiler_enable_remat_pass"]
+    compile_step(trace(jnp.sin, X), resolve("cpu"), xla_remat=not before)
+    assert jax.config.values["jax_compiler_enable_remat_pass"] == before
+
+
+@needs_gpu_compiler
+def test_an_absent_gpu_keeps_scopes_names_and_dump(tmp_path):
+    traced = trace(step, {"kernel": X}, X, donate_argnums=0)
+    compiled = compile_step(traced, resolve("h100"), dump_dir=tmp_path)
+    assert compiled.hlo_text.startswith("HloModule")
+    assert 'op_name="jit(step)/transpose(jvp(encoder))/' in compiled.hlo_text
+    assert "op_name=\"weights[\\'kernel\\']\"" in compiled.hlo_text
+    assert "call_exported" not in compiled.hlo_text
+    assert __file__ in compiled.hlo_text
+    assert compiled.memory["alias_size_in_bytes"] == 256 * 256 * 4
+    assert list(tmp_path.glob("*-live-range.txt"))
+
+
+@needs_gpu_compiler
+def test_a_compiler_that_aborts_is_an_error_of_that_program(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_no_such_flag=1")
+    with pytest.raises(CompileError, match=r"(?s)compiler for h100 ended.*xla_no_such_flag"):
+        compile_step(trace(jnp.sin, X), resolve("h100"))

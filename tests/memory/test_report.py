@@ -1,0 +1,61 @@
+import json
+
+import pytest
+
+from jaxcomp.memory import MemoryReport
+
+FIGURES = {
+    "target": "h100",
+    "argument_bytes": 3 * 2**20,
+    "output_bytes": 2**20,
+    "alias_bytes": 2**20,
+    "temp_bytes": 5 * 2**30 + 2**29,
+    "host_temp_bytes": 0,
+    "peak_bytes": None,
+    "total_bytes": 5 * 2**30 + 2**29 + 3 * 2**20,
+    "declared_residual_bytes": 1536,
+    "capacity_bytes": 8 * 2**30,
+    "usable_bytes": 6 * 2**30,
+    "headroom_bytes": 2**29 - 3 * 2**20,
+    "fits": True,
+    "hbm_traffic_bytes": 7,
+    "flops": 1_234_000_000,
+    "estimated_cycles": None,
+    "compile_seconds": 1.5,
+}
+
+
+def table(report: MemoryReport) -> dict[str, str]:
+    rows = [line.split("  ", maxsplit=1) for line in str(report).splitlines()]
+    return {name.strip(): value.strip() for name, value in rows}
+
+
+def test_dict_and_json_hold_every_figure():
+    report = MemoryReport(**FIGURES)
+    assert report.to_dict() == FIGURES
+    assert json.loads(report.to_json()) == FIGURES
+
+
+def test_table_has_human_units():
+    rows = table(MemoryReport(**FIGURES))
+    assert rows["target"] == "h100"
+    assert rows["arguments"] == "3.0 MiB"
+    assert rows["temp"] == "5.5 GiB"
+    assert rows["declared residuals"] == "1.5 KiB"
+    assert rows["HBM traffic"] == "7 B"
+    assert rows["FLOPs"] == "1.234e+09"
+    assert rows["fits"] == "yes"
+    assert len(rows) == len(FIGURES)
+
+
+@pytest.mark.parametrize(("fits", "word"), [(False, "no"), (None, "not given by this backend")])
+def test_table_says_whether_it_fits(fits, word):
+    assert table(MemoryReport(**FIGURES | {"fits": fits}))["fits"] == word
+
+
+def test_a_figure_that_is_not_given_is_never_a_number():
+    absent = dict.fromkeys(FIGURES) | {"target": "cpu", "declared_residual_bytes": 8}
+    rows = table(MemoryReport(**absent))
+    given = {name for name, value in rows.items() if value != "not given by this backend"}
+    assert given == {"target", "declared residuals"}
+    assert set(json.loads(MemoryReport(**absent).to_json()).values()) == {None, "cpu", 8}

@@ -1,0 +1,185 @@
+"""The timeline against XLA's own figures, and its names against the program that was compiled."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax import lax
+
+from jaxcomp.memory.buffer_assignment import dump_options, no_compilation_cache
+from jaxcomp.memory.compiling import compile_step
+from jaxcomp.memory.targets import resolve
+from jaxcomp.memory.timeline import format_bytes, read_timeline, timeline
+from jaxcomp.memory.tracing import trace
+
+WEIGHTS, X = jnp.ones((3, 64, 64)), jnp.ones((512, 64))
+
+
+def loss(weights, x):
+    for k in range(3):
+        with jax.named_scope(f"layer{k}"):
+            x = jnp.sort(x @ weights[k])  # nothing fuses across a sort
+    return jnp.mean(x**2)
+
+
+def scanned(weights, x):
+    def layer(x, w):
+        with jax.named_scope("cell"):
+            return jnp.sin(x @ w), None
+
+    return jnp.mean(lax.scan(layer, x, weights)[0] ** 2)
+
+
+@functools.cache
+def of_step():
+    return timeline(jax.jit(jax.value_and_grad(loss)).lower(WEIGHTS, X))
+
+
+def test_every_value_that_xla_lists_at_its_peak_is_read(tmp_path):
+    lowered = jax.jit(jax.value_and_grad(loss)).lower(WEIGHTS, X)
+    with no_compilation_cache():
+        compiled = lowered.compile(compiler_options=dump_options(tmp_path))
+    t = read_timeline(tmp_path, compiled.as_text())
+    (file,) = tmp_path.glob("*-live-range.txt")
+    point = int(re.search(r"Live ranges at (\d+) \(peak\)", file.read_text()).group(1))
+    listed = dict(re.findall(r"    (\S+): (\d+) bytes \(cumul", file.read_text()))
+    read = {b.name: b.bytes for b in t.buffers if b.start <= point <= b.end}
+    assert read == {name.replace("{}", ""): int(size) for name, size in listed.items() if int(size)}
+
+
+def test_the_peak_is_what_xla_allocates():
+    stats = jax.jit(jax.value_and_grad(loss)).lower(WEIGHTS, X).compile().memory_analysis()
+    allocated = stats.argument_size_in_bytes + stats.output_size_in_bytes + stats.temp_size_in_bytes
+    # XLA also pads for alignment and may leave gaps; constants are not in its three figures.
+    assert 0.9 * allocated <= of_step().peak_bytes <= allocated + 1024
+
+
+def test_bytes_shared_in_place_count_once():
+    def grow(x):
+        return lax.fori_loop(0, 4, lambda k, x: x.at[k].set(k * 1.0), x)
+
+    t = timeline(jax.jit(grow, donate_argnums=0).lower(jnp.ones((1024, 256))))
+    assert t.peak_bytes < 1.5 * 1024 * 256 * 4
+
+
+def test_values_are_named_by_scope_pass_and_source_line():
+    t = of_step()
+    kept = [
+        b for b in t.alive(t.backward_start) if b.bytes >= X.nbytes and b.origin.phase != "other"
+    ]
+    forward = {b.origin.scope for b in kept if b.origin.phase == "forward"}
+    assert {"layer0", "layer1", "layer2"} <= forward
+    lines = {b.origin.source for b in kept if b.origin.phase == "forward"}
+    with open(__file__) as file:
+        sorts = [k for k, line in enumerate(file, 1) if "nothing fuses across a sort" in line]
+    assert f"{__file__}:{sorts[0]}" in lines
+    assert {b.origin.scope for b in t.buffers if b.origin.phase == "argument"} >= {"weights", "x"}
+    assert any(b.origin.phase == "backward" for b in t.buffers)
+
+
+def test_the_backward_pass_starts_between_the_passes():
+    t = of_step()
+    before, after = t.phases[: t.backward_start], t.phases[t.backward_start :]
+    assert before.count("forward") > 3 * before.count("backward")
+    assert after.count("backward") > 3 * after.count("forward")
+    assert timeline(jax.jit(loss).lower(WEIGHTS, X)).backward_start is None
+
+
+def test_readers_of_a_value_come_while_it_is_alive():
+    t = of_step()
+    assert any(b.reads for b in t.buffers)
+    assert all(b.start <= r <= b.end for b in t.buffers for r in b.reads)
+
+
+def test_residuals_stacked_by_a_scan_are_named_by_the_scope_inside():
+    t = timeline(jax.jit(jax.value_and_grad(scanned)).lower(WEIGHTS, X))
+    stacks = [b for b in t.alive(t.peak_point) if b.shape == "f32[3,512,64]"]
+    assert stacks
+    assert {b.origin.scope for b in stacks} == {"cell"}
+    assert {b.origin.phase for b in stacks} == {"forward"}
+
+
+def test_recomputed_values_are_told_from_backward_ones():
+    def rematted(weights, x):
+        return loss(weights, jax.checkpoint(lambda x: jnp.sort(jnp.sort(x, axis=0)))(x))
+
+    t = timeline(jax.jit(jax.grad(rematted, argnums=1)).lower(WEIGHTS, X))
+    assert "recomputed" in t.phases or "recomputed" in {b.origin.phase for b in t.buffers}
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.first = nnx.Linear(64, 64, rngs=rngs)
+        self.second = nnx.Linear(64, 64, rngs=rngs)
+
+    def __call__(self, x):
+        return jnp.sort(self.second(jnp.sort(self.first(x))))
+
+
+def test_without_scopes_the_nearest_weight_names_the_layer():
+    graph, state = nnx.split(Block(nnx.Rngs(0)))
+
+    def step(state):
+        return jax.value_and_grad(lambda s: jnp.mean(nnx.merge(graph, s)(X) ** 2))(state)
+
+    t = timeline(jax.jit(step).lower(state))
+    scopes = {b.origin.scope for b in t.buffers if b.bytes >= X.nbytes}
+    assert {"first", "second"} <= scopes
+    with open(__file__) as file:
+        lines = [
+            k for k, line in enumerate(file, 1) if "self.second(jnp.sort(self.first(x)" in line
+        ]
+    assert f"{__file__}:{lines[0]}" in {b.origin.source for b in t.buffers}
+
+
+def test_a_program_in_the_compilation_cache_is_compiled_again(tmp_path):
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    try:
+        lowered = jax.jit(lambda x: jnp.sort(x) + 3).lower(X)
+        lowered.compile()
+        assert timeline(lowered).peak_bytes >= 2 * X.nbytes
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)
+
+
+def test_an_h100_timeline_names_layers(tmp_path):
+    try:
+        h100 = resolve("h100")
+    except ImportError as error:
+        pytest.skip(str(error))
+    compiled = compile_step(trace(jax.value_and_grad(loss), WEIGHTS, X), h100, dump_dir=tmp_path)
+    t = read_timeline(tmp_path, compiled.hlo_text)
+    kinds = ("argument", "output", "temp")
+    allocated = sum(compiled.memory[f"{kind}_size_in_bytes"] for kind in kinds)
+    assert 0.9 * allocated <= t.peak_bytes <= allocated + 1024
+    assert {"layer0", "layer1", "layer2"} <= {b.origin.scope for b in t.alive(t.backward_start)}
+
+
+def test_the_table_lists_the_largest_and_sums_the_rest():
+    t = of_step()
+    lines = t.table(rows=2).splitlines()
+    largest = t.alive(t.peak_point)
+    assert lines[0].startswith(f"peak {format_bytes(t.peak_bytes)}")
+    assert format_bytes(largest[0].bytes) in lines[2] and largest[0].label() in lines[2]
+    assert format_bytes(sum(b.bytes for b in largest[2:])) in lines[-1]
+    with pytest.raises(ValueError, match="rows: expected at least 1, got 0"):
+        t.table(rows=0)
+
+
+def test_a_folder_without_a_dump_is_an_error(tmp_path):
+    text = jax.jit(jnp.sin).lower(X).compile().as_text()
+    with pytest.raises(RuntimeError, match=r"no \*-live-range.txt"):
+        read_timeline(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    "count, text", [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 * 2**30, "3.0 GiB")]
+)
+def test_format_bytes(count, text):
+    assert format_bytes(count) == text
