@@ -5,7 +5,6 @@ from collections.abc import Callable
 import jax
 
 from jaxcomp.codecs import Codec
-from jaxcomp.residuals import PREFIX
 
 Policy = Callable[..., bool]
 
@@ -33,5 +32,5 @@ def save_compressed() -> Policy:
         >>> stored(save_compressed())
         [(16, 1), (16, 8)]
     """
-    names = (f"{PREFIX}/{codec.name}" for codec in Codec.__subclasses__())
+    names = (codec.stored_name() for codec in Codec.__subclasses__())
     return jax.checkpoint_policies.save_only_these_names(*names)

@@ -15,8 +15,6 @@ from jaxtyping import Array
 
 from jaxcomp.codecs import Codec, Exact
 
-PREFIX = "jaxcomp"
-
 T = typing.TypeVar("T")
 C = typing.TypeVar("C")
 
@@ -49,7 +47,7 @@ def keep(value: T, residual: C, codec: Codec) -> tuple[T, C]:
 
 def name(residual: C, codec: Codec) -> C:
     """Gives every array of a residual, any pytree, the name that `keep` gives."""
-    return jax.tree.map(lambda leaf: checkpoint_name(leaf, f"{PREFIX}/{codec.name}"), residual)
+    return jax.tree.map(lambda leaf: checkpoint_name(leaf, codec.stored_name()), residual)
 
 
 @jax.custom_jvp

@@ -68,6 +68,11 @@ class Codec(abc.ABC):
     name: typing.ClassVar[str]
     unbiased: bool
 
+    @classmethod
+    def stored_name(cls) -> str:
+        """`jaxcomp/<codec>`: scope of what makes and reads codes, and name of the stored arrays."""
+        return f"jaxcomp/{cls.name}"
+
     def encode(self, x: Shaped[Array, "..."], seed: Seed = None) -> Encoded:
         """Encodes an array.
 
@@ -83,11 +88,13 @@ class Codec(abc.ABC):
             ValueError: If the codec cannot store this shape.
         """
         self.check(x.shape, x.dtype)
-        return Encoded(self._encode(x, seed), x.shape, x.dtype)
+        with jax.named_scope(self.stored_name()):
+            return Encoded(self._encode(x, seed), x.shape, x.dtype)
 
     def decode(self, encoded: Encoded) -> Shaped[Array, "..."]:
         """Returns the array that `encoded` stands for, in its own shape and dtype."""
-        return self._decode(encoded.arrays, encoded.shape, encoded.dtype)
+        with jax.named_scope(self.stored_name()):
+            return self._decode(encoded.arrays, encoded.shape, encoded.dtype)
 
     def nbytes(self, shape: tuple[int, ...], dtype: DTypeLike) -> int:
         """Exact bytes stored for an array of this shape and dtype, metadata and padding included.

@@ -76,7 +76,7 @@ def _repeats(equation: JaxprEqn) -> int:
     if equation.primitive.name == "pallas_call":
         return prod(params["grid_mapping"].grid)
     if equation.primitive.name == "shard_map":
-        return prod(params["mesh"].shape[axis] for axis in params["manual_axes"])
+        return prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
     return 1
 
 

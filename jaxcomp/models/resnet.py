@@ -250,7 +250,7 @@ def create(
         ValueError: If `name` is unknown or a rule does not fit the network.
 
     Example:
-        >>> model = create("resnet20", num_classes=10, rngs=nnx.Rngs(0))
+        >>> model = nnx.eval_shape(lambda: create("resnet20", num_classes=10, rngs=nnx.Rngs(0)))
         >>> sum(p.size for p in nnx.to_flat_state(nnx.state(model, nnx.Param)).leaves)
         269722
     """

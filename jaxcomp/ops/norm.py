@@ -43,7 +43,8 @@ def batch_norm(
         axis: The feature axis; statistics are taken over all others.
         epsilon: Added to the variance.
         use_fast_variance: Whether the variance is E[x^2] - E[x]^2, in one pass.
-        axis_name: Mesh or `vmap` axis over which statistics are averaged too.
+        axis_name: Mesh or `vmap` axis over which statistics are averaged too. Of a `vmap` axis the
+            gradient must be taken inside: JAX runs a custom backward rule outside without its name.
         axis_index_groups: Groups of indices within that axis, as `jax.lax.pmean` takes them.
         mask: True where a value counts for the statistics; broadcastable to `x`.
         codec: How `x` is stored; None leaves differentiation to JAX.

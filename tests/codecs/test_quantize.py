@@ -51,9 +51,7 @@ def round_trip(codec, x):
 
 
 @hypothesis.settings(max_examples=40)
-@hypothesis.given(
-    SHAPES, st.sampled_from(BITS), st.sampled_from(GROUPS), st.sampled_from(DTYPES)
-)
+@hypothesis.given(SHAPES, st.sampled_from(BITS), st.sampled_from(GROUPS), st.sampled_from(DTYPES))
 def test_bytes(shape, bits, group, dtype):
     groups = math.prod(
         1 if axis in group_axes(group, len(shape)) else n for axis, n in enumerate(shape)
@@ -85,6 +83,7 @@ def test_bytes_are_those_of_the_compiled_program(bits, shape):
 def test_error_bound_and_exact_extremes(shape, bits, group, rounding, dtype, seed):
     x = normal(shape, dtype, seed)
     codec = Quantize(bits, group, rounding)
+
     @jax.jit
     def run(x):
         encoded = codec.encode(x)

@@ -8,7 +8,6 @@ import pytest
 from jax import lax
 
 from jaxcomp.memory.compiling import compile_step
-from jaxcomp.memory.flops import flops
 from jaxcomp.memory.hlo import parse
 from jaxcomp.memory.targets import resolve
 from jaxcomp.memory.tracing import trace
@@ -201,45 +200,3 @@ def test_tpu_text_counts_padding_but_not_vmem():
 
 def test_cycles_are_none_where_xla_gives_none():
     assert estimated_cycles(text(jnp.sin, X)) is None
-
-
-def test_flops_of_products_and_scans():
-    x, w = jnp.ones((32, 64)), jnp.ones((LAYERS, 64, 64))
-    products = LAYERS * 2 * 32 * 64 * 64
-
-    def layers(w, x):
-        return jnp.sum(lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0])
-
-    assert flops(layers, w, x) == products
-    assert flops(jax.jit(jax.grad(layers)), w, x) == 3 * products
-    assert flops(jax.grad(jax.checkpoint(layers)), w, x) == 4 * products
-
-
-@pytest.mark.parametrize("stride, dilation, groups", [(1, 1, 1), (2, 1, 1), (1, 2, 4)])
-def test_flops_of_convolutions_are_xlas_own(stride, dilation, groups):
-    x, w = jnp.ones((2, 12, 12, 8)), jnp.ones((3, 3, 8 // groups, 16))
-
-    def conv(x, w):
-        return lax.conv_general_dilated(
-            x,
-            w,
-            (stride, stride),
-            "SAME",
-            rhs_dilation=(dilation, dilation),
-            dimension_numbers=("NHWC", "HWIO", "NHWC"),
-            feature_group_count=groups,
-        )
-
-    own = jax.jit(conv).lower(x, w).cost_analysis()["flops"]
-    assert flops(conv, x, w) == own
-
-
-def test_flops_of_branches_and_loops_over_data():
-    x = jnp.ones((16, 16))
-    assert flops(lambda x: lax.cond(x[0, 0] > 0, lambda x: x @ x @ x, lambda x: x @ x, x), x) == (
-        2 * 2 * 16**3
-    )
-    assert flops(lambda x: lax.while_loop(lambda x: x.sum() < 9, lambda x: x @ x, x), x) is None
-    assert flops(lambda x: lax.while_loop(lambda x: x.sum() < 9, lambda x: x + 1, x) @ x, x) == (
-        2 * 16**3
-    )

@@ -151,12 +151,15 @@ def test_codec_is_static() -> None:
     assert nnx.graphdef(a) != nnx.graphdef(b)
 
 
-def test_running_statistics_survive_remat_and_grad(assert_same: typing.Any) -> None:
+def test_running_statistics_survive_remat_and_grad() -> None:
     (x,) = _inputs(jnp.float32, steps=1)
     results = []
     for forward in (lambda layer, x: layer(x), nnx.remat(lambda layer, x: layer(x))):
         _, layer = _pair(CODEC)
         loss = nnx.value_and_grad(lambda layer, x, f=forward: (f(layer, x) ** 3).sum())
         results.append((nnx.jit(loss)(layer, x), nnx.state(layer)))
-    assert_same(*results)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * np.abs(b).max()),
+        *results,
+    )
     assert not np.array_equal(results[0][1]["mean"][...], jnp.zeros(5))

@@ -1,0 +1,58 @@
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec
+
+from jaxcomp.memory.flops import flops
+
+LAYERS = 4
+
+
+def test_flops_of_products_and_scans():
+    x, w = jnp.ones((32, 64)), jnp.ones((LAYERS, 64, 64))
+    products = LAYERS * 2 * 32 * 64 * 64
+
+    def layers(w, x):
+        return jnp.sum(lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0])
+
+    assert flops(layers, w, x) == products
+    assert flops(jax.jit(jax.grad(layers)), w, x) == 3 * products
+    assert flops(jax.grad(jax.checkpoint(layers)), w, x) == 4 * products
+
+
+@pytest.mark.parametrize("stride, dilation, groups", [(1, 1, 1), (2, 1, 1), (1, 2, 4)])
+def test_flops_of_convolutions_are_xlas_own(stride, dilation, groups):
+    x, w = jnp.ones((2, 12, 12, 8)), jnp.ones((3, 3, 8 // groups, 16))
+
+    def conv(x, w):
+        return lax.conv_general_dilated(
+            x,
+            w,
+            (stride, stride),
+            "SAME",
+            rhs_dilation=(dilation, dilation),
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            feature_group_count=groups,
+        )
+
+    own = jax.jit(conv).lower(x, w).cost_analysis()["flops"]
+    assert flops(conv, x, w) == own
+
+
+def test_flops_of_branches_and_loops_over_data():
+    x = jnp.ones((16, 16))
+    assert flops(lambda x: lax.cond(x[0, 0] > 0, lambda x: x @ x @ x, lambda x: x @ x, x), x) == (
+        2 * 2 * 16**3
+    )
+    assert flops(lambda x: lax.while_loop(lambda x: x.sum() < 9, lambda x: x @ x, x), x) is None
+    assert flops(lambda x: lax.while_loop(lambda x: x.sum() < 9, lambda x: x + 1, x) @ x, x) == (
+        2 * 16**3
+    )
+
+
+def test_shard_map_counts_all_devices():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    spec = PartitionSpec("data")
+    gram = jax.shard_map(lambda x: x @ x.T, mesh=mesh, in_specs=spec, out_specs=spec)
+    assert flops(gram, jnp.ones((16, 4))) == 8 * 2 * (2 * 4 * 2)
