@@ -57,8 +57,7 @@ class Checkpoints:
         Raises:
             FileNotFoundError: there is no checkpoint.
         """
-        arguments = ocp.args.Composite(record=ocp.args.JsonRestore())
-        return self._open().restore(self._require_latest(), args=arguments).record
+        return self._restore(record=ocp.args.JsonRestore()).record
 
     def load_state(self, like: TrainState) -> TrainState:
         """The state of the last checkpoint.
@@ -71,11 +70,10 @@ class Checkpoints:
             ValueError: the checkpoint's arrays are not those of ``like``.
         """
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-        arguments = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
-        return self._open().restore(self._require_latest(), args=arguments).state
+        return self._restore(state=ocp.args.StandardRestore(abstract)).state
 
-    def _require_latest(self) -> int:
+    def _restore(self, **arguments: ocp.args.CheckpointArgs) -> ocp.args.Composite:
         step = self.latest_step()
         if step is None:
             raise FileNotFoundError(f"no checkpoint in {self._directory}")
-        return step
+        return self._open().restore(step, args=ocp.args.Composite(**arguments))

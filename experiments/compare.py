@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import jax
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -38,7 +37,7 @@ HEADER = (
     "test accuracy",
     "declared residuals",
     "bits / element",
-    "compiled (XLA temp)",
+    "compiled: XLA temp",
     "step time / plain",
 )
 
@@ -137,7 +136,9 @@ def _finish(config: TrainConfig, out: Path, tensorboard: bool) -> dict[str, Any]
 
 def report(config: TrainConfig, seeds: Sequence[int], rows: Sequence[Row], out: Path) -> None:
     """Prints the comparison and writes comparison.json, comparison.md and comparison.png."""
-    table = Table(*HEADER, title=f"{config.model} on {config.dataset}, batch {config.batch}")
+    table = Table(title=f"{config.model} on {config.dataset}, batch {config.batch}")
+    for name in HEADER:
+        table.add_column(name, justify="left" if name == "way" else "right", no_wrap=name == "way")
     for row in rows:
         table.add_row(*row.cells())
     console = Console()
@@ -160,7 +161,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
     """What to know to read the table."""
     target = rows[0].measurement.target
     return [
-        f"Compiled for {target} ({jax.devices()[0].device_kind}): XLA's temp bytes of the whole "
+        f"Compiled for {target}: XLA's temp bytes of the whole "
         "training step." + (" On a CPU XLA gives no peak figure." if target == "cpu" else ""),
         "Bits / element: declared bits for each float that the plain step declares. Of accumulate "
         "these are the residuals of one micro-batch, by whose statistics BatchNorm normalises.",

@@ -77,18 +77,23 @@ def release(residual: C, cotangent: T) -> tuple[C, T]:
     return lax.optimization_barrier((residual, cotangent))
 
 
-def wait_for(residual: C, cotangent: Array) -> C:
+def wait_for(residual: C, cotangent: Array) -> tuple[C, Array]:
     """Ties a residual to one element per sample of the cotangent, which itself stays untied.
 
-    For elementwise backward rules: the cotangent can be made inside them, and is not written.
+    For elementwise backward rules: the cotangent can be made inside them, and is not written. XLA
+    for CPU drops a barrier whose other results are unused; there it is `release`.
 
     Args:
         residual: What `keep` returned.
         cotangent: The arriving cotangent; axis 0 is the batch.
 
     Returns:
-        `residual`, to be used in place of the argument.
+        `residual` and `cotangent`, to be used in place of the arguments.
     """
+    return lax.platform_dependent(residual, cotangent, cpu=release, default=_wait)
+
+
+def _wait(residual: C, cotangent: Array) -> tuple[C, Array]:
     first = [slice(None), *(slice(1) for _ in cotangent.shape[1:])][: cotangent.ndim]
     residual, _ = lax.optimization_barrier((residual, cotangent[tuple(first)]))
-    return residual
+    return residual, cotangent

@@ -29,9 +29,8 @@ class Conv(nnx.Conv):
     kind = "conv"
 
     def __init__(self, *args: typing.Any, codec: Codec | None = None, **kwargs: typing.Any) -> None:
-        super().__init__(
-            *args, conv_general_dilated=CodedOp(ops.conv_general_dilated, codec), **kwargs
-        )
+        super().__init__(*args, conv_general_dilated=ops.conv_general_dilated, **kwargs)
+        self.codec = codec
 
     @property
     def codec(self) -> Codec | None:
@@ -63,7 +62,8 @@ class Linear(nnx.Linear):
     kind = "dot"
 
     def __init__(self, *args: typing.Any, codec: Codec | None = None, **kwargs: typing.Any) -> None:
-        super().__init__(*args, dot_general=CodedOp(ops.dot_general, codec), **kwargs)
+        super().__init__(*args, dot_general=ops.dot_general, **kwargs)
+        self.codec = codec
 
     @property
     def codec(self) -> Codec | None:

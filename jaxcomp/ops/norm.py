@@ -116,7 +116,7 @@ def batch_norm(
     ) -> tuple[Array | None, ...]:
         *residual, scale, bias, mask = saved
         dy, dmean, dvar = cotangents
-        code, (mean, var) = residuals.wait_for(residual, dy)
+        (code, (mean, var)), dy = residuals.wait_for(residual, dy)
         x = jnp.moveaxis(codec.decode(code), -1, feature)
         _, transpose = jax.vjp(normalize, x, mean, var, scale, bias)
         dx, dmean_y, dvar_y, dscale, dbias = transpose(dy)

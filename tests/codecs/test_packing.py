@@ -10,6 +10,7 @@ from jaxcomp.codecs import packing
 SHAPES = st.lists(st.integers(0, 9), max_size=5).map(tuple)
 
 
+@hypothesis.settings(max_examples=15)
 @hypothesis.given(SHAPES, st.sampled_from(packing.WIDTHS), st.integers(0, 100))
 def test_round_trip(shape, bits, seed):
     codes = np.random.default_rng(seed).integers(0, 2**bits, shape).astype(np.int32)

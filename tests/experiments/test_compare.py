@@ -11,7 +11,8 @@ from experiments import compare as module
 from experiments.compare import HEADER, compare, report
 from experiments.config import TrainConfig
 from experiments.measure import measure
-from experiments.train import TrainResult, build
+from experiments.run import build
+from experiments.train import TrainResult
 from jaxcomp import memory
 
 CONFIG = TrainConfig(model="tiny", dataset="tiny", epochs=1, batch=16)

@@ -11,8 +11,13 @@ def pull(fn):
     return jax.jit(lambda x, dy: (lambda y, vjp: (y, *vjp(dy)))(*jax.vjp(fn, x)))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(), (7,), (3, 5), (2, 5, 6, 3)])
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        *((shape, jnp.float32) for shape in [(), (7,), (3, 5), (2, 5, 6, 3)]),
+        *(((3, 5), dtype) for dtype in DTYPES[1:]),
+    ],
+)
 def test_result_and_gradient_have_the_bits_of_stock(shape, dtype):
     x = np.array(normal(shape, dtype))
     special = [0.0, -0.0, np.nan, np.inf, -np.inf]

@@ -124,7 +124,7 @@ def test_forward_is_stock_and_backward_is_exact_at_the_decoded_input(case, dtype
             assert_close(got, want, rtol)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["plain", "neither", "channels first", "mask, slow variance"])
 def test_exact_codec_gives_the_gradient_of_flax(case):
     (x, scale, bias, mask), kwargs = arguments(jnp.float32, **CASES[case])
     dy = normal(SHAPE, seed=3)
