@@ -124,7 +124,8 @@ def batch_norm(
         def centred(x: Array) -> Stats:  # mean and variance, differentiable at fixed statistics
             x = x.astype(jnp.float32)
             square = lax.square(x - jnp.expand_dims(mean, axes))
-            return average((x.mean(axes, where=mask), square.mean(axes, where=mask)))
+            mean_x, var_x = average((x.mean(axes, where=mask), square.mean(axes, where=mask)))
+            return mean_x, var_x
 
         _, transpose = jax.vjp(centred, x)
         (dx_statistics,) = transpose((dmean + dmean_y, dvar + dvar_y))
