@@ -4,24 +4,23 @@ import math
 
 import jax
 import matplotlib.image
-import numpy as np
 import pytest
 
 from experiments import compare as module
-from experiments.compare import HEADER, compare, report
+from experiments.compare import HEADER, Row, compare, mebibytes, report
 from experiments.config import TrainConfig
-from experiments.measure import measure
+from experiments.measure import Measurement, measure
 from experiments.run import build
 from experiments.train import TrainResult
 from jaxcomp import memory
 
-CONFIG = TrainConfig(model="tiny", dataset="tiny", epochs=1, batch=16)
+CONFIG = TrainConfig(model="tiny", dataset="tiny", epochs=1, epoch_steps=1, batch=16)
 WAYS = ["plain", "accumulate:2", "quantize:bits=2"]
 
 
-@pytest.fixture
-def rows(tiny, tmp_path):
-    return compare(CONFIG, WAYS, [0, 1], tmp_path / "runs", rounds=1)
+def make_rows():
+    cost = Measurement(2**20, 32.5, "cpu", 3 * 2**20, step_seconds=0.5, step_time_ratio=1.25)
+    return [Row(way, [0.5, 0.75], [2.5, 1.5, 1.0], cost) for way in WAYS]
 
 
 def test_measure(tiny):
@@ -52,18 +51,27 @@ def test_measure_needs_plain_first(tiny):
         measure(CONFIG, ["plain"], tiny, rounds=0)
 
 
-def test_compare_keeps_finished_runs(rows, tmp_path, monkeypatch):
-    assert [row.way for row in rows] == WAYS
-    assert all(len(row.test_accuracy) == 2 and len(row.loss) == 4 for row in rows)
+def test_compare_keeps_finished_runs(tiny, tmp_path, monkeypatch):
+    ways, seeds = ["plain", "quantize:bits=2"], [0, 1]
+    cost = dict.fromkeys(ways, make_rows()[0].measurement)
+    monkeypatch.setattr(module, "measure", lambda *arguments: cost)
+    rows = compare(CONFIG, ways, seeds, tmp_path)
+    assert [row.way for row in rows] == ways
+    assert all(len(row.test_accuracy) == 2 and len(row.loss) == 1 for row in rows)
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == [
+        "plain-0",
+        "plain-1",
+        "quantize_bits=2-0",
+        "quantize_bits=2-1",
+    ]
 
     def fail(*arguments, **options):
         raise AssertionError("trained again")
 
     monkeypatch.setattr(module, "train", fail)
-    again = compare(CONFIG, WAYS, [0, 1], tmp_path / "runs", rounds=1)
-    assert [(r.test_accuracy, r.loss) for r in again] == [(r.test_accuracy, r.loss) for r in rows]
+    assert compare(CONFIG, ways, seeds, tmp_path) == rows
     with pytest.raises(ValueError, match=r"another one: expected the same lr=0.2 \(there: 0.1\)"):
-        compare(dataclasses.replace(CONFIG, lr=0.2), WAYS, [0], tmp_path / "runs", rounds=1)
+        compare(dataclasses.replace(CONFIG, lr=0.2), ways, seeds, tmp_path)
 
 
 def test_compare_stops_with_an_interrupted_run(tiny, tmp_path, monkeypatch):
@@ -73,23 +81,26 @@ def test_compare_stops_with_an_interrupted_run(tiny, tmp_path, monkeypatch):
         calls.append(config.way)
         return TrainResult(None, None, finished=False)
 
+    monkeypatch.setattr(module, "measure", lambda *arguments: {})
     monkeypatch.setattr(module, "train", interrupted)
-    assert compare(CONFIG, ["plain", "remat"], [0], tmp_path / "runs", rounds=1) is None
+    assert compare(CONFIG, ["plain", "remat"], [0], tmp_path) is None
     assert calls == ["plain"]
 
 
-def test_report(rows, tmp_path, capsys):
+def test_report(tmp_path, capsys):
+    rows = make_rows()
     report(CONFIG, [0, 1], rows, tmp_path)
-    printed = capsys.readouterr().out
-    assert "XLA's temp bytes" in printed
+    assert "XLA's temp bytes" in capsys.readouterr().out
     content = json.loads((tmp_path / "comparison.json").read_text())
     assert content["rows"] == [dataclasses.asdict(row) for row in rows]
     assert content["seeds"] == [0, 1]
-    table = (tmp_path / "comparison.md").read_text().splitlines()
-    assert table[0] == f"| {' | '.join(HEADER)} |"
-    for row, line in zip(rows, table[2:5], strict=True):
-        mean, std = np.mean(row.test_accuracy), np.std(row.test_accuracy, ddof=1)
-        assert line.startswith(f"| {row.way} | {mean:.2%} ± {std:.2%} | ")
+    header, _, first, *_ = (tmp_path / "comparison.md").read_text().splitlines()
+    assert header == f"| {' | '.join(HEADER)} |"
+    assert first == "| plain | 62.50% ± 17.68% | 1.0 MiB | 32.50 | 3.0 MiB | 1.25 |"
     picture = matplotlib.image.imread(tmp_path / "comparison.png")
     assert picture.shape[1] > picture.shape[0] > 400
     assert picture.std() > 0.05  # something is drawn
+
+
+def test_figure_not_given_is_said():
+    assert mebibytes(None) == "not given by this backend"
