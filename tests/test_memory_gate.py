@@ -89,6 +89,10 @@ def test_h100_keeps_what_a_block_declares(bits: int, capsys: pytest.CaptureFixtu
     assert added <= 1.1 * declared
 
 
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 12),
+    reason="XLA for CPU drops optimisation barriers before it fuses, so nothing can be pinned",
+)
 def test_cpu_temp_falls() -> None:
     size = {"batch": 8, "size": 16, "width": 8, "dtype": jnp.float32, "target": "cpu"}
     two, four, plain = (

@@ -30,7 +30,7 @@ def dump_options(directory: str | Path) -> dict[str, str | bool]:
 @contextmanager
 def no_compilation_cache() -> Iterator[None]:
     """Turns JAX's persistent compilation cache off: what comes from it is not dumped."""
-    enabled = jax.config.jax_enable_compilation_cache
+    enabled = jax.config.values["jax_enable_compilation_cache"]
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()  # JAX looks at the setting once
     try:

@@ -4,7 +4,7 @@ They are read off the jaxpr, before any compiler: what the program means to stor
 against what XLA then stores.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from .tracing import trace
+from .tracing import inner_jaxprs, open_jaxpr, trace
 
 # Calls that are looked through, by the parameter that holds the called jaxpr.
 _CALLS = {
@@ -113,20 +113,15 @@ def declared_residuals(program: Any) -> list[Residual]:
     Args:
         program: the function's jaxpr, from `jax.make_jaxpr` or a traced function.
     """
-    if not _takes_gradient(_open(program)):
+    if not _takes_gradient(open_jaxpr(program)):
         program = _pullback(program)
-    return _residuals(_open(program))
-
-
-def _open(program: Any) -> Any:
-    """A jaxpr without its constants, whichever way this JAX writes closed ones."""
-    return getattr(program, "jaxpr", program)
+    return _residuals(open_jaxpr(program))
 
 
 def _pullback(program: Any) -> Any:
     """The jaxpr of the function's pullback with respect to its floating-point arguments."""
     function = jax.extend.core.jaxpr_as_fun(program)
-    jaxpr = _open(program)
+    jaxpr = open_jaxpr(program)
     arguments, results = (
         [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in variables]
         for variables in (jaxpr.invars, jaxpr.outvars)
@@ -150,20 +145,13 @@ def _pullback(program: Any) -> Any:
 
 def _takes_gradient(jaxpr: Jaxpr) -> bool:
     return any(
-        _is_backward(equation) or any(map(_takes_gradient, _inner_jaxprs(equation)))
+        _is_backward(equation) or any(map(_takes_gradient, inner_jaxprs(equation)))
         for equation in jaxpr.eqns
     )
 
 
 def _is_backward(equation: JaxprEqn) -> bool:
     return "transpose(" in str(equation.source_info.name_stack)
-
-
-def _inner_jaxprs(equation: JaxprEqn) -> Iterator[Jaxpr]:
-    for parameter in equation.params.values():
-        for value in parameter if isinstance(parameter, (tuple, list)) else (parameter,):
-            if isinstance(_open(value), Jaxpr):
-                yield _open(value)
 
 
 def _residuals(jaxpr: Jaxpr) -> list[Residual]:
@@ -206,7 +194,7 @@ def _flatten(
         stack = "/".join(filter(None, [scope, str(equation.source_info.name_stack)]))
         name = equation.primitive.name
         if name in _CALLS:
-            called = _open(equation.params[_CALLS[name]])
+            called = open_jaxpr(equation.params[_CALLS[name]])
             outputs = _flatten(called, inputs, stack, is_backward, equations)
         elif name in _SAME_VALUE or _changes_nothing(equation):
             outputs = inputs[: len(equation.outvars)]
@@ -215,7 +203,7 @@ def _flatten(
             is_part = name in _PARTS and not inputs[0].forward
             forward = not (is_backward or is_constant or is_part)
             outputs = [_Value(var.aval, stack, forward) for var in equation.outvars]
-            inner = [] if is_backward else list(_inner_jaxprs(equation))
+            inner = [] if is_backward else list(inner_jaxprs(equation))
             equations.append(_Equation(inputs, outputs, is_backward, bool(equation.effects), inner))
         values |= dict(zip(equation.outvars, outputs, strict=True))
     return [read(atom) for atom in jaxpr.outvars]

@@ -1,12 +1,14 @@
 """Floating point operations of a JAX program, counted from its jaxpr."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn  # type: ignore[attr-defined]
+from jax.extend.core import Jaxpr, JaxprEqn
+
+from .tracing import inner_jaxprs
 
 
 def flops(fn: Callable[..., Any], *args: Any) -> int | None:
@@ -48,7 +50,7 @@ def _equation_flops(equation: JaxprEqn) -> int | None:
         return _dot_flops(equation)
     if name == "conv_general_dilated":
         return _convolution_flops(equation)
-    inner = [jaxpr_flops(jaxpr) for jaxpr in _inner_jaxprs(equation)]
+    inner = [jaxpr_flops(jaxpr) for jaxpr in inner_jaxprs(equation)]
     known = [f for f in inner if f is not None]
     if len(known) < len(inner):
         return None
@@ -57,15 +59,6 @@ def _equation_flops(equation: JaxprEqn) -> int | None:
     if name == "while":
         return None if any(known) else 0
     return _repeats(equation) * sum(known)
-
-
-def _inner_jaxprs(equation: JaxprEqn) -> Iterator[Jaxpr]:
-    for value in equation.params.values():
-        for item in value if isinstance(value, tuple) else (value,):
-            if isinstance(item, ClosedJaxpr):
-                yield item.jaxpr
-            elif isinstance(item, Jaxpr):
-                yield item
 
 
 def _repeats(equation: JaxprEqn) -> int:

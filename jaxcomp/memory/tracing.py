@@ -1,12 +1,12 @@
 """From a Python function and the shapes of its arguments to a traced program."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 from flax import nnx
-from jax.extend.core import Jaxpr
+from jax.extend.core import Jaxpr, JaxprEqn
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,7 @@ class TracedStep:
     @property
     def jaxpr(self) -> Jaxpr:
         """The program, without its constants."""
-        jaxpr = self.traced.jaxpr
-        return getattr(jaxpr, "jaxpr", jaxpr)
+        return open_jaxpr(self.traced.jaxpr)
 
     @property
     def donated(self) -> tuple[int, ...]:
@@ -70,3 +69,16 @@ def trace(
         jitted = jax.jit(fn, donate_argnums=donate_argnums, static_argnums=static_argnums)
     traced = jitted.trace(*args)
     return TracedStep(getattr(traced, "traced", traced), tuple(jax.tree.leaves(args)))
+
+
+def open_jaxpr(program: Any) -> Any:
+    """A jaxpr without its constants, whichever way this JAX writes closed ones."""
+    return getattr(program, "jaxpr", program)
+
+
+def inner_jaxprs(equation: JaxprEqn) -> Iterator[Jaxpr]:
+    """The programs that an equation's parameters hold, without their constants."""
+    for parameter in equation.params.values():
+        for value in parameter if isinstance(parameter, (tuple, list)) else (parameter,):
+            if isinstance(open_jaxpr(value), Jaxpr):
+                yield open_jaxpr(value)
