@@ -16,7 +16,7 @@ class Stage(nnx.Module):
     """Bottleneck blocks of one shape; they are all that a training step of it keeps."""
 
     def __init__(self, blocks: int, width: int, rules: tuple[jc.Rule, ...], dtype: typing.Any):
-        layers = resnet._Layers(dtype, nnx.Rngs(0))
+        layers = resnet.Layers(dtype, nnx.Rngs(0))
         shape = 4 * width, width, 1
         self.blocks = nnx.List(
             [resnet.Bottleneck(layers, *shape, resnet.Projection) for _ in range(blocks)]

@@ -5,6 +5,7 @@
 Nothing is run: each step is compiled, and XLA's own memory analysis is read.
 """
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -62,21 +63,48 @@ def analyze(
 def cells(way: str, report: memory.MemoryReport, plain: memory.MemoryReport) -> tuple[str, ...]:
     """A row of the table, under :data:`HEADER`."""
 
-    def gibibytes(count: int | None) -> str:
-        return "not given" if count is None else f"{count / 2**30:.2f} GiB"
+    def mebibytes(count: int | None) -> str:
+        return "not given" if count is None else f"{count / 2**20:.0f} MiB"
 
     def ratio(count: int | None, of: int | None) -> str:
         return "not given" if count is None or of is None else f"{count / of:.2f}"
 
     return (
         way,
-        gibibytes(report.declared_residual_bytes),
-        gibibytes(report.temp_bytes),
-        gibibytes(report.peak_bytes),
+        mebibytes(report.declared_residual_bytes),
+        mebibytes(report.temp_bytes),
+        mebibytes(report.peak_bytes),
         ratio(report.peak_bytes, plain.peak_bytes),
         ratio(report.hbm_traffic_bytes, plain.hbm_traffic_bytes),
         "not given" if report.compile_seconds is None else f"{report.compile_seconds:.0f}",
     )
+
+
+def tabulate(
+    ways: Sequence[str],
+    analyze_way: Callable[[str], memory.MemoryReport],
+    settings: dict[str, Any],
+    out: Path,
+) -> None:
+    """Compiles each way, prints the table as it grows, writes memory.json and memory.md.
+
+    Raises:
+        ValueError: the first way is not ``plain``, against which the ratios are.
+    """
+    if ways[0] != "plain":
+        raise ValueError(f"ways={list(ways)!r}: expected plain first, for the ratios")
+    console = Console()
+    reports: dict[str, memory.MemoryReport] = {}
+    lines = ["| " + " | ".join(HEADER) + " |", "|" + " --- |" * len(HEADER)]
+    for way in ways:
+        with console.status(f"compiling {way}"):
+            reports[way] = analyze_way(way)
+        lines.append("| " + " | ".join(cells(way, reports[way], reports["plain"])) + " |")
+        console.print(lines[-1], highlight=False)
+    content: dict[str, Any] = describe_environment() | settings
+    content["rows"] = [{"row": way} | settings | r.to_dict() for way, r in reports.items()]
+    write_json(out / "memory.json", content)
+    (out / "memory.md").write_text("\n".join([*lines, "", f"    {content['command']}"]) + "\n")
 
 
 def main(
@@ -95,25 +123,11 @@ def main(
     ] = None,
 ) -> None:
     """Compiles a training step several ways; writes memory.json and memory.md."""
-    ways = way or WAYS
-    if ways[0] != "plain":
-        raise typer.BadParameter(f"way={ways[0]!r}: expected plain first, for the ratios")
-    console = Console()
-    reports: dict[str, memory.MemoryReport] = {}
-    lines = ["| " + " | ".join(HEADER) + " |", "|" + " --- |" * len(HEADER)]
-    for spec in ways:
-        try:
-            with console.status(f"compiling {spec}"):
-                reports[spec] = analyze(spec, model, batch, image, dtype, target)
-        except (ValueError, ImportError) as error:
-            raise typer.BadParameter(str(error)) from error
-        lines.append("| " + " | ".join(cells(spec, reports[spec], reports["plain"])) + " |")
-        console.print(lines[-1], highlight=False)
-    content: dict[str, Any] = describe_environment()
-    content |= {"model": model, "batch": batch, "image": image, "dtype": dtype}
-    rows = [{"row": spec, "batch": batch} | report.to_dict() for spec, report in reports.items()]
-    write_json(out / "memory.json", content | {"rows": rows})
-    (out / "memory.md").write_text("\n".join([*lines, "", f"    {content['command']}"]) + "\n")
+    settings: dict[str, Any] = {"model": model, "batch": batch, "image": image, "dtype": dtype}
+    try:
+        tabulate(way or WAYS, lambda spec: analyze(spec, **settings, target=target), settings, out)
+    except (ValueError, ImportError) as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 if __name__ == "__main__":

@@ -93,6 +93,8 @@ class Quantize(Codec):
     def _decode(self, arrays: tuple[Array, ...], shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         *packed, low, high = arrays
         codes = packing.unpack(tuple(packed), shape, self.bits)
-        weight = codes.astype(jnp.float32) * (1.0 / (2**self.bits - 1))
-        low, high = low.astype(jnp.float32), high.astype(jnp.float32)
-        return (low * (1.0 - weight) + high * weight).astype(dtype)
+        top = 2**self.bits - 1
+        # Two products, neither of them a rounded difference, so that the extremes are exact.
+        of_high = codes.astype(jnp.float32) * (1.0 / top)
+        of_low = (top - codes).astype(jnp.float32) * (1.0 / top)
+        return (low * of_low + high * of_high).astype(dtype)

@@ -15,7 +15,7 @@ Features = Float[Array, "batch _ _ _"]  # height, width, channels: a layer may c
 _INIT = nnx.initializers.variance_scaling(2.0, "fan_out", "normal")
 
 
-class _Layers:
+class Layers:
     """Makes the layers of one network, which share dtype and initial keys."""
 
     def __init__(self, dtype: DTypeLike | None, rngs: nnx.Rngs) -> None:
@@ -24,6 +24,7 @@ class _Layers:
     def conv(
         self, cin: int, cout: int, size: int, stride: int = 1, layer: type[nnx.Conv] = nn.Conv
     ) -> nnx.Conv:
+        """A convolution without bias, padded to keep the size at stride 1."""
         pad = size // 2
         return layer(
             cin,
@@ -38,13 +39,14 @@ class _Layers:
         )
 
     def norm(self, features: int) -> nn.BatchNorm:
+        """A batch norm."""
         return nn.BatchNorm(features, momentum=0.9, dtype=self.dtype, rngs=self.rngs)
 
 
 class Projection(nnx.Module):
     """The shortcut of an ImageNet network where the shape changes: 1x1 convolution and norm."""
 
-    def __init__(self, layers: _Layers, cin: int, cout: int, stride: int) -> None:
+    def __init__(self, layers: Layers, cin: int, cout: int, stride: int) -> None:
         self.conv = layers.conv(cin, cout, 1, stride)
         self.norm = layers.norm(cout)
 
@@ -59,7 +61,7 @@ class PadShortcut(nnx.Module):
     He et al., "Deep residual learning for image recognition" (arXiv:1512.03385), section 4.2, A.
     """
 
-    def __init__(self, layers: _Layers, cin: int, cout: int, stride: int) -> None:
+    def __init__(self, layers: Layers, cin: int, cout: int, stride: int) -> None:
         self.stride, self.new = stride, cout - cin
 
     def __call__(self, x: Features) -> Features:
@@ -77,7 +79,7 @@ class BasicBlock(nnx.Module):
     expansion = 1
 
     def __init__(
-        self, layers: _Layers, cin: int, width: int, stride: int, shortcut: Shortcut
+        self, layers: Layers, cin: int, width: int, stride: int, shortcut: Shortcut
     ) -> None:
         self.conv1, self.norm1 = layers.conv(cin, width, 3, stride), layers.norm(width)
         self.conv2, self.norm2 = layers.conv(width, width, 3), layers.norm(width)
@@ -98,7 +100,7 @@ class Bottleneck(nnx.Module):
     expansion = 4
 
     def __init__(
-        self, layers: _Layers, cin: int, width: int, stride: int, shortcut: Shortcut
+        self, layers: Layers, cin: int, width: int, stride: int, shortcut: Shortcut
     ) -> None:
         cout = self.expansion * width
         self.conv1, self.norm1 = layers.conv(cin, width, 1), layers.norm(width)
@@ -122,7 +124,7 @@ class PreActBottleneck(nnx.Module):
     expansion = 4
 
     def __init__(
-        self, layers: _Layers, cin: int, width: int, stride: int, shortcut: Shortcut
+        self, layers: Layers, cin: int, width: int, stride: int, shortcut: Shortcut
     ) -> None:
         cout = self.expansion * width
         self.norm1, self.conv1 = layers.norm(cin), layers.conv(cin, width, 1)
@@ -164,7 +166,7 @@ class ResNet(nnx.Module):
         dtype: DTypeLike | None = None,
         rngs: nnx.Rngs,
     ) -> None:
-        layers = _Layers(dtype, rngs)
+        layers = Layers(dtype, rngs)
         self.preact = block is PreActBottleneck
         size, stride = (7, 2) if imagenet else (3, 1)
         self.conv = layers.conv(in_channels, width, size, stride, nnx.Conv)
