@@ -11,6 +11,8 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from jaxcomp import compiler_options
+
 State = nnx.State[Any, Any]
 
 
@@ -139,7 +141,7 @@ def make_train_step(
         params = optax.apply_updates(state.params, updates)
         return TrainState(state.step + 1, params, model_state, opt_state), metrics
 
-    return jax.jit(step, donate_argnums=0)
+    return jax.jit(step, donate_argnums=0, compiler_options=compiler_options())
 
 
 def make_eval_step(model: nnx.Module) -> EvalStep:

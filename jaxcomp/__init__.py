@@ -13,6 +13,7 @@ from jaxcomp.codecs import Encoded as Encoded
 from jaxcomp.codecs import Exact as Exact
 from jaxcomp.codecs import Packed as Packed
 from jaxcomp.codecs import Quantize as Quantize
+from jaxcomp.residuals import compiler_options as compiler_options
 from jaxcomp.rules import Plan as Plan
 from jaxcomp.rules import Rule as Rule
 from jaxcomp.rules import Rules as Rules

@@ -93,6 +93,23 @@ def wait_for(residual: C, cotangent: Array) -> tuple[C, Array]:
     return lax.platform_dependent(residual, cotangent, cpu=release, default=_wait)
 
 
+def compiler_options() -> dict[str, str]:
+    """What `jax.jit(step, compiler_options=...)` needs for the barriers to hold on this device.
+
+    XLA for CPU of JAX before 0.12 drops every optimisation barrier before it fuses, those of
+    `jax.checkpoint` too, and then keeps the full arrays; nothing else needs an option.
+
+    Returns:
+        Options of the XLA compiler; none where none are needed.
+
+    Example:
+        >>> step = jax.jit(lambda x: 2 * x, compiler_options=compiler_options())
+    """
+    if jax.default_backend() == "cpu" and jax.__version_info__ < (0, 12):
+        return {"xla_disable_hlo_passes": "cse_barrier_expander"}
+    return {}
+
+
 def _wait(residual: C, cotangent: Array) -> tuple[C, Array]:
     first = [slice(None), *(slice(1) for _ in cotangent.shape[1:])][: cotangent.ndim]
     residual, _ = lax.optimization_barrier((residual, cotangent[tuple(first)]))

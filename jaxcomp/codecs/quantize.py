@@ -80,6 +80,8 @@ class Quantize(Codec):
         axes = self._axes(x.ndim)
         low = jnp.min(x, axes, keepdims=True, initial=jnp.inf)
         high = jnp.max(x, axes, keepdims=True, initial=-jnp.inf)
+        finite = jnp.isfinite(low) & jnp.isfinite(high)
+        low, high = (jnp.where(finite, extreme, jnp.nan) for extreme in (low, high))
         # A 16th, so that the largest range does not overflow nor its reciprocal underflow.
         value, least, most = (a.astype(jnp.float32) / 16 for a in (x, low, high))
         span = most - least
@@ -94,7 +96,9 @@ class Quantize(Codec):
         *packed, low, high = arrays
         codes = packing.unpack(tuple(packed), shape, self.bits)
         top = 2**self.bits - 1
-        # Two products, neither of them a rounded difference, so that the extremes are exact.
-        of_high = codes.astype(jnp.float32) * (1.0 / top)
-        of_low = (top - codes).astype(jnp.float32) * (1.0 / top)
-        return (low * of_low + high * of_high).astype(dtype)
+        weight = codes.astype(jnp.float32) * (1.0 / top)
+        # Two products, for a difference of extremes could overflow; XLA may reorder them, so the
+        # extremes themselves are selected.
+        between = low * (1.0 - weight) + high * weight
+        ends = jnp.where(codes == 0, low, high).astype(jnp.float32)
+        return jnp.where((codes == 0) | (codes == top), ends, between).astype(dtype)

@@ -114,9 +114,9 @@ def batch_norm(
     def backward(
         saved: typing.Any, cotangents: tuple[Array, Array, Array]
     ) -> tuple[Array | None, ...]:
-        *residual, scale, bias, mask = saved
+        code, (mean, var), scale, bias, mask = saved
         dy, dmean, dvar = cotangents
-        (code, (mean, var)), dy = residuals.wait_for(residual, dy)
+        code, dy = residuals.wait_for(code, dy)
         x = jnp.moveaxis(codec.decode(code), -1, feature)
         _, transpose = jax.vjp(normalize, x, mean, var, scale, bias)
         dx, dmean_y, dvar_y, dscale, dbias = transpose(dy)
