@@ -71,7 +71,7 @@ def measure(
     )
     runs = [build(replace(config, way=way), dataset) for way in ways]
     reports = [memory.analyze(run.train_step, run.state, *batch) for run in runs]
-    plain = jax.make_jaxpr(runs[0].train_step)(runs[0].state, *batch)
+    plain = runs[0].train_step.trace(runs[0].state, *batch).jaxpr
     elements = sum(
         math.prod(residual.shape)
         for residual in memory.declared_residuals(plain)

@@ -41,7 +41,7 @@ class Metrics(NamedTuple):
 
 Images = Float[Array | np.ndarray, "batch height width channels"]
 Labels = Int[Array | np.ndarray, " batch"]
-TrainStep = Callable[[TrainState, Images, Labels], tuple[TrainState, Metrics]]
+TrainStep = jax.stages.Wrapped  # of (TrainState, Images, Labels) to (TrainState, Metrics)
 EvalStep = Callable[[TrainState, Images, Labels], Int[Array, ""]]
 LossFunction = Callable[
     [State, State, Images, Labels], tuple[Float[Array, ""], tuple[State, Metrics]]

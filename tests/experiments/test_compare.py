@@ -2,7 +2,6 @@ import dataclasses
 import json
 import math
 
-import jax
 import matplotlib.image
 import pytest
 
@@ -35,7 +34,7 @@ def test_measure(tiny):
 
     batch = next(tiny.batches("train", 16, seed=0, epoch=0, augment=False, drop_remainder=True))
     run = build(CONFIG, tiny)
-    residuals = memory.declared_residuals(jax.make_jaxpr(run.train_step)(run.state, *batch))
+    residuals = memory.declared_residuals(run.train_step.trace(run.state, *batch).jaxpr)
     floats = [r for r in residuals if r.dtype == "float32"]
     elements = sum(math.prod(r.shape) for r in floats)
     masks = sum(r.nbytes for r in residuals) - 4 * elements

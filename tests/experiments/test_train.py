@@ -169,7 +169,7 @@ def test_config_survives_json():
 def test_bfloat16_keeps_state_in_float32(tiny):
     run = build(dataclasses.replace(CONFIG, dtype="bfloat16"), tiny)
     batch = next(tiny.batches("train", 16, seed=0, epoch=0, augment=False, drop_remainder=True))
-    program = str(jax.make_jaxpr(run.train_step)(run.state, *batch))
+    program = str(run.train_step.trace(run.state, *batch).jaxpr)
     assert "bf16[16,8,8,4]" in program
     state, metrics = run.train_step(run.state, *batch)
     dtypes = {leaf.dtype for leaf in jax.tree.leaves(state)}
