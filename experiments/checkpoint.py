@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from experiments.step import TrainState
+from jaxcomp.training import TrainState
 
 
 class Checkpoints:

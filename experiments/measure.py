@@ -11,8 +11,8 @@ import jax.numpy as jnp
 
 from experiments.config import TrainConfig
 from experiments.data import Dataset
+from experiments.devices import shard
 from experiments.run import build
-from experiments.step import shard
 from jaxcomp import memory
 
 

@@ -7,20 +7,21 @@ import numpy as np
 import optax
 from flax import nnx
 
-from experiments import step
 from experiments.config import DTYPES, TrainConfig
 from experiments.data import Dataset
-from experiments.ways import Way
+from experiments.devices import replicate, shard
+from jaxcomp import training
 from jaxcomp.models import resnet
+from jaxcomp.ways import Way
 
 
 class Run(NamedTuple):
     """What a run is made of: its first state and its functions."""
 
-    state: step.TrainState
-    loss_fn: step.LossFunction
-    train_step: step.TrainStep
-    eval_step: step.EvalStep
+    state: training.TrainState
+    loss_fn: training.LossFunction
+    train_step: training.TrainStep
+    eval_step: training.EvalStep
 
 
 def count_epoch_steps(config: TrainConfig, dataset: Dataset) -> int:
@@ -49,14 +50,14 @@ def build(config: TrainConfig, dataset: Dataset) -> Run:
     """
     way = Way.parse(config.way)
     way.check_batch(config.batch, jax.device_count())
-    model = resnet.create(
-        config.model,
-        num_classes=dataset.num_classes,
-        in_channels=dataset.image_shape[-1],
-        rules=way.rules,
-        remat=way.remat,
-        dtype=DTYPES[config.dtype],
-        rngs=nnx.Rngs(config.seed),
+    model = way(
+        resnet.create(
+            config.model,
+            num_classes=dataset.num_classes,
+            in_channels=dataset.image_shape[-1],
+            dtype=DTYPES[config.dtype],
+            rngs=nnx.Rngs(config.seed),
+        )
     )
     epoch_steps = count_epoch_steps(config, dataset)
     schedule = optax.warmup_cosine_decay_schedule(
@@ -65,22 +66,22 @@ def build(config: TrainConfig, dataset: Dataset) -> Run:
         warmup_steps=round(config.warmup_epochs * epoch_steps),
         decay_steps=config.epochs * epoch_steps,
     )
-    optimizer = step.sgd(
+    optimizer = training.sgd(
         schedule,
         momentum=config.momentum,
         nesterov=config.nesterov,
         weight_decay=config.weight_decay,
     )
-    loss_fn = step.make_loss(model, config.label_smoothing)
+    loss_fn = training.make_loss(model, config.label_smoothing)
     return Run(
-        step.replicate(step.init_state(model, optimizer)),
+        replicate(training.init_state(model, optimizer)),
         loss_fn,
-        step.make_train_step(loss_fn, optimizer, way.micro_batches),
-        step.make_eval_step(model),
+        training.make_train_step(loss_fn, optimizer, way.micro_batches),
+        training.make_eval_step(model),
     )
 
 
-def evaluate(run: Run, state: step.TrainState, dataset: Dataset, batch: int) -> float:
+def evaluate(run: Run, state: training.TrainState, dataset: Dataset, batch: int) -> float:
     """The accuracy on the whole test split.
 
     The last batch is filled up with images whose label, -1, no prediction equals.
@@ -92,5 +93,5 @@ def evaluate(run: Run, state: step.TrainState, dataset: Dataset, batch: int) -> 
         missing = batch - len(labels)
         images = np.pad(images, ((0, missing), (0, 0), (0, 0), (0, 0)))
         labels = np.pad(labels, (0, missing), constant_values=-1)
-        correct += int(run.eval_step(state, *step.shard(images, labels)))
+        correct += int(run.eval_step(state, *shard(images, labels)))
     return correct / len(dataset.test)

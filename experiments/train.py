@@ -16,14 +16,15 @@ from typing import Annotated, Literal
 import jax
 import typer
 
-from experiments import step
 from experiments.checkpoint import Checkpoints
 from experiments.config import TrainConfig
 from experiments.data import load
+from experiments.devices import shard
 from experiments.interrupt import deferred_interrupt
 from experiments.monitor import Monitor, open_tensorboard
 from experiments.record import describe_environment, write_json
 from experiments.run import build, count_epoch_steps, evaluate
+from jaxcomp import training
 
 METRICS = "metrics.json"  # in a run's directory once it is finished
 REPORT_STEPS = 10  # steps between two looks at the metrics, which wait for the device
@@ -56,7 +57,7 @@ class TrainResult:
         finished: False where Ctrl-C stopped it.
     """
 
-    state: step.TrainState
+    state: training.TrainState
     history: History
     finished: bool
 
@@ -107,7 +108,7 @@ def train(
 
     epoch_steps = count_epoch_steps(config, dataset)
     started = time.perf_counter() - history.seconds
-    unread: list[step.Metrics] = []
+    unread: list[training.Metrics] = []
 
     with (
         deferred_interrupt() as interrupted,
@@ -139,7 +140,7 @@ def train(
                 start_batch=position,
             )
             for images, labels in islice(batches, epoch_steps - position):
-                state, metrics = run.train_step(state, *step.shard(images, labels))
+                state, metrics = run.train_step(state, *shard(images, labels))
                 taken += 1
                 unread.append(metrics)
                 if len(unread) == REPORT_STEPS:

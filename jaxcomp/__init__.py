@@ -6,6 +6,8 @@ from jaxcomp import nn as nn
 from jaxcomp import ops as ops
 from jaxcomp import policies as policies
 from jaxcomp import recipes as recipes
+from jaxcomp import training as training
+from jaxcomp import ways as ways
 from jaxcomp.codecs import AvgPool as AvgPool
 from jaxcomp.codecs import Cast as Cast
 from jaxcomp.codecs import Codec as Codec

@@ -32,5 +32,12 @@ def save_compressed() -> Policy:
         >>> stored(save_compressed())
         [(16, 1), (16, 8)]
     """
-    names = (codec.stored_name() for codec in Codec.__subclasses__())
+    codecs = _subclasses(Codec)  # type: ignore[type-abstract]
+    named = (codec for codec in codecs if hasattr(codec, "name"))
+    names = {codec.stored_name() for codec in named}
     return jax.checkpoint_policies.save_only_these_names(*names)
+
+
+def _subclasses(kind: type[Codec]) -> set[type[Codec]]:
+    direct: set[type[Codec]] = set(kind.__subclasses__())
+    return direct.union(*map(_subclasses, direct))

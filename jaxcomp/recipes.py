@@ -4,7 +4,7 @@ import dataclasses
 import typing
 
 from jaxcomp.codecs import AvgPool, Cast, Codec, Exact, Packed, Quantize
-from jaxcomp.rules import KINDS, Rule, Rules
+from jaxcomp.rules import Rule, Rules
 
 CODECS: dict[str, type[Codec]] = {c.name: c for c in (Exact, Cast, Quantize, AvgPool)}
 
@@ -19,7 +19,7 @@ def everywhere(codec: Codec) -> Rules:
     """Uses a codec in every operation that can store by it; packs masks and indices.
 
     With `AvgPool` these operations are the convolutions, with `Cast` and `Quantize` the linear
-    layers and batch norms too. `Exact()` gives no rules: the model as it is in Flax.
+    layers and batch norms too. `Exact()` makes the model as it is in Flax.
 
     Args:
         codec: The codec.
@@ -32,9 +32,8 @@ def everywhere(codec: Codec) -> Rules:
         'conv'
     """
     if isinstance(codec, Exact):
-        return ()
-    ops = "|".join(kind for kind, codecs in KINDS.items() if isinstance(codec, codecs))
-    return Rule(codec, op=ops), *PACKED
+        return (Rule(codec, required=False),)
+    return Rule(codec, op="|".join(codec.kinds)), *PACKED
 
 
 def from_spec(spec: str) -> Rules:

@@ -1,34 +1,14 @@
 """Rules from a module's path and kind of operation to the codec of what it stores."""
 
 import dataclasses
+import itertools
 import re
-import typing
+from collections.abc import Sequence
 
 from flax import nnx
 
-from jaxcomp.codecs import AvgPool, Cast, Codec, Exact, Packed, Quantize
-
-KINDS: dict[str, tuple[type[Codec], ...]] = {
-    "conv": (Cast, Quantize, AvgPool),
-    "dot": (Cast, Quantize),
-    "batch_norm": (Cast, Quantize),
-    "relu": (Packed,),
-    "max_pool": (Packed,),
-}
-"""The codecs that each kind of operation can store by, besides `Exact`."""
-
-
-@typing.runtime_checkable
-class Coded(typing.Protocol):
-    """A module whose operation has a coded form, as those of `jaxcomp.nn`.
-
-    Attributes:
-        kind: Its kind of operation, a key of `KINDS`.
-        codec: How it stores what waits for its backward pass; None is as in Flax.
-    """
-
-    kind: str
-    codec: Codec | None
+from jaxcomp.codecs import Codec, Exact
+from jaxcomp.nn.coded import Coded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,15 +16,17 @@ class Rule:
     """Gives a codec to the modules of `jaxcomp.nn` whose path and kind match.
 
     Attributes:
-        codec: How they store what waits for the backward pass; `Exact()` leaves them as in Flax.
+        codec: How they store what waits for the backward pass; `Exact()` makes them as in Flax.
         op: Regular expression for the whole kind: "conv", "dot", "batch_norm", "relu", "max_pool".
         path: Regular expression for the whole path, attributes and indices joined by "/".
         required: Whether it is an error if no module matches.
 
     Raises:
+        TypeError: If `codec` is not a codec.
         ValueError: If `op` or `path` is not a regular expression.
 
     Example:
+        >>> from jaxcomp import Quantize
         >>> Rule(Quantize(bits=2), op="conv|batch_norm", path="blocks/.*").codec.bits
         2
     """
@@ -55,6 +37,8 @@ class Rule:
     required: bool = True
 
     def __post_init__(self) -> None:
+        if not isinstance(self.codec, Codec):
+            raise TypeError(f"codec={self.codec!r}: expected a codec such as Quantize(bits=4)")
         for field in ("op", "path"):
             pattern = getattr(self, field)
             try:
@@ -106,38 +90,42 @@ def apply(model: nnx.Module, rules: Rules) -> Plan:
 
     Args:
         model: Any Flax NNX model; modules of Flax's own stay as they are.
-        rules: The rules, in order of precedence; what none matches stays exact.
+        rules: The rules, in order of precedence; what none matches keeps the codec that it has.
 
     Returns:
-        What was decided for each module.
+        What every module now stores by.
 
     Raises:
-        ValueError: If a rule matches nothing, or gives a codec to a kind of operation that cannot
-            store by it. The model is then unchanged.
+        TypeError: If `rules` is not a sequence of rules.
+        ValueError: If a rule matches nothing, or gives a codec to a module that cannot store by it.
+            The model is then unchanged. A module that is shared has the first of its paths.
 
     Example:
+        >>> from jaxcomp import Quantize
         >>> from jaxcomp.nn import Linear
         >>> model = nnx.Sequential(Linear(4, 4, rngs=nnx.Rngs(0)))
         >>> print(apply(model, (Rule(Quantize(bits=4), op="dot"),)).decisions[0].path)
         layers/0
     """
+    if not isinstance(rules, Sequence) or not all(isinstance(rule, Rule) for rule in rules):
+        raise TypeError(f"rules={rules!r}: expected a tuple of Rule, as a recipe returns")
     coded = [
         ("/".join(map(str, path)), module)
         for path, module in nnx.iter_modules(model)
-        if isinstance(module, Coded) and module.kind in KINDS
+        if isinstance(module, Coded)
     ]
     used = set()
     decisions = []
     for path, module in coded:
-        codec: Codec = Exact()
-        for i, rule in enumerate(rules):
-            if rule.matches(path, module.kind):
-                codec = rule.codec
-                used.add(i)
-                break
-        if not isinstance(codec, (Exact, *KINDS[module.kind])):
-            names = ", ".join(["Exact", *(c.__name__ for c in KINDS[module.kind])])
-            raise ValueError(f"{rule} matches {path} ({module.kind}), which stores by: {names}")
+        codec = module.codec or Exact()
+        matching = (i for i, rule in enumerate(rules) if rule.matches(path, module.kind))
+        for i in itertools.islice(matching, 1):
+            codec = rules[i].codec
+            used.add(i)
+            try:
+                module.check_codec(codec)
+            except ValueError as error:
+                raise ValueError(f"{rules[i]} matches {path}: {error}") from error
         decisions.append(Decision(path, module.kind, codec))
     for i, rule in enumerate(rules):
         if rule.required and i not in used:

@@ -18,11 +18,14 @@ def normal(shape, dtype=jnp.float32, seed=0):
 
 
 def assert_same_bits(actual, expected):
-    """Equal pytrees of equal dtypes, NaN equal to NaN."""
+    """Equal pytrees of equal dtypes, signs of zeros with them; NaN equal to NaN."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert a.dtype == e.dtype
-        np.testing.assert_array_equal(as_float(a), as_float(e))
+        a, e = as_float(a), as_float(e)
+        np.testing.assert_array_equal(a, e)
+        number = ~np.isnan(e)
+        np.testing.assert_array_equal(np.signbit(a)[number], np.signbit(e)[number])
 
 
 def assert_close(actual, expected, rtol=1e-5):

@@ -33,8 +33,9 @@ def test_spec_is_its_codec_in_every_operation_that_can_store_by_it(
     assert _decide(rules, "max_pool") == jc.Packed(bits=4)
 
 
-def test_exact_is_no_rules() -> None:
-    assert recipes.from_spec("exact") == recipes.everywhere(jc.Exact()) == ()
+def test_exact_is_for_everything() -> None:
+    rules = (jc.Rule(jc.Exact(), required=False),)
+    assert recipes.from_spec("exact") == recipes.everywhere(jc.Exact()) == rules
 
 
 @pytest.mark.parametrize(

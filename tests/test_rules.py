@@ -2,6 +2,7 @@ import pytest
 from flax import nnx
 
 import jaxcomp as jc
+from tests.helpers import without_type_checks
 
 
 class Model(nnx.Module):
@@ -91,10 +92,12 @@ def test_rule_that_is_not_required_may_match_nothing() -> None:
 @pytest.mark.parametrize(
     ("codec", "op"),
     [
-        (jc.AvgPool(window=2), "conv|dot"),
+        (jc.AvgPool(window=2), "conv|batch_norm"),
         (jc.AvgPool(window=2), "batch_norm"),
         (jc.Quantize(bits=2), "relu"),
         (jc.Packed(bits=1), "conv"),
+        (jc.Packed(bits=2), "relu"),
+        (jc.Packed(bits=1), "max_pool"),
         (jc.Cast("bfloat16"), "max_pool"),
     ],
 )
@@ -102,7 +105,7 @@ def test_codec_that_does_not_fit_is_an_error_and_changes_nothing(codec: jc.Codec
     model = Model()
     before = nnx.graphdef(model)
     rules = (jc.Rule(TWO, path="blocks/0"), jc.Rule(codec, op=op))
-    with pytest.raises(ValueError, match="which stores by: Exact, ") as error:
+    with pytest.raises(ValueError, match=r"stores for|expected Packed|window of 4") as error:
         jc.apply(model, rules)
     assert repr(rules[-1]) in str(error.value)
     assert nnx.graphdef(model) == before
@@ -117,13 +120,36 @@ def test_exact_leaves_a_layer_as_in_flax() -> None:
     assert {d.codec for d in plan.decisions if d.path == "blocks/0"} == {jc.Exact()}
 
 
-def test_no_rules_undo_all() -> None:
+def test_exact_undoes_all_and_no_rules_nothing() -> None:
     model = Model()
     before = nnx.graphdef(model)
     jc.apply(model, jc.recipes.from_spec("quantize"))
     assert nnx.graphdef(model) != before
-    jc.apply(model, ())
+    coded = nnx.graphdef(model)
+    plan = jc.apply(model, ())
+    assert nnx.graphdef(model) == coded
+    assert {d.kind: d.codec for d in plan.decisions}["conv"] == jc.Quantize()
+    jc.apply(model, jc.recipes.from_spec("exact"))
     assert nnx.graphdef(model) == before
+
+
+def test_rules_must_be_rules() -> None:
+    rule = jc.Rule(TWO, op="dot")
+    for wrong in ("quantize:bits=2", rule, [TWO], (r for r in [rule])):
+        with without_type_checks(), pytest.raises(TypeError, match="expected a tuple of Rule"):
+            jc.apply(Model(), wrong)
+    with without_type_checks(), pytest.raises(TypeError, match="expected a codec such as"):
+        jc.Rule("quantize:bits=2")
+
+
+def test_a_codec_of_ones_own() -> None:
+    class Half(jc.Cast):
+        name = "half"
+
+    model = Model()
+    jc.apply(model, (jc.Rule(Half("float16"), op="conv"),))
+    assert _codecs(model)["conv"] == Half("float16")
+    jc.policies.save_compressed()
 
 
 def test_parameters_and_state_stay() -> None:

@@ -6,20 +6,19 @@ The blocks are the first stage's (56x56x256); the step is forward, backward and 
 gradient reaches the input too.
 """
 
-from pathlib import Path
-from typing import Annotated
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import typer
 from flax import nnx
 
-from experiments.bench.memory import WAYS, tabulate
-from experiments.step import State, split_model
-from experiments.ways import Way
-from jaxcomp import memory
+from experiments.bench.memory import WAYS, Out, Target, Ways, tabulate
 from jaxcomp.models.resnet import Bottleneck, Layers, Projection
-from jaxcomp.rules import apply
+from jaxcomp.training import State, split_model
+from jaxcomp.ways import Way
 
 BLOCKS = 4
 
@@ -31,49 +30,35 @@ class Stage(nnx.Module):
         layers = Layers(jnp.bfloat16, rngs)
         self.blocks = nnx.List(Bottleneck(layers, 256, 64, 1, Projection) for _ in range(BLOCKS))
 
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns the last block's output."""
+        for block in self.blocks:
+            x = block(x)
+        return x
 
-def analyze(way: str, batch: int, target: str | None) -> memory.MemoryReport:
-    """Compiles the stage's step for the target."""
-    parsed = Way.parse(way)
 
-    def create() -> Stage:
-        stage = Stage(nnx.Rngs(0))
-        apply(stage, parsed.rules)
-        return stage
-
-    graphdef, params, statistics = split_model(nnx.eval_shape(create))
+def make_step(transform: Way, batch: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The stage's step and the shapes of its arguments."""
+    stage = transform(nnx.eval_shape(lambda: Stage(nnx.Rngs(0))))
+    graphdef, params, statistics = split_model(stage)
 
     def loss(params: State, statistics: State, x: jax.Array) -> tuple[jax.Array, State]:
         stage = nnx.merge(graphdef, params, statistics, copy=True)
-        for block in stage.blocks:
-            x = nnx.remat(Bottleneck.__call__)(block, x) if parsed.remat else block(x)
-        return jnp.mean(x.astype(jnp.float32) ** 2), split_model(stage)[2]
+        return jnp.mean(stage(x).astype(jnp.float32) ** 2), split_model(stage)[2]
 
+    @partial(jax.jit, donate_argnums=(0, 1))
     def step(params: State, statistics: State, x: jax.Array) -> tuple[State, State, jax.Array]:
         (grads, dx), statistics = jax.grad(loss, (0, 2), has_aux=True)(params, statistics, x)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), statistics, dx
 
-    x = jax.ShapeDtypeStruct((batch, 56, 56, 256), jnp.bfloat16)
-    return memory.analyze(step, params, statistics, x, target=target, donate_argnums=(0, 1))
+    return step, (params, statistics, jax.ShapeDtypeStruct((batch, 56, 56, 256), jnp.bfloat16))
 
 
-def main(
-    out: Annotated[Path, typer.Option(help="Directory of the results.")],
-    way: Annotated[
-        list[str] | None, typer.Option(help="A row; repeat for more, plain first. Default: five.")
-    ] = None,
-    batch: int = 128,
-    target: Annotated[
-        str | None, typer.Option(help="As jaxcomp.memory.targets; default: the attached device.")
-    ] = None,
-) -> None:
+def main(out: Out, way: Ways = None, batch: int = 128, target: Target = None) -> None:
     """Compiles the stage several ways; writes memory.json and memory.md."""
-    ways = way or [spec for spec in WAYS if not spec.startswith("accumulate")]
-    settings = {"model": f"{BLOCKS} bottleneck blocks", "batch": batch, "dtype": "bfloat16"}
-    try:
-        tabulate(ways, lambda spec: analyze(spec, batch, target), settings, out)
-    except (ValueError, ImportError) as error:
-        raise typer.BadParameter(str(error)) from error
+    ways = way or [name for name in WAYS if not name.startswith("accumulate")]
+    model = f"{BLOCKS} bottleneck blocks, 56x56x256, bfloat16"
+    tabulate(make_step, ways, model, batch, target, out)
 
 
 if __name__ == "__main__":

@@ -62,10 +62,13 @@ class Codec(abc.ABC):
 
     Attributes:
         name: The codec's name in specs and in the names of stored arrays.
+        kinds: The kinds of operation of `jaxcomp.nn` that may store by it, for rules: "conv",
+            "dot", "batch_norm", "relu", "max_pool".
         unbiased: Whether the mean of `decode(encode(x, seed))` over seeds is x.
     """
 
     name: typing.ClassVar[str]
+    kinds: typing.ClassVar[tuple[str, ...]] = ("conv", "dot", "batch_norm")
     unbiased: bool
 
     @classmethod
@@ -132,6 +135,7 @@ class Exact(Codec):
     """
 
     name: typing.ClassVar[str] = "exact"
+    kinds = ("conv", "dot", "batch_norm", "relu", "max_pool")
     unbiased = True
 
     def _encode(self, x: Array, seed: Seed) -> tuple[Array, ...]:
@@ -152,7 +156,8 @@ class Cast(Codec):
         dtype: The stored dtype, e.g. "bfloat16", "float16", "float8_e4m3fn".
 
     Raises:
-        TypeError: If `dtype` is not a floating-point dtype.
+        TypeError: If `dtype` is not a floating-point dtype of at most 32 bits, or, when it is used,
+            if it is wider than the array's.
 
     Example:
         >>> Cast("bfloat16").nbytes((2, 3), jnp.float32)
@@ -170,7 +175,15 @@ class Cast(Codec):
             name = None
         if self.dtype is None or name is None or not jnp.issubdtype(name, jnp.floating):
             raise TypeError(f"dtype={self.dtype!r}: expected the name of a floating-point dtype")
+        if jax.dtypes.itemsize_bits(name) > 32:
+            raise TypeError(f"dtype={self.dtype!r}: expected at most 32 bits")
         object.__setattr__(self, "dtype", name)
+
+    def check(self, shape: tuple[int, ...], dtype: DTypeLike) -> None:
+        """Raises an error if an array of this dtype cannot be stored, or would need more bytes."""
+        super().check(shape, dtype)
+        if jax.dtypes.itemsize_bits(self.dtype) > jax.dtypes.itemsize_bits(dtype):
+            raise TypeError(f"{self}: wider than x of dtype {jnp.dtype(dtype).name}")
 
     def _encode(self, x: Array, seed: Seed) -> tuple[Array, ...]:
         return (x.astype(self.dtype),)

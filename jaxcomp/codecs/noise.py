@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt32
 
 from jaxcomp.codecs.codec import Seed
 
@@ -29,8 +29,10 @@ def uniform(x: Float[Array, "*shape"], seed: Seed = None) -> Float[Array, "*shap
     """Draws one number in (0, 1) for each element of an array, without a key or a state.
 
     The number is a hash of the element's own bits, its index in the (global) array and `seed`, so
-    it differs between steps, layers, shards, `vmap` lanes and `scan` iterations because values do,
-    and is the same on any number of devices. It lies on a grid of 2^-16, offset by half a step.
+    it differs between steps, layers, shards, `vmap` lanes and `scan` iterations where values do,
+    and is the same on any number of devices. A value that comes back at the same index with the
+    same seed is rounded the same way: the layers of `jaxcomp.nn` take the `fingerprint` of their
+    parameters for a seed. The number lies on a grid of 2^-16, offset by half a step.
 
     Args:
         x: The values that will be rounded.
@@ -55,3 +57,18 @@ def uniform(x: Float[Array, "*shape"], seed: Seed = None) -> Float[Array, "*shap
     salt = _mix(seed.astype(jnp.uint32) + jnp.uint32(1))
     h = _mix(bits ^ (_index(x.shape) * jnp.uint32(0x9E3779B9) + salt))
     return (h >> 16).astype(jnp.int32).astype(jnp.float32) * 2.0**-16 + 2.0**-17
+
+
+def fingerprint(*arrays: Float[Array, "..."]) -> UInt32[Array, ""]:
+    """A seed for `uniform` that is another whenever a value of the arrays is.
+
+    Example:
+        >>> bool(fingerprint(jnp.zeros(2)) == fingerprint(jnp.array([0.0, 1e-7])))
+        False
+    """
+    seed = jnp.uint32(0)
+    for x in arrays:
+        bits = lax.bitcast_convert_type(lax.stop_gradient(x).astype(jnp.float32), jnp.uint32)
+        words = _mix(bits ^ (_index(x.shape) * jnp.uint32(0x9E3779B9)))
+        seed = _mix(seed ^ lax.reduce(words, jnp.uint32(0), lax.bitwise_xor, range(x.ndim)))
+    return seed

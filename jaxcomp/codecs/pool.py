@@ -40,6 +40,7 @@ class AvgPool(Codec):
 
     window: int = 2
     name: typing.ClassVar[str] = "avg_pool"
+    kinds = ("conv",)
     unbiased = False
 
     def __post_init__(self) -> None:

@@ -19,11 +19,13 @@ class Quantize(Codec):
     """Stores each value as one of 2^bits equidistant levels between its group's extremes.
 
     The extremes are stored as they are, in the array's dtype, so a group's least and greatest value
-    and a constant group come back exactly (a range below 2^-114 comes back as its least value).
-    With stochastic rounding the decoded value is unbiased to 2^-17 of a step and less than one step
-    away; with nearest rounding it is biased and at most half a step away; a step is
-    (max - min) / (2^bits - 1) of the group. This is before the decoded value is rounded to the
-    array's dtype, which adds half a unit in its last place. A group with a NaN or Inf comes back as
+    and a constant group come back exactly (a range below 2^-114 comes back as its least value; the
+    sign of a zero may change; where the device flushes subnormal numbers to zero, so does this).
+    With stochastic rounding the decoded value is unbiased to 2^-17 of a step (2^-14 with 8 bits,
+    where the level itself is rounded) and at most one step away; with nearest rounding it is biased
+    and at most half a step away; a step is (max - min) / (2^bits - 1) of the group. This is before
+    the decoded value is rounded to the array's dtype, which adds half a unit in its last place.
+    A group with a NaN or Inf comes back as
     NaN, other groups are not touched. Groups never cross samples (axis 0), except that an array of
     one axis is one group.
 
@@ -86,9 +88,12 @@ class Quantize(Codec):
         value, least, most = (a.astype(jnp.float32) / 16 for a in (x, low, high))
         span = most - least
         top = 2**self.bits - 1
-        steps = jnp.where(span > top * jnp.finfo(jnp.float32).tiny, top / span, 0.0)
+        spread = span > top * jnp.finfo(jnp.float32).tiny
+        steps = jnp.where(spread, top / jnp.where(spread, span, 1.0), 0.0)
         offset = noise.uniform(x, seed) if self.rounding == "stochastic" else 0.5
-        codes = jnp.floor((value - least) * steps + offset)
+        level = (value - least) * steps
+        lower = jnp.floor(level)
+        codes = lower + (level - lower + offset >= 1)  # a sum of its own: noise keeps its bits
         codes = jnp.clip(codes, 0, top).astype(jnp.int32)
         return *packing.pack(codes, self.bits), low, high
 
@@ -97,8 +102,9 @@ class Quantize(Codec):
         codes = packing.unpack(tuple(packed), shape, self.bits)
         top = 2**self.bits - 1
         weight = codes.astype(jnp.float32) * (1.0 / top)
-        # Two products, for a difference of extremes could overflow; XLA may reorder them, so the
-        # extremes themselves are selected.
-        between = low * (1.0 - weight) + high * weight
-        ends = jnp.where(codes == 0, low, high).astype(jnp.float32)
+        low, high = low.astype(jnp.float32), high.astype(jnp.float32)
+        # Halves, whose difference does not overflow. The extremes themselves are selected: XLA may
+        # reorder the products.
+        between = 2 * (low / 2 + (high / 2 - low / 2) * weight)
+        ends = jnp.where(codes == 0, low, high)
         return jnp.where((codes == 0) | (codes == top), ends, between).astype(dtype)

@@ -87,7 +87,15 @@ def analyze(
     total = figures["total_bytes"]
     if usable is not None and total is not None:
         figures |= {"headroom_bytes": usable - total, "fits": total <= usable}
+    figures["roofline_seconds"] = _roofline(figures["hbm_traffic_bytes"], figures["flops"], where)
     return MemoryReport(**figures)
+
+
+def _roofline(traffic: int | None, flops: int, target: Target) -> float | None:
+    """Seconds of one run at the device's best; None where its rates or the traffic are unknown."""
+    if traffic is None or target.bandwidth is None or target.flops_per_second is None:
+        return None
+    return max(traffic / target.bandwidth, flops / target.devices / target.flops_per_second)
 
 
 def _compiled_figures(compiled: CompiledStep, target: Target) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from .timeline import Buffer, Timeline, format_bytes
+from .live_bytes import Buffer, Timeline, format_bytes
 
 ENCODED_LATE = "encoded late"
 DECODED_EARLY = "decoded early"

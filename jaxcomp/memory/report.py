@@ -5,9 +5,9 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from .timeline import format_bytes
+from .live_bytes import format_bytes
 
-_NOT_GIVEN = "not given by this backend"
+NOT_GIVEN = "not given by this backend"
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,8 @@ class MemoryReport:
         flops: multiplications and additions of one run in products and convolutions, summed
             over devices.
         estimated_cycles: XLA's own estimate for a TPU.
+        roofline_seconds: an estimate of one run, at best: the longer of what the traffic takes at
+            the device's bandwidth and the FLOPs at its bfloat16 rate.
         compile_seconds: wall time of the compilation.
     """
 
@@ -54,6 +56,7 @@ class MemoryReport:
     hbm_traffic_bytes: int | None
     flops: int | None
     estimated_cycles: int | None
+    roofline_seconds: float | None
     compile_seconds: float | None
 
     def to_dict(self) -> dict[str, Any]:
@@ -79,19 +82,25 @@ class MemoryReport:
             ("device memory", _bytes(self.capacity_bytes)),
             ("usable", _bytes(self.usable_bytes)),
             ("headroom", _bytes(self.headroom_bytes)),
-            ("fits", _NOT_GIVEN if self.fits is None else "yes" if self.fits else "no"),
+            ("fits", NOT_GIVEN if self.fits is None else "yes" if self.fits else "no"),
             ("HBM traffic", _bytes(self.hbm_traffic_bytes)),
             ("FLOPs", _number(self.flops)),
             ("estimated cycles", _number(self.estimated_cycles)),
+            ("roofline estimate", format_seconds(self.roofline_seconds)),
             ("compile seconds", _number(self.compile_seconds)),
         ]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
 
+def format_seconds(seconds: float | None) -> str:
+    """Milliseconds, or that there is no figure."""
+    return NOT_GIVEN if seconds is None else f"{1e3 * seconds:.3g} ms"
+
+
 def _bytes(count: int | None) -> str:
-    return _NOT_GIVEN if count is None else format_bytes(count)
+    return NOT_GIVEN if count is None else format_bytes(count)
 
 
 def _number(value: int | float | None) -> str:
-    return _NOT_GIVEN if value is None else f"{value:,.4g}"
+    return NOT_GIVEN if value is None else f"{value:,.4g}"

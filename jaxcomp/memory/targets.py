@@ -25,6 +25,8 @@ class Tpu:
         chip: the topology of one chip.
         memory_bytes: published HBM of one device in bytes.
         usable_gib: HBM that XLA's compiler lets a program use, in GiB, as its error message says.
+        bandwidth: peak HBM bandwidth of one device in bytes per second.
+        tensor_tflops: bfloat16 products of one device, in 10^12 operations per second.
         devices_per_chip: JAX devices on one chip.
         options: further options of the topology.
     """
@@ -33,16 +35,26 @@ class Tpu:
     chip: str
     memory_bytes: int
     usable_gib: float
+    bandwidth: int
+    tensor_tflops: float
     devices_per_chip: int = 1
     options: tuple[tuple[str, str], ...] = ()
 
 
 TPUS = (
-    Tpu("v4", "1x1x1", 32 * 2**30, 30.75, options=(("chip_config_name", "megacore"),)),
-    Tpu("v5e", "1x1", 16 * 2**30, 15.75),
-    Tpu("v5p", "1x1x1", 96 * 2**30, 95.73),
-    Tpu("v6e", "1x1", 32 * 2**30, 31.24),
-    Tpu("tpu7x", "1x1x1", 96 * 2**30, 94.74, devices_per_chip=2),
+    Tpu(
+        "v4",
+        "1x1x1",
+        32 * 2**30,
+        30.75,
+        1228 * 10**9,
+        275.0,
+        options=(("chip_config_name", "megacore"),),
+    ),
+    Tpu("v5e", "1x1", 16 * 2**30, 15.75, 819 * 10**9, 197.0),
+    Tpu("v5p", "1x1x1", 96 * 2**30, 95.73, 2765 * 10**9, 459.0),
+    Tpu("v6e", "1x1", 32 * 2**30, 31.24, 1640 * 10**9, 918.0),
+    Tpu("tpu7x", "1x1x1", 96 * 2**30, 94.74, 3690 * 10**9, 1153.5, devices_per_chip=2),
 )
 
 
@@ -58,6 +70,8 @@ class Target:
         topology_options: what `jax.experimental.topologies.get_topology_desc` needs.
         capacity_bytes: memory of one device in bytes; None where it is not known.
         usable_bytes: what JAX can use of it in bytes; None where it is not known.
+        bandwidth: bytes that one device reads or writes per second at best; None if not known.
+        flops_per_second: bfloat16 operations of one device's products at best; None if not known.
     """
 
     name: str
@@ -67,6 +81,8 @@ class Target:
     topology_options: tuple[tuple[str, str], ...] = ()
     capacity_bytes: int | None = None
     usable_bytes: int | None = None
+    bandwidth: float | None = None
+    flops_per_second: float | None = None
 
 
 def targets() -> list[str]:
@@ -186,6 +202,8 @@ def _gpu(name: str, gpu: Gpu, count: str = "1") -> Target:
         topology_options=tuple(options.items()),
         capacity_bytes=gpu.memory_bytes,
         usable_bytes=int(gpu.memory_bytes * _GPU_FRACTION),
+        bandwidth=gpu.bandwidth,
+        flops_per_second=gpu.tensor_tflops * 1e12,
     )
 
 
@@ -205,6 +223,8 @@ def _tpu(name: str, tpu: Tpu, topology: str | None = None) -> Target:
         topology_options=(("topology_name", f"{tpu.name}:{shape}"), *tpu.options),
         capacity_bytes=tpu.memory_bytes,
         usable_bytes=int(tpu.usable_gib * 2**30),
+        bandwidth=tpu.bandwidth,
+        flops_per_second=tpu.tensor_tflops * 1e12,
     )
 
 

@@ -7,7 +7,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from .timeline import Timeline, format_bytes
+from .live_bytes import Timeline, format_bytes
 
 PHASES = {
     "argument": ("arguments", "#a9b1bd"),

@@ -1,1 +1,4 @@
 """Models whose activations are stored by rules."""
+
+from jaxcomp.models import resnet as resnet
+from jaxcomp.models import steps as steps

@@ -147,9 +147,6 @@ class ResNet(nnx.Module):
     """A residual network.
 
     The stem's convolution is Flax's own: its input is the batch, which the step holds anyway.
-
-    Attributes:
-        plan: What the rules decided, one decision for each layer that has a coded form.
     """
 
     def __init__(
@@ -162,7 +159,6 @@ class ResNet(nnx.Module):
         num_classes: int,
         in_channels: int = 3,
         rules: Rules = (),
-        remat: bool = False,
         dtype: DTypeLike | None = None,
         rngs: nnx.Rngs,
     ) -> None:
@@ -182,8 +178,7 @@ class ResNet(nnx.Module):
         self.norm = layers.norm(cin if self.preact else width)
         self.relu = nn.ReLU()
         self.head = nn.Linear(cin, num_classes, dtype=dtype, rngs=rngs)
-        self.remat = remat
-        self.plan = apply(self, rules)
+        apply(self, rules)
 
     def __call__(self, x: Features) -> Float[Array, "batch classes"]:
         """Returns the logits in float32."""
@@ -193,14 +188,10 @@ class ResNet(nnx.Module):
         if self.pool is not None:
             x = self.pool(x)
         for block in self.blocks:
-            x = nnx.remat(_call)(block, x) if self.remat else block(x)
+            x = block(x)
         if self.preact:
             x = self.relu(self.norm(x))
         return self.head(x.mean((1, 2))).astype(jnp.float32)
-
-
-def _call(block: Callable[[Features], Features], x: Features) -> Features:
-    return block(x)
 
 
 MODELS: dict[str, Callable[..., ResNet]] = {
@@ -228,7 +219,6 @@ def create(
     num_classes: int,
     in_channels: int = 3,
     rules: Rules = (),
-    remat: bool = False,
     dtype: DTypeLike | None = None,
     rngs: nnx.Rngs,
 ) -> ResNet:
@@ -241,7 +231,6 @@ def create(
         num_classes: Number of logits.
         in_channels: Channels of the images.
         rules: How layers store what waits for the backward pass; none: as in Flax.
-        remat: Whether each block is recomputed in the backward pass (`jax.checkpoint`).
         dtype: Dtype of the computation; parameters and statistics are float32.
         rngs: Keys for the parameters.
 
@@ -262,7 +251,6 @@ def create(
         num_classes=num_classes,
         in_channels=in_channels,
         rules=rules,
-        remat=remat,
         dtype=dtype,
         rngs=rngs,
     )

@@ -5,3 +5,4 @@ from jaxcomp.nn.activation import ReLU as ReLU
 from jaxcomp.nn.linear import Conv as Conv
 from jaxcomp.nn.linear import Linear as Linear
 from jaxcomp.nn.norm import BatchNorm as BatchNorm
+from jaxcomp.nn.remat import remat_blocks as remat_blocks

@@ -1,15 +1,18 @@
 """Activation and pooling functions as modules, so that a rule can name them by their path."""
 
+import math
+import typing
 from collections.abc import Sequence
 
 from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxcomp import ops
-from jaxcomp.codecs import Packed
+from jaxcomp.codecs import Codec, Packed
+from jaxcomp.nn.coded import Coded
 
 
-class ReLU(nnx.Module):
+class ReLU(Coded, nnx.Module):
     """`flax.nnx.relu` that keeps a packed mask.
 
     Args:
@@ -24,14 +27,21 @@ class ReLU(nnx.Module):
     kind = "relu"
 
     def __init__(self, codec: Packed | None = None) -> None:
+        self.check_codec(codec)
         self.codec = codec
+
+    def check_codec(self, codec: Codec | None) -> None:
+        """Raises an error unless the codec is a mask's: `Packed(bits=1)`, `Exact()` or None."""
+        super().check_codec(codec)
+        if isinstance(codec, Packed) and codec.bits != 1:
+            raise ValueError(f"codec={codec}: expected Packed(bits=1), since a mask has one bit")
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """Returns max(x, 0)."""
         return nnx.relu(x) if self.codec is None else ops.relu(x)
 
 
-class MaxPool(nnx.Module):
+class MaxPool(Coded, nnx.Module):
     """`flax.nnx.max_pool` that keeps packed indices.
 
     Args:
@@ -58,11 +68,22 @@ class MaxPool(nnx.Module):
         self.window_shape = window_shape
         self.strides = strides
         self.padding = padding
+        self.check_codec(codec)
         self.codec = codec
+
+    def check_codec(self, codec: Codec | None) -> None:
+        """Raises an error unless the codec can hold the index of every value of a window."""
+        super().check_codec(codec)
+        size = math.prod(self.window_shape)
+        if isinstance(codec, Packed) and size > 2**codec.bits:
+            raise ValueError(
+                f"codec={codec}: a window of {size} values needs more bits for its index; put "
+                'Rule(Packed(bits=8), op="max_pool") first, or Exact() over 256 values'
+            )
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """Returns the maxima of the windows of `x`."""
         args = self.window_shape, self.strides, self.padding
         if self.codec is None:
             return nnx.max_pool(x, *args)
-        return ops.max_pool(x, *args, codec=self.codec)
+        return ops.max_pool(x, *args, codec=typing.cast(Packed, self.codec))

@@ -6,10 +6,10 @@ from flax import nnx
 
 from jaxcomp import ops
 from jaxcomp.codecs import Codec
-from jaxcomp.nn.op import CodedOp
+from jaxcomp.nn.coded import Coded, CodedOp
 
 
-class Conv(nnx.Conv):
+class Conv(Coded, nnx.Conv):
     """`flax.nnx.Conv` that keeps its input for the backward pass as `codec` stores it.
 
     Constructor, parameters, state and results are those of `flax.nnx.Conv`.
@@ -40,10 +40,11 @@ class Conv(nnx.Conv):
 
     @codec.setter
     def codec(self, codec: Codec | None) -> None:
+        self.check_codec(codec)
         self.conv_general_dilated = CodedOp(ops.conv_general_dilated, codec)
 
 
-class Linear(nnx.Linear):
+class Linear(Coded, nnx.Linear):
     """`flax.nnx.Linear` that keeps its input for the backward pass as `codec` stores it.
 
     Constructor, parameters, state and results are those of `flax.nnx.Linear`.
@@ -73,4 +74,5 @@ class Linear(nnx.Linear):
 
     @codec.setter
     def codec(self, codec: Codec | None) -> None:
+        self.check_codec(codec)
         self.dot_general = CodedOp(ops.dot_general, codec)

@@ -8,10 +8,11 @@ from flax.nnx.module import first_from
 from jaxtyping import Array, Float
 
 from jaxcomp import ops
-from jaxcomp.codecs import Codec
+from jaxcomp.codecs import Codec, noise
+from jaxcomp.nn.coded import Coded
 
 
-class BatchNorm(nnx.BatchNorm):
+class BatchNorm(Coded, nnx.BatchNorm):
     """`flax.nnx.BatchNorm` that keeps its input for the backward pass as `codec` stores it.
 
     Constructor, parameters, running statistics and results are those of `flax.nnx.BatchNorm`; with
@@ -33,6 +34,7 @@ class BatchNorm(nnx.BatchNorm):
 
     def __init__(self, *args: typing.Any, codec: Codec | None = None, **kwargs: typing.Any) -> None:
         super().__init__(*args, **kwargs)
+        self.check_codec(codec)
         self.codec = codec
 
     def __call__(
@@ -52,6 +54,7 @@ class BatchNorm(nnx.BatchNorm):
             return super().__call__(x, running, mask=mask)
         scale = None if self.scale is None else self.scale[...]
         bias = None if self.bias is None else self.bias[...]
+        seed = noise.fingerprint(*(a for a in (scale, bias) if a is not None))
         variables = x, self.mean[...], self.var[...], scale, bias
         x, _, _, scale, bias = self.promote_dtype(variables, dtype=self.dtype)
         y, mean, var = ops.batch_norm(
@@ -65,6 +68,7 @@ class BatchNorm(nnx.BatchNorm):
             axis_index_groups=self.axis_index_groups,
             mask=mask,
             codec=self.codec,
+            seed=seed,
         )
         for average, value in ((self.mean, mean), (self.var, var)):
             updated = self.momentum * average[...] + (1 - self.momentum) * value

@@ -32,9 +32,12 @@ def batch_norm(
     """Batch normalisation by the batch's own statistics, its input kept as `codec` stores it.
 
     Results are bit-identical to those of `flax.nnx.BatchNorm` in training. Mean and variance are
-    kept exactly; the backward pass is the exact one with these statistics at the decoded `x`, so
-    what it uses twice (the normalised value, in the gradient of `x`) has a bias of the order of the
-    code's variance divided by the number of values per feature. The codec sees the features last.
+    kept exactly; the backward pass is the exact one with these statistics at the decoded `x`. What
+    it uses twice, the normalised value in the gradient of `x`, makes that gradient biased by the
+    code's variance (in units of the batch's) divided by the number of values per feature, relative
+    to the cotangent. Where the gradient is much smaller than the cotangent, as sums over it are,
+    the bias is larger relative to it. The codec sees the features last, and masked-out values too:
+    fill them with something inside the others' range.
 
     Args:
         x: Activations; axis 0 is the batch.
@@ -75,11 +78,14 @@ def batch_norm(
         x = x.astype(jnp.float32)
         if use_fast_variance:
             mean, square = average((x.mean(axes, where=mask), lax.square(x).mean(axes, where=mask)))
-            return mean, jnp.maximum(0.0, square - lax.square(mean))
+            return mean, square - lax.square(mean)
         (mean,) = average((x.mean(axes, where=mask),))
         square = lax.square(x - jnp.expand_dims(mean, axes))
         (var,) = average((square.mean(axes, where=mask),))
         return mean, var
+
+    def clip(var: Array) -> Array:  # E[x^2] - E[x]^2 may come out negative
+        return jnp.maximum(0.0, var) if use_fast_variance else var
 
     def normalize(
         x: Array, mean: Array, var: Array, scale: Array | None, bias: Array | None
@@ -98,7 +104,7 @@ def batch_norm(
         x: Array, scale: Array | None, bias: Array | None, mask: Array | None, seed: Seed
     ) -> tuple[Array, Array, Array]:
         mean, var = statistics(x, mask)
-        return normalize(x, mean, var, scale, bias), mean, var
+        return normalize(x, mean, clip(var), scale, bias), mean, clip(var)
 
     if codec is None:
         return stock(x, scale, bias, mask, seed)
@@ -108,8 +114,9 @@ def batch_norm(
         x: Array, scale: Array | None, bias: Array | None, mask: Array | None, seed: Seed
     ) -> tuple[tuple[Array, Array, Array], typing.Any]:
         x, code = residuals.keep(x, codec.encode(jnp.moveaxis(x, feature, -1), seed), codec)
-        y, mean, var = stock(x, scale, bias, mask, seed)
-        return (y, mean, var), (code, residuals.name((mean, var), codec), scale, bias, mask)
+        mean, var = statistics(x, mask)
+        y = normalize(x, mean, clip(var), scale, bias)
+        return (y, mean, clip(var)), (code, residuals.name((mean, var), codec), scale, bias, mask)
 
     def backward(
         saved: typing.Any, cotangents: tuple[Array, Array, Array]
@@ -118,7 +125,8 @@ def batch_norm(
         dy, dmean, dvar = cotangents
         code, dy = residuals.wait_for(code, dy)
         x = jnp.moveaxis(codec.decode(code), -1, feature)
-        _, transpose = jax.vjp(normalize, x, mean, var, scale, bias)
+        clipped, transpose_clip = jax.vjp(clip, var)
+        _, transpose = jax.vjp(normalize, x, mean, clipped, scale, bias)
         dx, dmean_y, dvar_y, dscale, dbias = transpose(dy)
 
         def centred(x: Array) -> Stats:  # mean and variance, differentiable at fixed statistics
@@ -128,7 +136,7 @@ def batch_norm(
             return mean_x, var_x
 
         _, transpose = jax.vjp(centred, x)
-        (dx_statistics,) = transpose((dmean + dmean_y, dvar + dvar_y))
+        (dx_statistics,) = transpose((dmean + dmean_y, *transpose_clip(dvar + dvar_y)))
         return dx + dx_statistics, dscale, dbias, None, None
 
     op = jax.custom_vjp(stock)

@@ -94,3 +94,25 @@ def test_key_as_seed_is_an_error():
     message = "seed .*expected an integer scalar"
     with without_type_checks(), pytest.raises(TypeError, match=message):
         noise.uniform(jnp.ones(3), jax.random.key(0))
+
+
+def test_numbers_lie_on_their_grid():
+    numbers = np.asarray(noise.uniform(normal((64, 1024))), np.float64)
+    index = numbers * 2**16 - 0.5
+    np.testing.assert_array_equal(index, np.round(index))
+    assert 0 <= index.min() < 8
+    assert 2**16 - 9 < index.max() < 2**16
+
+
+def test_fingerprint_changes_with_any_value_and_its_place():
+    x = normal((5, 7))
+    prints = {int(noise.fingerprint(x, x)), int(noise.fingerprint(x)), int(noise.fingerprint())}
+    for i, j in np.ndindex(5, 7):
+        prints.add(int(noise.fingerprint(x.at[i, j].set(jnp.nextafter(x[i, j], 10.0)))))
+    prints.add(int(noise.fingerprint(x[::-1])))
+    assert len(prints) == 3 + 35 + 1
+
+
+def test_fingerprint_has_no_gradient():
+    gradient = jax.grad(lambda x: x.sum() + noise.fingerprint(x).astype(jnp.float32) * 0)
+    assert gradient(jnp.ones(3)).tolist() == [1, 1, 1]

@@ -4,6 +4,7 @@ import math
 
 import matplotlib.image
 import pytest
+from typer.testing import CliRunner
 
 from experiments import compare as module
 from experiments.compare import HEADER, Row, compare, mebibytes, report
@@ -84,6 +85,17 @@ def test_compare_stops_with_an_interrupted_run(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "train", interrupted)
     assert compare(CONFIG, ["plain", "remat"], [0], tmp_path) is None
     assert calls == ["plain"]
+
+
+@pytest.mark.parametrize("name", ["file", "file/results"])
+def test_out_that_cannot_be_made_is_refused_before_the_work(tmp_path, monkeypatch, name):
+    (tmp_path / "file").write_text("a file")
+    monkeypatch.setattr(module, "compare", None)
+    app = module.typer.Typer(rich_markup_mode=None)
+    app.command()(module.main)
+    result = CliRunner().invoke(app, ["--out", str(tmp_path / name)])
+    assert result.exit_code == 2
+    assert f"out='{tmp_path / name}': expected a folder" in result.output
 
 
 def test_report(tmp_path, capsys):

@@ -21,6 +21,14 @@ def test_demo(tiny, tmp_path, monkeypatch, capsys):
     assert jax.config.jax_compilation_cache_dir is None
 
 
+def test_demo_refuses_a_file_before_the_work(tmp_path, monkeypatch):
+    out = tmp_path / "file"
+    out.write_text("a file")
+    monkeypatch.setattr(demo, "compare", None)
+    with pytest.raises(demo.typer.BadParameter, match=r"out='.*file': expected a folder"):
+        demo.main(out)
+
+
 def test_demo_reports_nothing_when_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr(demo, "compare", lambda *arguments, **options: None)
     with pytest.raises(demo.typer.Exit):

@@ -86,15 +86,32 @@ def test_failed_write_keeps_the_old_file(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--train", 45), "size=45: expected a positive multiple of 10"),
-        (("--train", 0), "size=0: expected a positive multiple of 10"),
-        (("--test", 40), "size=40: expected at most 30"),
+        (("--train", 45), "train=45: expected a positive multiple of 10"),
+        (("--train", 0), "train=0: expected a positive multiple of 10"),
+        (("--test", 40), "test=40: expected at most 30"),
     ],
 )
 def test_bad_size(monkeypatch, source, tmp_path, arguments, message):
     output = tmp_path / "subset.npz"
     assert message in embed(monkeypatch, source, output, *arguments)
     assert not output.exists()
+
+
+def test_negative_seed_names_the_option(monkeypatch, source, tmp_path, capsys):
+    assert embed(monkeypatch, source, tmp_path / "subset.npz", "--seed", -1) == 2
+    assert "'--seed'" in capsys.readouterr().err
+
+
+def test_missing_output_folder(monkeypatch, source, tmp_path):
+    output = tmp_path / "nowhere" / "subset.npz"
+    message = embed(monkeypatch, source, output)
+    assert "expected a file in a folder that is there" in message
+    assert message.endswith(f"got the folder {output.parent}")
+
+
+def test_help_names_the_extra(monkeypatch, capsys):
+    assert run(monkeypatch, "--help") == 0
+    assert "jaxcomp[train]" in capsys.readouterr().out
 
 
 def test_missing_source(monkeypatch, tmp_path):
@@ -118,13 +135,14 @@ def test_plain_idx_file_is_read_too(source, name):
         (gzip.compress(b""), "expected an IDX file of unsigned bytes"),
         (gzip.compress(b"\0\0\x08\x01\0\0\0\x05abcd"), "expected 5 values, got 4"),
         (gzip.compress(b"\0\0\x08\x01\0\0\0\x04abcd")[:-9], "expected a complete gzip file"),
-        (b"plain", "Not a gzipped file"),
+        (b"plain", "expected a complete gzip file: Not a gzipped file"),
+        (gzip.compress(b"")[:10] + b"\xff" * 9, "expected a complete gzip file: Error -3"),
     ],
-    ids=["not-idx", "empty", "too-few-values", "cut-short", "not-gzip"],
+    ids=["not-idx", "empty", "too-few-values", "cut-short", "not-gzip", "not-deflate"],
 )
 def test_damaged_idx_file(tmp_path, content, message):
     (tmp_path / "file.gz").write_bytes(content)
-    with pytest.raises((ValueError, OSError), match=message):
+    with pytest.raises(ValueError, match=f"{tmp_path / 'file'}.*: {message}"):
         prepare_data.read_idx(tmp_path / "file")
 
 

@@ -17,9 +17,11 @@ from experiments import train as module
 from experiments.checkpoint import Checkpoints
 from experiments.config import TrainConfig
 from experiments.data import InMemory
+from experiments.devices import shard
 from experiments.monitor import Monitor
-from experiments.run import build, evaluate
+from experiments.run import build, evaluate, learning_rate
 from experiments.train import train
+from jaxcomp import training
 
 from .conftest import make_dataset
 
@@ -98,6 +100,13 @@ def test_checkpoints_every_so_many_steps(tiny, tmp_path, monkeypatch):
     assert saved == [3, 4, 6, 8]
 
 
+def test_last_checkpoint_has_every_test_accuracy(tiny, tmp_path):
+    result = train(CONFIG, tmp_path, checkpoint_steps=2)  # half an epoch
+    history = Checkpoints(tmp_path / "checkpoints").load_record()["history"]
+    assert history["test_accuracy"] == result.history.test_accuracy
+    assert len(history["loss"]) == 8
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -107,12 +116,22 @@ def test_checkpoints_every_so_many_steps(tiny, tmp_path, monkeypatch):
         ({"way": "quantise"}, "way='quantise': expected plain"),
         ({"way": "accumulate:4"}, "batch=16: expected a multiple of 32"),
         ({"model": "resnet21"}, "name='resnet21': expected one of"),
+        ({"way": "avg_pool:window=8"}, r"window=8 .* the map of shape \(16, 4, 4, 8\)"),
     ],
 )
 def test_wrong_config_writes_nothing(tiny, tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
-        train(dataclasses.replace(CONFIG, **changes), tmp_path / "run")
+        train(dataclasses.replace(CONFIG, **changes), tmp_path / "run", tensorboard=True)
     assert files(tmp_path) == []
+
+
+def test_out_that_is_a_file_is_refused_before_training(tiny, tmp_path, monkeypatch):
+    out = tmp_path / "run"
+    out.write_text("a file")
+    monkeypatch.setattr(module, "Monitor", None)  # what the training starts with
+    with pytest.raises(OSError, match=r"out='.*run': expected a folder"):
+        train(CONFIG, out)
+    assert out.read_text() == "a file"
 
 
 def test_resume_needs_a_checkpoint(tiny, tmp_path):
@@ -177,12 +196,51 @@ def test_bfloat16_keeps_state_in_float32(tiny):
     assert jnp.isfinite(metrics.loss)
 
 
-def test_evaluation_counts_every_example_once(tiny):
+@pytest.mark.parametrize("way", ["plain", "accumulate:2"])
+def test_step_is_traced_once(tiny, monkeypatch, way):
+    traced = []
+    make_loss = training.make_loss
+
+    def recording_make_loss(*arguments):
+        loss_fn = make_loss(*arguments)
+
+        def recording_loss(*batch):
+            traced.append(batch)
+            return loss_fn(*batch)
+
+        return recording_loss
+
+    monkeypatch.setattr(training, "make_loss", recording_make_loss)
+    run = build(dataclasses.replace(CONFIG, way=way), tiny)
+    before = len(traced)
+    assert before > 0
+    batch = next(tiny.batches("train", 16, seed=0, epoch=0, augment=False, drop_remainder=True))
+    run.train_step(run.state, *shard(*batch))
+    assert len(traced) == before
+
+
+@pytest.mark.parametrize(
+    ("warmup_epochs", "expected"),
+    [
+        (0.5, {0: 0, 1: 0.025, 2: 0.05, 7: 0.025, 12: 0}),
+        (0, {0: 0.05, 6: 0.025, 12: 0}),
+        (2.9, {0: 0, 11: 0.05, 12: 0}),  # rounded, the warm-up would leave the cosine no step
+    ],
+)
+def test_learning_rate(warmup_epochs, expected):
+    config = dataclasses.replace(CONFIG, epochs=3, warmup_epochs=warmup_epochs)
+    schedule = learning_rate(config, epoch_steps=4)
+    rates = [schedule(step) for step in expected]
+    np.testing.assert_allclose(rates, list(expected.values()), atol=1e-8)
+
+
+@pytest.mark.parametrize("batch", [16, 24])  # the test split has 21
+def test_evaluation_counts_every_example_once(tiny, batch):
     run = build(CONFIG, tiny)
     whole = next(tiny.batches("test", 21, seed=0, epoch=0, augment=False, drop_remainder=False))
     expected = int(run.eval_step(run.state, whole.images, whole.labels)) / 21
     assert 0 < expected < 1
-    assert evaluate(run, run.state, tiny, batch=16) == expected
+    assert evaluate(run, run.state, tiny, batch) == expected
 
 
 def test_monitor_writes_scalars_at_their_steps():

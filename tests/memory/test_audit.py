@@ -15,8 +15,8 @@ from jaxcomp.memory.audit import (
     audit,
 )
 from jaxcomp.memory.compiling import compile_step
+from jaxcomp.memory.live_bytes import Buffer, Origin, Timeline, read_timeline, timeline
 from jaxcomp.memory.targets import resolve
-from jaxcomp.memory.timeline import Buffer, Origin, Timeline, read_timeline, timeline
 from jaxcomp.memory.tracing import trace
 
 LAYERS, X = 12, jnp.ones((4096, 64))
@@ -64,7 +64,7 @@ def loss(weights, x, op=product):
 
 
 def for_cpu(loss):
-    return timeline(jax.jit(jax.value_and_grad(loss)).lower(WEIGHTS, X))
+    return timeline(jax.jit(jax.value_and_grad(loss)), WEIGHTS, X)
 
 
 def test_a_code_without_barriers_keeps_full_tensors_and_the_audit_says_why():

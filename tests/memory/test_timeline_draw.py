@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxcomp.memory.timeline import timeline
+from jaxcomp.memory.live_bytes import timeline
 from jaxcomp.memory.timeline_draw import bytes_by_phase, draw_html, draw_png
 
 
@@ -17,7 +17,7 @@ def timelines():
     def step(x):
         return jax.value_and_grad(lambda x: jnp.sum(jnp.sort(x) ** 2))(x)
 
-    small, large = (timeline(jax.jit(step).lower(jnp.ones((n, 64)))) for n in (64, 256))
+    small, large = (timeline(jax.jit(step), jnp.ones((n, 64))) for n in (64, 256))
     return {"plain": large, "half</script>": small}
 
 

@@ -1,3 +1,4 @@
+import functools
 import typing
 
 import jax
@@ -7,6 +8,7 @@ import pytest
 from flax import nnx
 
 import jaxcomp as jc
+from tests.helpers import without_type_checks
 
 # Ties, zeros of both signs and non-finite values are where masks and indices could go wrong.
 VALUES = np.random.default_rng(0).integers(-2, 3, (2, 7, 8, 3)).astype(np.float32)
@@ -73,7 +75,29 @@ def test_what_is_kept() -> None:
 
 
 def test_codec_is_static() -> None:
-    for layer in (jc.nn.ReLU, lambda codec: jc.nn.MaxPool((2, 2), codec=codec)):
+    pool = functools.partial(jc.nn.MaxPool, (2, 1))
+    for layer in (jc.nn.ReLU, pool):
         a, b, c = (nnx.graphdef(layer(codec=k)) for k in (jc.Packed(), jc.Packed(), None))
         assert a == b != c
         assert hash(a) == hash(b)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: jc.nn.ReLU(codec=jc.Packed(bits=2)), "expected Packed\\(bits=1\\)"),
+        (lambda: jc.nn.ReLU(codec=jc.Quantize()), "not relu"),
+        (lambda: jc.nn.MaxPool((5, 5), codec=jc.Packed(bits=4)), "window of 25 values needs more"),
+        (lambda: jc.nn.Linear(2, 2, codec=jc.AvgPool(2), rngs=nnx.Rngs(0)), "not dot"),
+    ],
+)
+def test_codecs_that_do_not_fit(make, message):
+    with without_type_checks(), pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize("codec", ["quantize:bits=2", jc.Quantize])
+def test_what_is_no_codec(codec):
+    for layer in (jc.nn.ReLU, functools.partial(jc.nn.Linear, 2, 2, rngs=nnx.Rngs(0))):
+        with without_type_checks(), pytest.raises(TypeError, match="expected a codec such as"):
+            layer(codec=codec)

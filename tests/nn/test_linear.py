@@ -325,3 +325,25 @@ def _injected(inject: bool, kind: str, dot: typing.Any, conv: typing.Any) -> dic
     if not inject:
         return {}
     return {"conv_general_dilated": conv} if kind.endswith("Conv") else {"dot_general": dot}
+
+
+@pytest.mark.parametrize("kind", ["conv", "dot", "batch_norm"])
+def test_noise_is_drawn_anew_when_parameters_change(kind: str) -> None:
+    """The same input at every step, as a first layer may have: errors must not add up."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 6, 3)), jnp.float32)
+    rngs, codec = nnx.Rngs(0), jc.Quantize(bits=2)
+    layer = {
+        "conv": lambda: jc.nn.Conv(3, 4, (3,), codec=codec, rngs=rngs),
+        "dot": lambda: jc.nn.Linear(3, 4, codec=codec, rngs=rngs),
+        "batch_norm": lambda: jc.nn.BatchNorm(3, codec=codec, rngs=rngs),
+    }[kind]()
+    weight = layer.scale if kind == "batch_norm" else layer.kernel
+
+    def gradient() -> jax.Array:
+        grads = nnx.grad(lambda layer, x: jnp.sin(3 * layer(x)).sum())(layer, x)
+        return grads["scale" if kind == "batch_norm" else "kernel"][...]
+
+    first, again = gradient(), gradient()
+    np.testing.assert_array_equal(first, again)
+    weight[...] = weight[...] + 1e-6
+    assert np.abs(gradient() - first).max() > 1e-3 * np.abs(first).max()

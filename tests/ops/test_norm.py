@@ -139,6 +139,22 @@ def test_exact_codec_gives_the_gradient_of_flax(case):
     assert_close(gradient(batch_norm, codec=Exact(), **kwargs), gradient(flax_batch_norm, **kwargs))
 
 
+def test_gradient_where_the_fast_variance_is_clipped():
+    """A mean so large beside the deviation that E[x^2] - E[x]^2 is rounding: often 0 or less."""
+    x = 1e4 + normal((448, 64))
+    dy = normal(x.shape, seed=1)
+
+    def gradient(codec):
+        def loss(x):
+            return (batch_norm(x, None, None, codec=codec)[0] * dy).sum()
+
+        return jax.jit(jax.grad(loss))(x)
+
+    clipped = np.asarray(batch_norm(x, None, None, codec=None)[2]) == 0
+    assert 10 < clipped.sum() < 60
+    assert_close(gradient(codec=Exact()), gradient(codec=None), 1e-4)
+
+
 def test_no_codec_leaves_differentiation_to_jax():
     (x, scale, bias, _), _ = arguments(jnp.float32)
 

@@ -2,23 +2,25 @@
 
 import tempfile
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-
-import jax
+from typing import Any
 
 from .buffer_assignment import (
-    dump_options,
     no_compilation_cache,
     one_file,
     read_places,
     read_ranges,
     read_values,
 )
+from .compiling import compile_step
 from .hlo import Instruction, Module, parse
 from .origin import Origin, Origins
 from .passes import backward_start, phase
+from .targets import resolve
+from .tracing import trace
 
 _UNKNOWN = Origin(scope="", operation="made by XLA", phase="other", source="")
 
@@ -119,27 +121,42 @@ class Timeline:
         return self.table()
 
 
-def timeline(lowered: jax.stages.Lowered) -> Timeline:
-    """Compiles a lowered function and reads which buffers are alive when.
+def timeline(
+    fn: Callable[..., Any],
+    *args: Any,
+    target: str | None = None,
+    donate_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+    xla_remat: bool = True,
+) -> Timeline:
+    """Compiles a function for a device, here or not, and reads which buffers are alive when.
 
     Args:
-        lowered: `jax.jit(fn).lower(*args)`, for an attached device or for a described one.
+        fn: any function of arrays, and all else, as `analyze` takes it.
+        *args: its arguments.
+        target: what to compile for; the attached device by default.
+        donate_argnums: which arguments the program may overwrite.
+        static_argnums: which arguments are compile-time constants.
+        xla_remat: whether XLA may recompute values on its own where memory is short.
 
     Returns:
         The timeline of one device's program.
 
     Raises:
         RuntimeError: if this backend writes no buffer assignment.
+        ValueError, ImportError, CompileError: as `analyze`; a TPU's compiler that refuses a
+            program for lack of memory too.
 
     Example:
-        >>> import jax.numpy as jnp
-        >>> lowered = jax.jit(lambda x: jnp.sum(jnp.sort(x) * x)).lower(jnp.ones((1024,)))
-        >>> timeline(lowered).peak_bytes >= 2 * 4096
+        >>> import jax, jax.numpy as jnp
+        >>> x = jax.ShapeDtypeStruct((1024,), jnp.float32)
+        >>> timeline(lambda x: jnp.sum(jnp.sort(x) * x), x, target="cpu").peak_bytes >= 2 * 4096
         True
     """
+    step = trace(fn, *args, donate_argnums=donate_argnums, static_argnums=static_argnums)
     with no_compilation_cache(), tempfile.TemporaryDirectory() as directory:
-        compiled = lowered.compile(compiler_options=dump_options(directory))
-        return read_timeline(directory, compiled.as_text() or "")
+        compiled = compile_step(step, resolve(target), xla_remat=xla_remat, dump_dir=directory)
+        return read_timeline(directory, compiled.hlo_text)
 
 
 def read_timeline(directory: str | Path, hlo_text: str) -> Timeline:

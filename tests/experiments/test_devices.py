@@ -5,7 +5,8 @@ import optax
 import pytest
 from flax import nnx
 
-from experiments import step
+from experiments import devices
+from jaxcomp import training
 from jaxcomp.models import resnet
 
 
@@ -23,7 +24,7 @@ def batch(tiny):
 
 
 def optimizer():
-    return step.sgd(lambda count: 0.1, momentum=0.9, nesterov=False, weight_decay=1e-2)
+    return training.sgd(lambda count: 0.1, momentum=0.9, nesterov=False, weight_decay=1e-2)
 
 
 def assert_close(trees, expected, **tolerance):
@@ -32,8 +33,8 @@ def assert_close(trees, expected, **tolerance):
 
 
 def test_loss_smooths_labels(model, batch):
-    state = step.init_state(model, optimizer())
-    loss_fn = jax.jit(step.make_loss(model, label_smoothing=0.2))
+    state = training.init_state(model, optimizer())
+    loss_fn = jax.jit(training.make_loss(model, label_smoothing=0.2))
     loss, (_, metrics) = loss_fn(state.params, state.model_state, *batch)
     model.train()
     logits = np.asarray(model(batch.images), np.float64)
@@ -44,7 +45,7 @@ def test_loss_smooths_labels(model, batch):
 
 
 def test_weight_decay_is_for_kernels_only(model):
-    state = step.init_state(model, optimizer())
+    state = training.init_state(model, optimizer())
     zeros = jax.tree.map(jnp.zeros_like, state.params)
     updates, _ = optimizer().update(zeros, state.opt_state, state.params)
     pairs = list(zip(*map(jax.tree.leaves, (updates, state.params)), strict=True))
@@ -55,16 +56,16 @@ def test_weight_decay_is_for_kernels_only(model):
 
 
 def test_step_donates_its_state_and_counts(model, batch):
-    state = step.init_state(model, optimizer())
-    train_step = step.make_train_step(step.make_loss(model, 0.0), optimizer(), 1)
+    state = training.init_state(model, optimizer())
+    train_step = training.make_train_step(training.make_loss(model, 0.0), optimizer(), 1)
     new, _ = train_step(state, *batch)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state))
     assert new.step == 1
 
 
 def test_accumulation_averages_gradients_and_updates_statistics_in_turn(model, batch):
-    loss_fn = step.make_loss(model, 0.0)
-    state = step.init_state(model, optimizer())
+    loss_fn = training.make_loss(model, 0.0)
+    state = training.init_state(model, optimizer())
     gradient = jax.jit(jax.grad(loss_fn, has_aux=True))
     total, losses, model_state = None, [], state.model_state
     for i in range(2):
@@ -76,7 +77,7 @@ def test_accumulation_averages_gradients_and_updates_statistics_in_turn(model, b
     updates, _ = optimizer().update(mean, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
 
-    new, metrics = step.make_train_step(loss_fn, optimizer(), 2)(state, *batch)
+    new, metrics = training.make_train_step(loss_fn, optimizer(), 2)(state, *batch)
     assert_close(new.params, params, rtol=1e-4, atol=1e-5)
     assert_close(new.model_state, model_state, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(metrics.loss, np.mean(losses), rtol=1e-5)
@@ -85,11 +86,13 @@ def test_accumulation_averages_gradients_and_updates_statistics_in_turn(model, b
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_eight_devices_equal_one(model, batch, micro_batches):
     assert jax.device_count() == 8
-    train_step = step.make_train_step(step.make_loss(model, 0.0), optimizer(), micro_batches)
-    state = step.init_state(model, optimizer())
-    replicated = step.replicate(jax.tree.map(jnp.copy, state))
+    train_step = training.make_train_step(
+        training.make_loss(model, 0.0), optimizer(), micro_batches
+    )
+    state = training.init_state(model, optimizer())
+    replicated = devices.replicate(jax.tree.map(jnp.copy, state))
     one, metrics_one = train_step(state, *batch)
-    sharded = step.shard(*batch)
+    sharded = devices.shard(*batch)
     assert len(sharded[0].sharding.device_set) == 8
     eight, metrics_eight = train_step(replicated, *sharded)
     assert_close(eight, one, rtol=1e-4, atol=1e-5)

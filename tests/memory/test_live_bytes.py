@@ -11,8 +11,8 @@ from jax import lax
 
 from jaxcomp.memory.buffer_assignment import dump_options, no_compilation_cache
 from jaxcomp.memory.compiling import compile_step
+from jaxcomp.memory.live_bytes import format_bytes, read_timeline, timeline
 from jaxcomp.memory.targets import resolve
-from jaxcomp.memory.timeline import format_bytes, read_timeline, timeline
 from jaxcomp.memory.tracing import trace
 
 WEIGHTS, X = jnp.ones((3, 64, 64)), jnp.ones((512, 64))
@@ -35,7 +35,7 @@ def scanned(weights, x):
 
 @functools.cache
 def of_step():
-    return timeline(jax.jit(jax.value_and_grad(loss)).lower(WEIGHTS, X))
+    return timeline(jax.jit(jax.value_and_grad(loss)), WEIGHTS, X)
 
 
 def test_every_value_that_xla_lists_at_its_peak_is_read(tmp_path):
@@ -61,7 +61,7 @@ def test_bytes_shared_in_place_count_once():
     def grow(x):
         return lax.fori_loop(0, 4, lambda k, x: x.at[k].set(k * 1.0), x)
 
-    t = timeline(jax.jit(grow, donate_argnums=0).lower(jnp.ones((1024, 256))))
+    t = timeline(jax.jit(grow, donate_argnums=0), jnp.ones((1024, 256)))
     assert t.peak_bytes < 1.5 * 1024 * 256 * 4
 
 
@@ -85,7 +85,7 @@ def test_the_backward_pass_starts_between_the_passes():
     before, after = t.phases[: t.backward_start], t.phases[t.backward_start :]
     assert before.count("forward") > 3 * before.count("backward")
     assert after.count("backward") > 3 * after.count("forward")
-    assert timeline(jax.jit(loss).lower(WEIGHTS, X)).backward_start is None
+    assert timeline(jax.jit(loss), WEIGHTS, X).backward_start is None
 
 
 def test_readers_of_a_value_come_while_it_is_alive():
@@ -95,7 +95,7 @@ def test_readers_of_a_value_come_while_it_is_alive():
 
 
 def test_residuals_stacked_by_a_scan_are_named_by_the_scope_inside():
-    t = timeline(jax.jit(jax.value_and_grad(scanned)).lower(WEIGHTS, X))
+    t = timeline(jax.jit(jax.value_and_grad(scanned)), WEIGHTS, X)
     stacks = [b for b in t.alive(t.peak_point) if b.shape == "f32[3,512,64]"]
     assert stacks
     assert {b.origin.scope for b in stacks} == {"cell"}
@@ -106,7 +106,7 @@ def test_recomputed_values_are_told_from_backward_ones():
     def rematted(weights, x):
         return loss(weights, jax.checkpoint(lambda x: jnp.sort(jnp.sort(x, axis=0)))(x))
 
-    t = timeline(jax.jit(jax.grad(rematted, argnums=1)).lower(WEIGHTS, X))
+    t = timeline(jax.jit(jax.grad(rematted, argnums=1)), WEIGHTS, X)
     assert "recomputed" in t.phases or "recomputed" in {b.origin.phase for b in t.buffers}
 
 
@@ -125,7 +125,7 @@ def test_without_scopes_the_nearest_weight_names_the_layer():
     def step(state):
         return jax.value_and_grad(lambda s: jnp.mean(nnx.merge(graph, s)(X) ** 2))(state)
 
-    t = timeline(jax.jit(step).lower(state))
+    t = timeline(jax.jit(step), state)
     scopes = {b.origin.scope for b in t.buffers if b.bytes >= X.nbytes}
     assert {"first", "second"} <= scopes
     with open(__file__) as file:
@@ -140,9 +140,9 @@ def test_a_program_in_the_compilation_cache_is_compiled_again(tmp_path):
     jax.config.update("jax_compilation_cache_dir", str(tmp_path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     try:
-        lowered = jax.jit(lambda x: jnp.sort(x) + 3).lower(X)
-        lowered.compile()
-        assert timeline(lowered).peak_bytes >= 2 * X.nbytes
+        jitted = jax.jit(lambda x: jnp.sort(x) + 3)
+        jitted.lower(X).compile()
+        assert timeline(jitted, X).peak_bytes >= 2 * X.nbytes
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 1.0)

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from jaxcomp import compiler_options
+from jaxcomp.residuals import compiler_options
 
 State = nnx.State[Any, Any]
 
@@ -154,18 +153,3 @@ def make_eval_step(model: nnx.Module) -> EvalStep:
         return (network(images).argmax(-1) == labels).sum()
 
     return jax.jit(step)
-
-
-def _sharding(*axes: str) -> NamedSharding:
-    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
-    return NamedSharding(mesh, PartitionSpec(*axes))
-
-
-def replicate(state: TrainState) -> TrainState:
-    """Puts a copy of the state on every device there is."""
-    return jax.device_put(state, _sharding())
-
-
-def shard(images: np.ndarray, labels: np.ndarray) -> tuple[Array, Array]:
-    """Splits a batch over the devices there are."""
-    return jax.device_put((images, labels), _sharding("data"))

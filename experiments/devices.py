@@ -1,0 +1,23 @@
+"""Data parallelism: a copy of the state on every device, a part of the batch on each."""
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from jaxcomp.training import TrainState
+
+
+def _sharding(*axes: str) -> NamedSharding:
+    mesh = jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+    return NamedSharding(mesh, PartitionSpec(*axes))
+
+
+def replicate(state: TrainState) -> TrainState:
+    """Puts a copy of the state on every device there is."""
+    return jax.device_put(state, _sharding())
+
+
+def shard(images: np.ndarray, labels: np.ndarray) -> tuple[Array, Array]:
+    """Splits a batch over the devices there are."""
+    return jax.device_put((images, labels), _sharding("data"))

@@ -1,0 +1,240 @@
+"""`compare`: one training step made several ways, in one table."""
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from jaxcomp.ways import Way
+
+from .analyze import analyze
+from .batch import max_batch
+from .compiling import CompileError
+from .live_bytes import format_bytes
+from .report import NOT_GIVEN, MemoryReport, format_seconds
+
+MakeStep = Callable[[Way, int], tuple[Callable[..., Any], tuple[Any, ...]]]
+HEADER = (
+    "row",
+    "declared",
+    "temp",
+    "peak",
+    "total",
+    "total / plain",
+    "HBM traffic",
+    "traffic / plain",
+    "roofline estimate",
+    "compile s",
+    "largest batch",
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way of making the step.
+
+    Attributes:
+        name: the way's spec.
+        batch: the batch size.
+        report: what the compiler made of it; None if it failed.
+        max_batch: the largest batch that fits; None if it was not asked for.
+        error: what the compiler failed with, or None.
+    """
+
+    name: str
+    batch: int
+    report: MemoryReport | None
+    max_batch: int | None = None
+    error: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The row's figures by name: `row`, `batch`, those of the report, `max_batch`, `error`."""
+        report = {} if self.report is None else self.report.to_dict()
+        own = {"row": self.name, "batch": self.batch}
+        return own | report | {"max_batch": self.max_batch, "error": self.error}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The rows of a table; prints as Markdown, with a last line that names the cheapest that fits.
+
+    Attributes:
+        target: the target's name.
+        rows: in the order asked for.
+    """
+
+    target: str
+    rows: tuple[Row, ...]
+
+    def cheapest(self) -> Row | None:
+        """The row of the least HBM traffic among those that fit; None if none is known to fit."""
+        fitting = [
+            (row.report.hbm_traffic_bytes, i)
+            for i, row in enumerate(self.rows)
+            if row.report and row.report.fits and row.report.hbm_traffic_bytes is not None
+        ]
+        return self.rows[min(fitting)[1]] if fitting else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The target and the rows by name."""
+        return {"target": self.target, "rows": [row.to_dict() for row in self.rows]}
+
+    def to_json(self) -> str:
+        """`to_dict` as JSON."""
+        return json.dumps(self.to_dict(), indent=1)
+
+    def __str__(self) -> str:
+        """A Markdown table with human units."""
+        plain = next((row.report for row in self.rows if row.name == "plain"), None)
+        table = [HEADER, *(_cells(row, plain) for row in self.rows)]
+        widths = [max(len(cells[i]) for cells in table) for i in range(len(HEADER))]
+        table.insert(1, tuple("-" * width for width in widths))
+        lines = [
+            "| " + " | ".join(c.ljust(w) for c, w in zip(cells, widths, strict=True)) + " |"
+            for cells in table
+        ]
+        failed = [f"{row.name}: {row.error}" for row in self.rows if row.error]
+        return "\n".join([*lines, "", *failed, self._verdict()])
+
+    def _verdict(self) -> str:
+        reports = [row.report for row in self.rows if row.report]
+        usable = next((r.usable_bytes for r in reports if r.usable_bytes is not None), None)
+        if usable is None:
+            return f"What fits on {self.target} is not known: give its capacity in bytes."
+        room = f"{format_bytes(usable)} of {self.target}"
+        row = self.cheapest()
+        if row is None:
+            return f"No row fits the {room}."
+        return f"Cheapest row that fits the {room}, by HBM traffic: {row.name}"
+
+
+def compare(
+    make_step: MakeStep,
+    rows: Sequence[str],
+    *,
+    batch: int,
+    target: str | None = None,
+    capacity: int | None = None,
+    xla_remat: bool = True,
+    largest_batch: bool = False,
+    progress: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+) -> Comparison:
+    """Compiles a training step several ways for a device, here or not, and tabulates its memory.
+
+    Args:
+        make_step: your own step factory. `make_step(transform, batch)` builds a model, applies
+            `transform(model)` to it, which returns the same model, splits the batch into
+            `transform.micro_batches` parts, and returns the step and its arguments, as
+            `analyze(step, *arguments)` takes them; `nnx.eval_shape` makes the model for free.
+        rows: ways of making the step, as `jaxcomp.ways.Way.parse` takes them. With `plain` among
+            them there are ratios to it.
+        batch: the batch size.
+        target: as in `analyze`.
+        capacity: bytes that the program may use, as in `analyze`.
+        xla_remat: as in `analyze`.
+        largest_batch: whether each row's largest batch that fits is looked for too, by further
+            compilations (`max_batch`).
+        progress: is entered with a row's name while the row is compiled.
+
+    Returns:
+        The table. A row whose compilation fails has an error in place of a report.
+
+    Raises:
+        ValueError: if a row is unknown, is there twice, or does not fit the model or the batch,
+            or if a way made no difference to the step (`make_step` then does not apply it).
+        ImportError: if the wheel with the target's compiler is not installed.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from flax import nnx
+        >>> def make_step(transform, batch):
+        ...     def block():
+        ...         return nnx.Sequential(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), jnp.sin)
+        ...     model = transform(nnx.eval_shape(lambda: nnx.Sequential(block(), block())))
+        ...     gradient = nnx.grad(lambda model, x: model(x).sum())
+        ...     return gradient, (model, jax.ShapeDtypeStruct((batch, 64), jnp.float32))
+        >>> table = compare(make_step, ["plain", "remat"], batch=256, target="cpu")
+        >>> [row.report.declared_residual_bytes for row in table.rows]
+        [262144, 131072]
+    """
+    ways = [Way.parse(name) for name in rows]
+    if len(set(rows)) < len(rows) or not rows:
+        raise ValueError(f"rows={list(rows)!r}: expected at least one, and each once")
+    for way in ways:
+        way.check_batch(batch)
+    done: list[Row] = []
+    for way in ways:
+        with progress(way.spec):
+            done.append(_row(make_step, way, batch, target, capacity, xla_remat, largest_batch))
+    _check_transforms(done, ways)
+    name = next((row.report.target for row in done if row.report), str(target))
+    return Comparison(name, tuple(done))
+
+
+def _row(
+    make_step: MakeStep,
+    way: Way,
+    batch: int,
+    target: str | None,
+    capacity: int | None,
+    xla_remat: bool,
+    largest_batch: bool,
+) -> Row:
+    try:
+        step, arguments = make_step(way, batch)
+        report = analyze(step, *arguments, target=target, capacity=capacity, xla_remat=xla_remat)
+        largest = None
+        if largest_batch:
+            make = partial(make_step, way)
+            multiple = way.micro_batches
+            largest = max_batch(make, target, multiple=multiple, capacity=capacity)
+    except CompileError as error:
+        return Row(way.spec, batch, None, error=str(error))
+    return Row(way.spec, batch, report, largest)
+
+
+def _check_transforms(rows: Sequence[Row], ways: Sequence[Way]) -> None:
+    """Sees to it that no row is the plain step under another name."""
+
+    def figures(report: MemoryReport) -> tuple[int | None, ...]:
+        return report.declared_residual_bytes, report.flops, report.temp_bytes
+
+    made = [(way, row.report) for row, way in zip(rows, ways, strict=True) if row.report]
+    plain = {figures(report) for way, report in made if way.is_plain}
+    for way, report in made:
+        if not way.is_plain and figures(report) in plain:
+            raise ValueError(
+                f"row={way.spec!r} made no difference to the step: make_step is expected to call "
+                "transform(model) and to split the batch into transform.micro_batches parts; if it "
+                "does, leave the row out"
+            )
+
+
+def _cells(row: Row, plain: MemoryReport | None) -> tuple[str, ...]:
+    report = row.report
+    if report is None:
+        return (row.name, "failed", *[""] * (len(HEADER) - 2))
+    traffic, total = report.hbm_traffic_bytes, report.total_bytes
+    return (
+        row.name,
+        *map(
+            _mebibytes,
+            (report.declared_residual_bytes, report.temp_bytes, report.peak_bytes, total),
+        ),
+        _ratio(total, None if plain is None else plain.total_bytes),
+        _mebibytes(traffic),
+        _ratio(traffic, None if plain is None else plain.hbm_traffic_bytes),
+        format_seconds(report.roofline_seconds),
+        NOT_GIVEN if report.compile_seconds is None else f"{report.compile_seconds:.0f}",
+        "" if row.max_batch is None else str(row.max_batch),
+    )
+
+
+def _mebibytes(count: int | None) -> str:
+    return NOT_GIVEN if count is None else f"{count / 2**20:,.1f} MiB"
+
+
+def _ratio(count: int | None, of: int | None) -> str:
+    return NOT_GIVEN if count is None or of is None else f"{count / of:.2f}"

@@ -1,0 +1,56 @@
+"""Whole training steps of the models of this package, for `jaxcomp.memory.compare`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jaxcomp import training
+from jaxcomp.models import resnet
+from jaxcomp.ways import Way
+
+
+def classifier(
+    name: str, image: int = 224, dtype: DTypeLike = jnp.bfloat16
+) -> Callable[[Way, int], tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """Makes a step factory: SGD with momentum on a batch of images of 1000 classes.
+
+    Args:
+        name: The model, as `jaxcomp.models.resnet.create` takes it.
+        image: Height and width of the images.
+        dtype: Dtype of the computation and the images; parameters are float32.
+
+    Returns:
+        From a way and a batch size to the jitted step, which donates its state, and its arguments
+        (state, images, labels) as shapes.
+
+    Raises:
+        ValueError: If `name` is unknown or `image` is not positive.
+
+    Example:
+        >>> step, (state, images, labels) = classifier("resnet18", image=64)(Way.parse("remat"), 8)
+        >>> images.shape
+        (8, 64, 64, 3)
+    """
+    if name not in resnet.MODELS:
+        raise ValueError(f"name={name!r}: expected one of {list(resnet.MODELS)}")
+    if image < 1:
+        raise ValueError(f"image={image}: expected a positive number of pixels")
+
+    def make_step(transform: Way, batch: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        model = transform(
+            nnx.eval_shape(
+                lambda: resnet.create(name, num_classes=1000, dtype=dtype, rngs=nnx.Rngs(0))
+            )
+        )
+        optimizer = training.sgd(lambda count: 0.1, momentum=0.9, nesterov=False, weight_decay=1e-4)
+        loss_fn = training.make_loss(model, label_smoothing=0.1)
+        step = training.make_train_step(loss_fn, optimizer, transform.micro_batches)
+        state = jax.eval_shape(lambda: training.init_state(model, optimizer))
+        images = jax.ShapeDtypeStruct((batch, image, image, 3), dtype)
+        return step, (state, images, jax.ShapeDtypeStruct((batch,), jnp.int32))
+
+    return make_step

@@ -1,0 +1,53 @@
+"""What modules whose operation has a coded form share."""
+
+import dataclasses
+import typing
+from collections.abc import Callable
+
+from jaxtyping import Array
+
+from jaxcomp.codecs import Codec, noise
+
+
+class Coded:
+    """A module whose operation has a coded form; rules find it by this class.
+
+    Attributes:
+        kind: Its kind of operation: "conv", "dot", "batch_norm", "relu" or "max_pool".
+        codec: How it stores what waits for its backward pass; None is as in Flax.
+    """
+
+    kind: typing.ClassVar[str]
+    codec: Codec | None
+
+    def check_codec(self, codec: Codec | None) -> None:
+        """Raises an error if the module cannot store by a codec.
+
+        Raises:
+            TypeError: If `codec` is not a codec.
+            ValueError: If the codec is not for this kind of operation.
+        """
+        if codec is None:
+            return
+        if not isinstance(codec, Codec):
+            raise TypeError(f"codec={codec!r}: expected a codec such as Quantize(bits=4), or None")
+        if self.kind not in codec.kinds:
+            raise ValueError(f"codec={codec}: stores for {', '.join(codec.kinds)}, not {self.kind}")
+
+
+@dataclasses.dataclass(frozen=True)
+class CodedOp:
+    """A product of `jaxcomp.ops` with its codec, comparable and hashable as Flax's static data.
+
+    Attributes:
+        op: The operation of an input and a kernel, which takes `codec=` and `seed=`.
+        codec: Its codec, or None for the stock operation.
+    """
+
+    op: Callable[..., typing.Any]
+    codec: Codec | None
+
+    def __call__(self, x: Array, kernel: Array, *args: typing.Any, **kwargs: typing.Any) -> Array:
+        """Calls the operation with the codec; its noise is drawn anew when the kernel changes."""
+        seed = None if self.codec is None else noise.fingerprint(kernel)
+        return self.op(x, kernel, *args, codec=self.codec, seed=seed, **kwargs)

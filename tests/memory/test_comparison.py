@@ -1,0 +1,128 @@
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import jaxcomp as jc
+from jaxcomp.memory import CompileError, compare, comparison
+
+
+def block():
+    return nnx.Sequential(jc.nn.Linear(32, 32, rngs=nnx.Rngs(0)), jnp.sin)
+
+
+def make_step(transform, batch):
+    model = transform(nnx.eval_shape(lambda: nnx.Sequential(block(), block(), block())))
+    part = batch // transform.micro_batches
+
+    def step(model, x):
+        def gradient(x):
+            return nnx.grad(lambda model, x: model(x).sum())(model, x)
+
+        parts = (x[i : i + part] for i in range(0, batch, part))
+        return jax.tree.map(lambda *grads: sum(grads), *map(gradient, parts))
+
+    return nnx.jit(step), (model, jax.ShapeDtypeStruct((batch, 32), jnp.float32))
+
+
+def test_rows_are_the_reports_of_their_steps():
+    names = ["plain", "remat", "accumulate:2", "quantize:bits=2"]
+    table = compare(make_step, names, batch=64, target="cpu", capacity=2**20)
+    assert [row.name for row in table.rows] == names
+    plain, remat, accumulate, quantize = (row.report for row in table.rows)
+    for row in table.rows:
+        step, arguments = make_step(jc.ways.Way.parse(row.name), 64)
+        alone = jc.memory.analyze(step, *arguments, target="cpu", capacity=2**20)
+        same = alone.to_dict() | {"compile_seconds": row.report.compile_seconds}
+        assert row.report.to_dict() == same
+    assert remat.flops > plain.flops
+    assert remat.declared_residual_bytes < plain.declared_residual_bytes
+    assert quantize.declared_residual_bytes < plain.declared_residual_bytes
+    assert accumulate.flops == plain.flops
+
+
+def test_table_json_and_verdict():
+    table = compare(make_step, ["plain", "remat"], batch=64, target="cpu", capacity=2**20)
+    text = str(table).splitlines()
+    assert text[0].startswith("| row ")
+    assert text[2].split("|")[6].strip() == "1.00"
+    assert text[-1] == "Cheapest row that fits the 1.0 MiB of cpu, by HBM traffic: plain"
+    rows = json.loads(table.to_json())["rows"]
+    wanted = (
+        "row target batch declared_residual_bytes argument_bytes temp_bytes peak_bytes total_bytes "
+        "hbm_traffic_bytes compile_seconds"
+    )
+    assert set(wanted.split()) <= set(rows[0])
+    assert (rows[1]["row"], rows[1]["batch"], rows[1]["target"]) == ("remat", 64, "cpu")
+
+
+def test_no_row_fits_or_nobody_knows():
+    table = compare(make_step, ["plain"], batch=64, target="cpu", capacity=10)
+    assert table.cheapest() is None
+    assert str(table).endswith("No row fits the 10 B of cpu.")
+    table = compare(make_step, ["plain"], batch=64, target="cpu")
+    assert str(table).endswith("What fits on cpu is not known: give its capacity in bytes.")
+
+
+def test_largest_batch():
+    table = compare(
+        make_step, ["plain", "remat"], batch=8, target="cpu", capacity=2**18, largest_batch=True
+    )
+    plain, remat = (row.max_batch for row in table.rows)
+    assert 8 < plain < remat
+    step, arguments = make_step(jc.ways.Way.parse("plain"), plain)
+    assert jc.memory.analyze(step, *arguments, target="cpu", capacity=2**18).fits
+
+
+def test_a_compiler_that_fails_is_an_error_of_its_row(monkeypatch):
+    def fail(step, *args, **kwargs):
+        raise CompileError("no such instruction")
+
+    monkeypatch.setattr(comparison, "analyze", fail)
+    table = compare(make_step, ["plain"], batch=8, target="cpu")
+    assert table.rows[0].report is None
+    assert "plain: no such instruction" in str(table)
+    assert table.to_dict()["rows"][0]["error"] == "no such instruction"
+
+
+def test_progress_sees_each_row():
+    seen = []
+
+    class Progress:
+        def __init__(self, name):
+            seen.append(name)
+
+        __enter__ = __exit__ = lambda self, *args: None
+
+    compare(make_step, ["plain", "remat"], batch=8, target="cpu", progress=Progress)
+    assert seen == ["plain", "remat"]
+
+
+def test_a_factory_that_ignores_the_way_is_found_out():
+    def ignore(transform, batch):
+        return make_step(jc.ways.Way.parse("plain"), batch)
+
+    with pytest.raises(ValueError, match="row='accumulate:2' made no difference to the step"):
+        compare(ignore, ["plain", "accumulate:2"], batch=8, target="cpu")
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch", "error"),
+    [
+        ([], 8, r"rows=\[\]: expected at least one"),
+        (["plain", "plain"], 8, "expected at least one, and each once"),
+        (["plane"], 8, "way='plane': expected plain"),
+        (["accumulate:3"], 8, "batch=8: expected a multiple of 3"),
+        (["avg_pool:window=2"], 8, "matches nothing"),
+    ],
+)
+def test_bad_input(rows, batch, error):
+    with pytest.raises(ValueError, match=error):
+        compare(make_step, rows, batch=batch, target="cpu")
+
+
+def test_unknown_target():
+    with pytest.raises(ValueError, match="target='h101' is unknown"):
+        compare(make_step, ["plain"], batch=8, target="h101")

@@ -1,0 +1,67 @@
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from jaxcomp.cli import app
+
+FACTORY = """
+import jax, jax.numpy as jnp
+from flax import nnx
+
+def make_step(transform, batch):
+    def block():
+        return nnx.Sequential(nnx.Linear(32, 32, rngs=nnx.Rngs(0)), jnp.sin)
+    model = transform(nnx.eval_shape(lambda: nnx.Sequential(block(), block())))
+    step = nnx.jit(nnx.grad(lambda model, x: model(x).sum()))
+    return step, (model, jax.ShapeDtypeStruct((batch, 32), jnp.float32))
+
+number = 1
+"""
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_factory.py").write_text(FACTORY)
+    return lambda *args: CliRunner().invoke(app, ["memory", *args])
+
+
+def test_a_factory_of_ones_own(run, tmp_path):
+    options = ["--batch", "64", "--target", "cpu", "--capacity", "0.001"]
+    files = ["--json", "table.json", "--html", "page.html"]
+    result = run("my_factory:make_step", "plain", "remat", *options, *files)
+    assert result.exit_code == 0, result.output
+    assert "| plain " in result.output
+    assert "Cheapest row that fits the 1.0 MiB of cpu, by HBM traffic: plain" in result.output
+    rows = json.loads((tmp_path / "table.json").read_text())["rows"]
+    assert [row["row"] for row in rows] == ["plain", "remat"]
+    page = (tmp_path / "page.html").read_text()
+    assert "plain" in page and "remat" in page
+
+
+def test_a_model_by_name(run):
+    options = ["--batch", "8", "--image", "8", "--dtype", "float32", "--target", "cpu"]
+    result = run("resnet20", "plain", *options)
+    assert result.exit_code == 0, result.output
+    assert "| plain " in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["resnet51"], "name='resnet51': expected one of"),
+        (["my_factory:number"], "has no function 'number'"),
+        (["no_such_module:f"], "No module named 'no_such_module'"),
+        (["my_factory:make_step", "plane"], "way='plane'"),
+        (["my_factory:make_step", "plain", "--target", "h101"], "target='h101' is unknown"),
+        (["my_factory:make_step", "plain", "--json", "no/t.json"], "expected a file in a folder"),
+        (["resnet20", "plain", "--image", "0"], "image=0"),
+        (["resnet20", "plain", "--batch", "0"], "batch=0"),
+    ],
+)
+def test_bad_input(run, arguments, error):
+    result = run(*arguments)
+    assert result.exit_code == 2
+    words = " ".join(result.output.replace("│", " ").split())
+    assert error in words
