@@ -21,7 +21,7 @@ from experiments.config import TrainConfig
 from experiments.data import load
 from experiments.figure import draw
 from experiments.measure import Measurement, measure
-from experiments.record import describe_environment, write_json
+from experiments.record import describe_environment, make_folder, write_json
 from experiments.train import METRICS, train
 
 WAYS = (
@@ -197,6 +197,7 @@ def main(
             lr=lr,
             dtype=dtype,
         )
+        make_folder(out)
         rows = compare(
             config,
             way or WAYS,

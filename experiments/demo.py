@@ -15,6 +15,7 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from experiments.compare import WAYS, compare, report
 from experiments.config import TrainConfig
+from experiments.record import make_folder
 
 CONFIG = TrainConfig(
     model="resnet20",
@@ -44,6 +45,10 @@ def main(
     ),
 ) -> None:
     """Trains a ResNet six ways; prints a table, writes a picture and a JSON file."""
+    try:
+        make_folder(out)
+    except OSError as error:
+        raise typer.BadParameter(str(error)) from error
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         with compilation_cache(scratch / "compiled"):

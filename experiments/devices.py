@@ -1,6 +1,7 @@
 """Data parallelism: a copy of the state on every device, a part of the batch on each."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
@@ -21,3 +22,14 @@ def replicate(state: TrainState) -> TrainState:
 def shard(images: np.ndarray, labels: np.ndarray) -> tuple[Array, Array]:
     """Splits a batch over the devices there are."""
     return jax.device_put((images, labels), _sharding("data"))
+
+
+def abstract_batch(
+    size: int, image_shape: tuple[int, int, int]
+) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """The types of what :func:`shard` gives for a batch of ``size`` images, to trace a step by."""
+    sharding = _sharding("data")
+    return (
+        jax.ShapeDtypeStruct((size, *image_shape), jnp.float32, sharding=sharding),
+        jax.ShapeDtypeStruct((size,), jnp.int32, sharding=sharding),
+    )

@@ -1,6 +1,7 @@
 """Makes the data of the experiments from the IDX files of Fashion-MNIST.
 
 python -m experiments.prepare_data embed --source DIR
+
 python -m experiments.prepare_data tfds --source DIR --data-dir DIR
 
 Needs the extra jaxcomp[train], but not TensorFlow.
@@ -29,7 +30,7 @@ DEBIAN_FOLDER = Path("/usr/share/datasets/fashion-mnist")
 IDX_PREFIXES = {"train": "train", "test": "t10k"}
 NUM_CLASSES = 10
 
-app = typer.Typer(help=__doc__, add_completion=False)
+app = typer.Typer(help=__doc__, add_completion=False, rich_markup_mode=None)
 
 Source = Annotated[
     Path,
@@ -57,7 +58,7 @@ def read_idx(path: Path) -> UInt8[np.ndarray, "..."]:
     elif zipped.exists():
         try:
             content = gzip.decompress(zipped.read_bytes())
-        except (EOFError, zlib.error) as error:
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             raise ValueError(f"{zipped}: expected a complete gzip file: {error}") from error
     else:
         raise FileNotFoundError(f"neither {path} nor {zipped.name} is there")
@@ -92,19 +93,19 @@ def read_split(
 
 
 def balanced_subset(
-    labels: UInt8[np.ndarray, " n"], size: int, seed: int
+    split: str, labels: UInt8[np.ndarray, " n"], size: int, seed: int
 ) -> Int[np.ndarray, " size"]:
-    """Indices, ascending, of ``size`` random examples with as many of each class.
+    """Indices, ascending, of ``size`` random examples of a split with as many of each class.
 
     Raises:
         ValueError: ``size`` is no multiple of 10, or a class has too few examples.
     """
     per_class, rest = divmod(size, NUM_CLASSES)
     if per_class < 1 or rest:
-        raise ValueError(f"size={size}: expected a positive multiple of {NUM_CLASSES}")
+        raise ValueError(f"{split}={size}: expected a positive multiple of {NUM_CLASSES}")
     smallest = np.bincount(labels, minlength=NUM_CLASSES).min()
     if smallest < per_class:
-        raise ValueError(f"size={size}: expected at most {NUM_CLASSES * smallest}")
+        raise ValueError(f"{split}={size}: expected at most {NUM_CLASSES * smallest}")
     rng = np.random.default_rng(seed)
     chosen = [
         rng.permutation(np.flatnonzero(labels == label))[:per_class] for label in range(NUM_CLASSES)
@@ -171,13 +172,18 @@ def embed(
     output: Annotated[Path, typer.Option(help="The file to write.")] = EMBEDDED_FILE,
     train: Annotated[int, typer.Option(help="Training images, a multiple of 10.")] = 8000,
     test: Annotated[int, typer.Option(help="Test images, a multiple of 10.")] = 2000,
-    seed: Annotated[int, typer.Option(help="Of the choice of images.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of the choice of images.")] = 0,
 ) -> None:
     """Write the small class-balanced subset that lies in the repository."""
+    if not output.parent.is_dir():
+        raise FileNotFoundError(
+            f"output={str(output)!r}: expected a file in a folder that is there, "
+            f"got the folder {output.parent}"
+        )
     arrays = {}
     for split, size in (("train", train), ("test", test)):
         images, labels = read_split(source, split)
-        subset = balanced_subset(labels, size, seed)
+        subset = balanced_subset(split, labels, size, seed)
         arrays[f"{split}_images"] = images[subset, :, :, np.newaxis]
         arrays[f"{split}_labels"] = labels[subset]
     write_npz(output, arrays)

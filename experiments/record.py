@@ -26,6 +26,20 @@ def describe_environment() -> dict[str, Any]:
     }
 
 
+def make_folder(out: Path) -> None:
+    """Makes a command's folder of results, where it is not there yet.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(
+            f"out={str(out)!r}: expected a folder, there or to be made ({error.strerror})"
+        ) from error
+
+
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Writes a file at once or not at all; makes its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ from flax import nnx
 
 from experiments.config import DTYPES, TrainConfig
 from experiments.data import Dataset
-from experiments.devices import replicate, shard
+from experiments.devices import abstract_batch, replicate, shard
 from jaxcomp import training
 from jaxcomp.models import resnet
 from jaxcomp.ways import Way
@@ -41,12 +41,27 @@ def count_epoch_steps(config: TrainConfig, dataset: Dataset) -> int:
     return config.epoch_steps
 
 
+def learning_rate(config: TrainConfig, epoch_steps: int) -> optax.Schedule:
+    """The learning rate of each step: a linear warm-up from 0, then a cosine down to 0.
+
+    The last step at least is left to the cosine.
+    """
+    steps = config.epochs * epoch_steps
+    return optax.warmup_cosine_decay_schedule(
+        0.0,
+        config.lr,
+        warmup_steps=min(round(config.warmup_epochs * epoch_steps), steps - 1),
+        decay_steps=steps,
+    )
+
+
 def build(config: TrainConfig, dataset: Dataset) -> Run:
-    """Makes the model and the compiled functions of a run.
+    """Makes the model and the functions of a run, and traces its training step.
 
     Raises:
         ValueError: the model or the way is unknown, or the batch does not divide over the way's
-            micro-batches and the devices, or is larger than the data set.
+            micro-batches and the devices, or is larger than the data set, or the way cannot store
+            one of the step's arrays.
     """
     way = Way.parse(config.way)
     way.check_batch(config.batch, jax.device_count())
@@ -59,36 +74,28 @@ def build(config: TrainConfig, dataset: Dataset) -> Run:
             rngs=nnx.Rngs(config.seed),
         )
     )
-    epoch_steps = count_epoch_steps(config, dataset)
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0,
-        config.lr,
-        warmup_steps=round(config.warmup_epochs * epoch_steps),
-        decay_steps=config.epochs * epoch_steps,
-    )
     optimizer = training.sgd(
-        schedule,
+        learning_rate(config, count_epoch_steps(config, dataset)),
         momentum=config.momentum,
         nesterov=config.nesterov,
         weight_decay=config.weight_decay,
     )
     loss_fn = training.make_loss(model, config.label_smoothing)
-    return Run(
-        replicate(training.init_state(model, optimizer)),
-        loss_fn,
-        training.make_train_step(loss_fn, optimizer, way.micro_batches),
-        training.make_eval_step(model),
-    )
+    state = replicate(training.init_state(model, optimizer))
+    train_step = training.make_train_step(loss_fn, optimizer, way.micro_batches)
+    train_step.trace(state, *abstract_batch(config.batch, dataset.image_shape))
+    return Run(state, loss_fn, train_step, training.make_eval_step(model))
 
 
 def evaluate(run: Run, state: training.TrainState, dataset: Dataset, batch: int) -> float:
     """The accuracy on the whole test split.
 
-    The last batch is filled up with images whose label, -1, no prediction equals.
+    A short batch is filled up to ``batch`` images by some whose label, -1, no prediction equals.
     """
     correct = 0
+    read = min(batch, len(dataset.test))
     for images, labels in dataset.batches(
-        "test", batch, seed=0, epoch=0, augment=False, drop_remainder=False
+        "test", read, seed=0, epoch=0, augment=False, drop_remainder=False
     ):
         missing = batch - len(labels)
         images = np.pad(images, ((0, missing), (0, 0), (0, 0), (0, 0)))

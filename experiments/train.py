@@ -22,7 +22,7 @@ from experiments.data import load
 from experiments.devices import shard
 from experiments.interrupt import deferred_interrupt
 from experiments.monitor import Monitor, open_tensorboard
-from experiments.record import describe_environment, write_json
+from experiments.record import describe_environment, make_folder, write_json
 from experiments.run import build, count_epoch_steps, evaluate
 from jaxcomp import training
 
@@ -85,6 +85,7 @@ def train(
         FileExistsError: ``out`` has a run already, and ``resume`` is False.
         FileNotFoundError: ``resume`` is True, and ``out`` has no checkpoint.
         ModuleNotFoundError: tensorboardX is missing.
+        OSError: ``out`` cannot be written.
         ValueError: an argument is wrong, or the checkpoint is of another run. Nothing has been
             written then.
     """
@@ -105,6 +106,7 @@ def train(
     state = checkpoints.load_state(run.state) if resume else run.state
     taken = int(state.step)
     writer = open_tensorboard(out / "tensorboard", taken) if tensorboard else None
+    make_folder(out)
 
     epoch_steps = count_epoch_steps(config, dataset)
     started = time.perf_counter() - history.seconds
@@ -148,7 +150,8 @@ def train(
                 if interrupted.is_set():
                     save()
                     return TrainResult(state, history, finished=False)
-                if checkpoint_steps is not None and taken % checkpoint_steps == 0:
+                due = checkpoint_steps is not None and taken % checkpoint_steps == 0
+                if due and taken % epoch_steps != 0:  # an epoch's last step is evaluated first
                     save()
             read_metrics()
             history.test_accuracy.append(evaluate(run, state, dataset, config.batch))
