@@ -81,7 +81,7 @@ class Target:
     topology_options: tuple[tuple[str, str], ...] = ()
     capacity_bytes: int | None = None
     usable_bytes: int | None = None
-    bandwidth: float | None = None
+    bandwidth: int | None = None
     flops_per_second: float | None = None
 
 

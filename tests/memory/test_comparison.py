@@ -24,7 +24,8 @@ def make_step(transform, batch):
         parts = (x[i : i + part] for i in range(0, batch, part))
         return jax.tree.map(lambda *grads: sum(grads), *map(gradient, parts))
 
-    return nnx.jit(step), (model, jax.ShapeDtypeStruct((batch, 32), jnp.float32))
+    jitted = jax.jit(step, compiler_options=jc.compiler_options())
+    return jitted, (model, jax.ShapeDtypeStruct((batch, 32), jnp.float32))
 
 
 def test_rows_are_the_reports_of_their_steps():
