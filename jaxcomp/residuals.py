@@ -1,19 +1,22 @@
 """The one place that pins residuals against XLA.
 
 A residual that is declared small is not yet stored small: XLA puts the encoding off until just
-before the backward pass and keeps the full array, or decodes early. Two barriers stop both: `keep`
-in the forward rule of a `jax.custom_vjp`, `release` or `wait_for` in its backward rule. An array
-that passes a barrier is written to memory, so each ties an array that is written there anyway.
+before the backward pass and keeps the full array, or decodes early, or uses the decoded array late.
+Barriers stop all three: `keep` in the forward rule of a `jax.custom_vjp`; `release` or
+`decode_after`, and `first`, in its backward rule. An array that passes a barrier is written to
+memory, so each ties an array that is written there anyway. XLA drops what nobody uses from a
+barrier, so what is tied is also used.
 """
 
 import typing
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from jaxcomp.codecs import Codec, Exact
+from jaxcomp.codecs import Codec, Encoded, Exact
 
 T = typing.TypeVar("T")
 C = typing.TypeVar("C")
@@ -77,20 +80,41 @@ def release(residual: C, cotangent: T) -> tuple[C, T]:
     return lax.optimization_barrier((residual, cotangent))
 
 
-def wait_for(residual: C, cotangent: Array) -> tuple[C, Array]:
-    """Ties a residual to one element per sample of the cotangent, which itself stays untied.
+def decode_after(cotangent: Array, residual: Encoded, codec: Codec) -> Array:
+    """Decodes a residual after one element per sample of the cotangent is there.
 
-    For elementwise backward rules: the cotangent can be made inside them, and is not written. XLA
-    for CPU drops a barrier whose other results are unused; there it is `release`.
+    For elementwise backward rules: decoding and the cotangent's making can then be parts of one
+    kernel, and neither is written to memory, as `release` would have it.
 
     Args:
-        residual: What `keep` returned.
         cotangent: The arriving cotangent; axis 0 is the batch.
+        residual: What `keep` returned, of the cotangent's rank.
+        codec: What the residual is stored by.
 
     Returns:
-        `residual` and `cotangent`, to be used in place of the arguments.
+        The decoded array.
     """
-    return lax.platform_dependent(residual, cotangent, cpu=release, default=_wait)
+    first = cotangent[(slice(None), *(slice(1),) * (cotangent.ndim - 1))[: cotangent.ndim]]
+    residual, first, never = lax.optimization_barrier((residual, first, jnp.bool(False)))
+    decoded = codec.decode(residual)
+    # A use of `first`, without which XLA drops it from the barrier.
+    return jnp.where(never, first.astype(decoded.dtype), decoded)
+
+
+def first(result: T, cotangent: Array) -> tuple[T, Array]:
+    """Ties a cotangent to what was made of it: that is made before the cotangent is used again.
+
+    XLA may otherwise put a weight's gradient off to the end of the backward pass, and keep the
+    decoded residual and the arriving cotangent until then.
+
+    Args:
+        result: What the cotangent was used for, such as a weight's gradient.
+        cotangent: The arriving cotangent, one that is written to memory.
+
+    Returns:
+        `result` and `cotangent`, to be used in place of the arguments.
+    """
+    return lax.optimization_barrier((result, cotangent))
 
 
 def compiler_options() -> dict[str, str]:
@@ -108,9 +132,3 @@ def compiler_options() -> dict[str, str]:
     if jax.default_backend() == "cpu" and jax.__version_info__ < (0, 12):
         return {"xla_disable_hlo_passes": "cse_barrier_expander"}
     return {}
-
-
-def _wait(residual: C, cotangent: Array) -> tuple[C, Array]:
-    first = [slice(None), *(slice(1) for _ in cotangent.shape[1:])][: cotangent.ndim]
-    residual, _ = lax.optimization_barrier((residual, cotangent[tuple(first)]))
-    return residual, cotangent

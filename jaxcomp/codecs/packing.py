@@ -1,14 +1,20 @@
 """Small unsigned integers in as few bytes as their bits need.
 
-4 and 2 bits use XLA's own sub-byte dtypes, which keep the array's layout and any odd size. XLA has
-no 1-bit dtype: eight bits that lie along one axis go into one byte. 3 bits are 2 + 1.
+8 and 4 bits are XLA's own dtypes, which keep the array's layout and any odd size. Two 2-bit codes
+share a `uint4`, since TPUs cannot keep XLA's own 2-bit arrays in a barrier; eight single bits share
+a byte. 3 bits are 2 + 1.
+
+Where codes share an element is chosen by what compilers fuse: single bits lie along the last axis,
+so that a GPU packs them in the kernel that makes the array; 2-bit codes share across halves of an
+outer axis, so that each half keeps the array's layout.
 """
+
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Integer, UInt
 
-NATIVE = {2: jnp.uint2, 4: jnp.uint4, 8: jnp.uint8}
 WIDTHS = (1, 2, 3, 4, 8)
 
 
@@ -31,14 +37,16 @@ def pack(
         One array, or two for 3 bits.
 
     Example:
-        >>> [a.dtype.name for a in pack(jnp.arange(8), 3)]
-        ['uint2', 'uint8']
+        >>> [(a.dtype.name, a.shape) for a in pack(jnp.arange(16), 3)]
+        [('uint4', (8,)), ('uint8', (2,))]
     """
     if bits == 1:
-        return (_pack_bits(codes),)
+        return (_pack_ones(codes),)
+    if bits == 2:
+        return (_pack_twos(codes),)
     if bits == 3:
-        return (codes & 3).astype(jnp.uint2), _pack_bits(codes >> 2)
-    return (codes.astype(NATIVE[bits]),)
+        return _pack_twos(codes & 3), _pack_ones(codes >> 2)
+    return (codes.astype(jnp.uint4 if bits == 4 else jnp.uint8),)
 
 
 def unpack(
@@ -46,37 +54,114 @@ def unpack(
 ) -> Integer[Array, "..."]:
     """Returns the int32 codes of this shape that `pack` stored."""
     if bits == 1:
-        return _unpack_bits(arrays[0], shape)
-    if bits == 3:
-        return arrays[0].astype(jnp.int32) | (_unpack_bits(arrays[1], shape) << 2)
-    return arrays[0].astype(jnp.int32)
+        codes = _unpack_ones(arrays[0], shape)
+    elif bits == 2:
+        codes = _unpack_twos(arrays[0], shape)
+    elif bits == 3:
+        codes = _unpack_twos(arrays[0], shape) | (_unpack_ones(arrays[1], shape) << 2)
+    else:
+        (codes,) = arrays
+    return codes.astype(jnp.int32)
 
 
-def _pack_axis(shape: tuple[int, ...]) -> int:
-    """The axis along which eight bits share a byte: least padding, then the outermost.
+def _pad(codes: Array, axis: int, multiple: int) -> Array:
+    """`codes`, at least of one axis, as uint8 with one axis padded to a multiple."""
+    codes = codes.reshape(codes.shape or (1,)).astype(jnp.uint8)
+    padding = [(0, -n % multiple if i == axis else 0) for i, n in enumerate(codes.shape)]
+    return jnp.pad(codes, padding)
+
+
+def _unpad(codes: Array, axis: int, shape: tuple[int, ...]) -> Array:
+    return lax.slice_in_dim(codes, 0, (shape or (1,))[axis], axis=axis).reshape(shape)
+
+
+def _pack_ones(codes: Array) -> Array:
+    codes = _pad(codes, max(codes.ndim - 1, 0), 8) & 1
+    return lax.platform_dependent(codes, tpu=_bytes_by_matmul, default=_bytes_by_sum)
+
+
+def _unpack_ones(packed: Array, shape: tuple[int, ...]) -> Array:
+    bits = lax.platform_dependent(packed, tpu=_bits_by_matmul, default=_bits_by_shift)
+    return _unpad(bits, max(len(shape) - 1, 0), shape)
+
+
+def _bytes_by_sum(bits: Array) -> Array:
+    bits = bits.reshape(*bits.shape[:-1], bits.shape[-1] // 8, 8)
+    place = lax.broadcasted_iota(jnp.uint8, bits.shape, bits.ndim - 1)
+    return jnp.sum(bits << place, -1, dtype=jnp.uint8)
+
+
+def _bits_by_shift(packed: Array) -> Array:
+    place = lax.broadcasted_iota(jnp.uint8, (*packed.shape, 8), packed.ndim)
+    bits = (packed[..., None] >> place) & 1
+    return bits.reshape(*packed.shape[:-1], 8 * packed.shape[-1])
+
+
+def _bytes_by_matmul(bits: Array) -> Array:
+    """`_bytes_by_sum` for TPUs, which move data between lanes by their matrix unit alone."""
+
+    def gather(bits: Array) -> Array:
+        return _product(bits, _places(bits.shape[-1])).astype(jnp.uint8)
+
+    return _by_blocks(bits, 1024, gather)
+
+
+def _bits_by_matmul(packed: Array) -> Array:
+    """`_bits_by_shift` for TPUs."""
+
+    def spread(packed: Array) -> Array:
+        repeated = _product(packed, _places(8 * packed.shape[-1]).T > 0)
+        place = lax.broadcasted_iota(jnp.int32, repeated.shape, repeated.ndim - 1) % 8
+        return ((repeated >> place) & 1).astype(jnp.uint8)
+
+    return _by_blocks(packed, 128, spread)
+
+
+def _by_blocks(x: Array, size: int, fn: Callable[[Array], Array]) -> Array:
+    """Maps `fn` over blocks of the last axis, so that products stay small next to the layer's."""
+    blocks = jnp.split(x, tuple(range(size, x.shape[-1], size)), axis=-1)
+    return jnp.concatenate([fn(block) for block in blocks], axis=-1)
+
+
+def _places(bits: int) -> Array:
+    """The matrix that makes bytes of bits: bit i has the value 2^(i % 8) in byte i // 8."""
+    bit, byte = (lax.broadcasted_iota(jnp.int32, (bits, bits // 8), axis) for axis in (0, 1))
+    return jnp.where(bit // 8 == byte, 1 << (bit % 8), 0)
+
+
+def _product(x: Array, matrix: Array) -> Array:
+    """The int32 product of integers below 2^8, with sums below 2^8: exact in bfloat16."""
+    x, matrix = (a.astype(jnp.int32).astype(jnp.bfloat16) for a in (x, matrix))
+    return jnp.dot(x, matrix, preferred_element_type=jnp.float32).astype(jnp.int32)
+
+
+def _halved_axis(shape: tuple[int, ...]) -> int:
+    """The axis whose halves share elements: least padding, then the outermost.
 
     Never the batch axis where there is another, since packing along a sharded axis communicates.
     """
     axes = range(min(1, len(shape) - 1), len(shape))
-    return min(axes, key=lambda axis: -shape[axis] % 8 / max(shape[axis], 1))
+    return min(axes, key=lambda axis: shape[axis] % 2 / max(shape[axis], 1))
 
 
-def _pack_bits(codes: Array) -> Array:
-    shape = codes.shape or (1,)
-    axis = _pack_axis(shape)
-    padding = [(0, -n % 8 if i == axis else 0) for i, n in enumerate(shape)]
-    codes = jnp.pad(codes.reshape(shape).astype(jnp.uint8) & 1, padding)
-    size = codes.shape[axis] // 8
-    codes = codes.reshape(*shape[:axis], 8, size, *shape[axis + 1 :])
-    place = lax.broadcasted_iota(jnp.uint8, codes.shape, axis)
-    return jnp.sum(codes << place, axis, dtype=jnp.uint8)
+def _pack_twos(codes: Array) -> Array:
+    axis = _halved_axis(codes.shape or (1,))
+    low, high = jnp.split(_pad(codes, axis, 2) & 3, 2, axis)
+    return (low | (high << 2)).astype(jnp.uint4)
 
 
-def _unpack_bits(packed: Array, shape: tuple[int, ...]) -> Array:
-    full = shape or (1,)
-    axis = _pack_axis(full)
-    wide = (*packed.shape[:axis], 8, *packed.shape[axis:])
-    place = lax.broadcasted_iota(jnp.uint8, wide, axis)
-    codes = (jnp.expand_dims(packed, axis) >> place) & 1
-    codes = codes.reshape(*full[:axis], 8 * packed.shape[axis], *full[axis + 1 :])
-    return lax.slice_in_dim(codes, 0, full[axis], axis=axis).reshape(shape).astype(jnp.int32)
+def _unpack_twos(packed: Array, shape: tuple[int, ...]) -> Array:
+    axis = _halved_axis(shape or (1,))
+
+    def concatenated(packed: Array) -> Array:
+        packed = packed.astype(jnp.uint8)
+        return jnp.concatenate([packed & 3, packed >> 2], axis)
+
+    def shifted(packed: Array) -> Array:  # what XLA for GPUs fuses; that for TPUs does the other
+        wide = (*packed.shape[:axis], 2, *packed.shape[axis:])
+        place = lax.broadcasted_iota(jnp.uint8, wide, axis) * 2
+        codes = (jnp.expand_dims(packed.astype(jnp.uint8), axis) >> place) & 3
+        return codes.reshape(*packed.shape[:axis], 2 * packed.shape[axis], *wide[axis + 2 :])
+
+    codes = lax.platform_dependent(packed, tpu=concatenated, default=shifted)
+    return _unpad(codes, axis, shape)

@@ -74,7 +74,7 @@ def analyze(
     figures |= {
         "target": where.name,
         "declared_residual_bytes": sum(r.nbytes for r in declared_residuals(step.traced.jaxpr)),
-        "flops": jaxpr_flops(step.jaxpr),
+        "flops": jaxpr_flops(step.jaxpr, where.platform),
         "capacity_bytes": where.capacity_bytes,
         "usable_bytes": usable,
     }

@@ -16,8 +16,9 @@ def flops(fn: Callable[..., Any], *args: Any) -> int | None:
 
     A multiply and an add are two operations. Multiplications with padding and with the zeros of
     a dilated (transposed) convolution are left out, as in XLA's own count. Scan bodies count by
-    their length, of a `cond` the largest branch, Pallas kernels by their grid, and `shard_map`
-    bodies by the number of devices: the figure is that of the whole program.
+    their length, of a `cond` the largest branch, of a `platform_dependent` the attached
+    platform's, Pallas kernels by their grid, and `shard_map` bodies by the number of devices: the
+    figure is that of the whole program.
 
     Not counted: elementwise work, reductions, FFTs, linear algebra beyond products, and foreign
     functions. What XLA adds or removes later (its own rematerialisation, dead code) is not seen.
@@ -34,23 +35,26 @@ def flops(fn: Callable[..., Any], *args: Any) -> int | None:
         >>> flops(lambda x, w: jnp.tanh(x @ w), jnp.ones((8, 16)), jnp.ones((16, 4)))
         1024
     """
-    return jaxpr_flops(jax.make_jaxpr(fn)(*args).jaxpr)
+    return jaxpr_flops(jax.make_jaxpr(fn)(*args).jaxpr, jax.default_backend())
 
 
-def jaxpr_flops(jaxpr: Jaxpr) -> int | None:
+def jaxpr_flops(jaxpr: Jaxpr, platform: str) -> int | None:
     """`flops` of a program already traced: `jax.jit(fn).trace(*args).jaxpr.jaxpr`."""
-    parts = [_equation_flops(equation) for equation in jaxpr.eqns]
+    parts = [_equation_flops(equation, platform) for equation in jaxpr.eqns]
     known = [p for p in parts if p is not None]
     return sum(known) if len(known) == len(parts) else None
 
 
-def _equation_flops(equation: JaxprEqn) -> int | None:
+def _equation_flops(equation: JaxprEqn, platform: str) -> int | None:
     name = equation.primitive.name
     if name == "dot_general":
         return _dot_flops(equation)
     if name == "conv_general_dilated":
         return _convolution_flops(equation)
-    inner = [jaxpr_flops(jaxpr) for jaxpr in inner_jaxprs(equation)]
+    inner = [jaxpr_flops(jaxpr, platform) for jaxpr in inner_jaxprs(equation)]
+    branches = equation.params.get("branches_platforms")
+    if branches is not None:
+        return next(f for f, names in zip(inner, branches, strict=True) if _holds(names, platform))
     known = [f for f in inner if f is not None]
     if len(known) < len(inner):
         return None
@@ -59,6 +63,11 @@ def _equation_flops(equation: JaxprEqn) -> int | None:
     if name == "while":
         return None if any(known) else 0
     return _repeats(equation) * sum(known)
+
+
+def _holds(platforms: tuple[str, ...] | None, platform: str) -> bool:
+    """Whether a branch of a `platform_dependent` is this platform's; None is the default."""
+    return platforms is None or platform in platforms
 
 
 def _repeats(equation: JaxprEqn) -> int:

@@ -93,8 +93,11 @@ def bilinear(
     def backward(residual: typing.Any, cotangent: Array) -> tuple[Array, Array, None]:
         code, rhs = residual
         code, cotangent = residuals.release(code, cotangent)
-        _, transpose = jax.vjp(stock, codec.decode(code), rhs)
-        return *transpose(cotangent), None
+        lhs = codec.decode(code)
+        (drhs,) = jax.vjp(lambda rhs: stock(lhs, rhs), rhs)[1](cotangent)
+        drhs, cotangent = residuals.first(drhs, cotangent)
+        (dlhs,) = jax.vjp(lambda lhs: stock(lhs, rhs), lhs)[1](cotangent)
+        return dlhs, drhs, None
 
     op.defvjp(forward, backward)
     return op(lhs, rhs, seed)

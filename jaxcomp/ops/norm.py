@@ -123,8 +123,8 @@ def batch_norm(
     ) -> tuple[Array | None, ...]:
         code, (mean, var), scale, bias, mask = saved
         dy, dmean, dvar = cotangents
-        code, dy = residuals.wait_for(code, dy)
-        x = jnp.moveaxis(codec.decode(code), -1, feature)
+        x = residuals.decode_after(jnp.moveaxis(dy, feature, -1), code, codec)
+        x = jnp.moveaxis(x, -1, feature)
         clipped, transpose_clip = jax.vjp(clip, var)
         _, transpose = jax.vjp(normalize, x, mean, clipped, scale, bias)
         dx, dmean_y, dvar_y, dscale, dbias = transpose(dy)

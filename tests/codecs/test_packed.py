@@ -32,8 +32,8 @@ def test_booleans_are_exact(bits):
     [
         (1, (4, 64), 4 * 8),
         (1, (4, 5, 7), 4 * 5 * 1),
-        (2, (3, 5), 4),  # 30 bits
-        (3, (3, 5), 4 + 3),  # 2 bits each, and a byte a sample
+        (2, (3, 5), 5),  # 9 pairs in 4 bits
+        (3, (3, 5), 5 + 3),  # 2 bits each, and a byte a sample
         (4, (3, 5), 8),
         (8, (3, 5), 15),
         (1, (0, 5), 0),

@@ -35,18 +35,36 @@ def test_codes_out_of_range_lose_their_upper_bits_only(bits):
 
 @pytest.mark.parametrize(
     ("shape", "packed"),
+    [((5, 3, 16), (5, 3, 2)), ((5, 16, 3), (5, 16, 1)), ((9,), (2,)), ((3, 0), (3, 0)), ((), (1,))],
+)
+def test_bits_share_a_byte_along_the_last_axis(shape, packed):
+    (array,) = packing.pack(jnp.zeros(shape, jnp.int32), 1)
+    assert (array.shape, array.dtype) == (packed, jnp.uint8)
+
+
+@pytest.mark.parametrize(
+    ("shape", "packed"),
     [
-        ((5, 3, 16), (5, 3, 2)),  # 3 would pad
-        ((5, 16, 32), (5, 2, 32)),  # neither pads: the outermost
-        ((16, 3), (16, 1)),  # never the batch axis
-        ((16, 7, 7, 5), (16, 1, 7, 5)),  # 7 pads least
-        ((9,), (2,)),
+        ((5, 3, 16), (5, 3, 8)),  # 3 would pad
+        ((5, 16, 32), (5, 8, 32)),  # neither pads: the outermost
+        ((16, 3), (16, 2)),  # never the batch axis
+        ((16, 5, 7, 3), (16, 5, 4, 3)),  # 7 pads least
+        ((9,), (5,)),
         ((), (1,)),
     ],
 )
-def test_bits_share_a_byte_along_the_axis_that_pads_least(shape, packed):
-    (array,) = packing.pack(jnp.zeros(shape, jnp.int32), 1)
-    assert (array.shape, array.dtype) == (packed, jnp.uint8)
+def test_halves_share_along_the_axis_that_pads_least(shape, packed):
+    (array,) = packing.pack(jnp.zeros(shape, jnp.int32), 2)
+    assert (array.shape, array.dtype) == (packed, jnp.uint4)
+
+
+@pytest.mark.parametrize("size", [0, 8, 64, 1024, 1032, 2056])
+def test_tpus_pack_the_same_bytes(size):
+    bits = jnp.asarray(np.random.default_rng(0).integers(0, 2, (3, size)), jnp.uint8)
+    packed = packing._bytes_by_matmul(bits)
+    np.testing.assert_array_equal(packed, packing._bytes_by_sum(bits))
+    np.testing.assert_array_equal(packing._bits_by_matmul(packed), bits)
+    np.testing.assert_array_equal(packing._bits_by_shift(packed), bits)
 
 
 @pytest.mark.parametrize("bits", [0, 5, 16, -1, True, 2.0, None, "2"])

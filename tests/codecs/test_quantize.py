@@ -29,16 +29,20 @@ def group_axes(group, rank):
 
 
 def packed_bytes(shape, bits):
-    """Bytes of the codes: a byte of single bits lies along one axis, the batch's only if alone."""
-    n = math.prod(shape)
-    if bits == 8:
-        return n
+    """Bytes of the codes: single bits share along the last axis, pairs along the one that fits."""
+    *outer, last = shape or (1,)
+    if bits == 1:
+        return math.prod(outer) * math.ceil(last / 8)
+    if bits == 2:
+        axes = range(1 if outer else 0, len(outer) + 1)
+        pairs = min(
+            math.prod(math.ceil(n / 2) if i == axis else n for i, n in enumerate((*outer, last)))
+            for axis in axes
+        )
+        return math.ceil(pairs / 2)
     if bits == 3:
         return packed_bytes(shape, 2) + packed_bytes(shape, 1)
-    if bits > 1:
-        return math.ceil(n * bits / 8)
-    axes = [shape] if len(shape) < 2 else [shape[i:] + shape[:i] for i in range(1, len(shape))]
-    return min(math.ceil(first / 8) * math.prod(rest) for first, *rest in (s or (1,) for s in axes))
+    return math.ceil(math.prod(shape) * bits / 8)
 
 
 def decode_unrounded(codec, encoded):
@@ -245,7 +249,7 @@ def test_encoded_is_of_small_unsigned_integers_and_two_extremes():
     encoded = jax.jit(Quantize(3).encode)(jnp.ones((2, 4, 16), jnp.bfloat16))
     assert isinstance(encoded, Encoded)
     assert [(a.shape, a.dtype.name) for a in encoded.arrays] == [
-        ((2, 4, 16), "uint2"),
+        ((2, 2, 16), "uint4"),
         ((2, 4, 2), "uint8"),
         ((2, 1, 16), "bfloat16"),
         ((2, 1, 16), "bfloat16"),

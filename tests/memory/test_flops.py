@@ -4,7 +4,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxcomp.memory.flops import flops
+from jaxcomp.memory.flops import flops, jaxpr_flops
 
 LAYERS = 4
 
@@ -56,3 +56,17 @@ def test_shard_map_counts_all_devices():
     spec = PartitionSpec("data")
     gram = jax.shard_map(lambda x: x @ x.T, mesh=mesh, in_specs=spec, out_specs=spec)
     assert flops(gram, jnp.ones((16, 4))) == 8 * 2 * (2 * 4 * 2)
+
+
+def test_of_a_platform_dependent_the_platforms_branch_counts():
+    def product(x):
+        return lax.platform_dependent(x, tpu=lambda x: x @ x, default=lambda x: x)
+
+    jaxpr = jax.make_jaxpr(product)(jnp.ones((4, 4))).jaxpr
+    assert jaxpr_flops(jaxpr, "tpu") == 2 * 4**3
+    assert (
+        jaxpr_flops(jaxpr, "cuda")
+        == jaxpr_flops(jaxpr, "cpu")
+        == flops(product, jnp.ones((4, 4)))
+        == 0
+    )

@@ -258,7 +258,7 @@ def test_bfloat16_computes_in_it_and_keeps_parameters_in_float32() -> None:
     assert (logits.shape, logits.dtype) == ((BATCH, CLASSES), jnp.float32)
     large = [a for a in jax.tree.leaves(pullback) if a.size >= BATCH * 4 * 4 * 4]
     kept = {a.dtype.name for a in large if a.shape[0] == BATCH}
-    assert kept == {"uint2", "uint4", "bfloat16"}  # codes, indices, and the images
+    assert kept == {"uint4", "uint8", "bfloat16"}  # codes, masks, the images
 
 
 def test_window_larger_than_a_map_is_an_error() -> None:

@@ -95,7 +95,7 @@ def test_vmap_of_grad_equals_a_loop():
     [
         (Exact(), [((16, 12), "float32")]),
         (Cast(), [((16, 12), "bfloat16")]),
-        (Quantize(2), [((16, 1), "float32")] * 2 + [((16, 12), "uint2")]),
+        (Quantize(2), [((16, 1), "float32")] * 2 + [((16, 6), "uint4")]),
     ],
 )
 def test_stores_the_code_and_the_weights(codec, expected):
