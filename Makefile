@@ -10,10 +10,10 @@ DOCS_STAMP := $(VENV)/.stamp-docs
 # missing, so the device is named: JAX_PLATFORMS=cuda make demo
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: help venv demo test lint format docs constraints clean
+.PHONY: help venv demo test bench-memory lint format docs constraints clean
 
 help:
-	@echo "make demo | test | lint | format | docs | constraints | venv | clean"
+	@echo "make demo | test | bench-memory | lint | format | docs | constraints | venv | clean"
 
 venv: $(STAMP)
 
@@ -31,6 +31,19 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2
+
+# Compiles only, nothing is run: about an hour and a half on two cores.
+bench-memory: $(STAMP)
+	for target in h100 v5e; do \
+	  $(BIN)/python -m experiments.bench.gates --target $$target \
+	    --out experiments/results/gates-$$target || exit 1; \
+	  $(BIN)/python -m experiments.bench.stage --target $$target \
+	    --out experiments/results/stage-$$target || exit 1; \
+	done
+	for target in h100 a100 v5e; do \
+	  $(BIN)/python -m experiments.bench.memory --target $$target \
+	    --out experiments/results/resnet50-$$target || exit 1; \
+	done
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,0 +1,26 @@
+import pytest
+
+import jaxcomp as jc
+from experiments.bench import gates
+
+
+@pytest.mark.parametrize(
+    ("operation", "codec"),
+    [
+        ("conv", jc.Quantize(2)),
+        ("dot", jc.Quantize(4)),
+        ("batch_norm", jc.Quantize(2)),
+        ("relu", jc.Packed(1)),
+        ("max_pool", jc.Packed(2)),
+    ],
+    ids=str,
+)
+def test_h100_keeps_what_a_layer_declares(operation, codec, capsys):
+    pytest.importorskip("jax_cuda13_plugin")
+    gate = gates.GATES[operation]
+    figures = gates.measure(gate, codec, "h100")
+    dtype = "bool" if isinstance(codec, jc.Packed) else "bfloat16"
+    assert figures["declared_bytes"] >= codec.nbytes(gate.shape, dtype)
+    with capsys.disabled():
+        print(f"\nh100, {operation}, {codec}: {figures}")
+    assert figures["compiled_bytes"] <= gates.LIMIT * figures["declared_bytes"]
