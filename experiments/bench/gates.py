@@ -24,8 +24,8 @@ from jaxcomp.memory import analyze
 
 LAYERS = 3
 LIMIT = 1.1
-MAP = (32, 28, 28, 128)
-TOKENS = (64, 128, 512)
+MAP = (512, 28, 28, 128)
+TOKENS = (1024, 128, 512)
 
 Layer = Callable[[jax.Array, Any], jax.Array]
 
