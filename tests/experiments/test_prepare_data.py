@@ -45,7 +45,8 @@ def embed(monkeypatch, source, output, *arguments):
 def test_embed_is_balanced_and_taken_from_the_source(monkeypatch, source, tmp_path):
     output = tmp_path / "subset.npz"
     assert embed(monkeypatch, source, output) == 0
-    arrays = np.load(output)
+    with np.load(output) as file:
+        arrays = dict(file)
     for split, size in (("train", 40), ("test", 20)):
         images, labels = arrays[f"{split}_images"], arrays[f"{split}_labels"]
         assert images.shape == (size, 28, 28, 1)
