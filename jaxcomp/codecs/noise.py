@@ -25,6 +25,12 @@ def _index(shape: tuple[int, ...]) -> Array:
     return index
 
 
+def _hash(x: Array, salt: Array) -> Array:
+    """A 32-bit word for each element, of its own bits, its index and a salt."""
+    bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    return _mix(bits ^ (_index(x.shape) * jnp.uint32(0x9E3779B9) + salt))
+
+
 def uniform(x: Float[Array, "*shape"], seed: Seed = None) -> Float[Array, "*shape"]:
     """Draws one number in (0, 1) for each element of an array, without a key or a state.
 
@@ -48,15 +54,13 @@ def uniform(x: Float[Array, "*shape"], seed: Seed = None) -> Float[Array, "*shap
         >>> bool(jnp.all(uniform(jnp.ones(4)) == uniform(jnp.ones(4))))
         True
     """
-    bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
     seed = jnp.asarray(0 if seed is None else seed)
     if seed.shape or not jnp.issubdtype(seed.dtype, jnp.integer):
         raise TypeError(
             f"seed of shape {seed.shape} and dtype {seed.dtype}: expected an integer scalar"
         )
     salt = _mix(seed.astype(jnp.uint32) + jnp.uint32(1))
-    h = _mix(bits ^ (_index(x.shape) * jnp.uint32(0x9E3779B9) + salt))
-    return (h >> 16).astype(jnp.int32).astype(jnp.float32) * 2.0**-16 + 2.0**-17
+    return (_hash(x, salt) >> 16).astype(jnp.int32).astype(jnp.float32) * 2.0**-16 + 2.0**-17
 
 
 def fingerprint(*arrays: Float[Array, "..."]) -> UInt32[Array, ""]:
@@ -68,7 +72,6 @@ def fingerprint(*arrays: Float[Array, "..."]) -> UInt32[Array, ""]:
     """
     seed = jnp.uint32(0)
     for x in arrays:
-        bits = lax.bitcast_convert_type(lax.stop_gradient(x).astype(jnp.float32), jnp.uint32)
-        words = _mix(bits ^ (_index(x.shape) * jnp.uint32(0x9E3779B9)))
+        words = _hash(lax.stop_gradient(x), jnp.uint32(0))
         seed = _mix(seed ^ lax.reduce(words, jnp.uint32(0), lax.bitwise_xor, range(x.ndim)))
     return seed

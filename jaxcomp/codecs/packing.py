@@ -45,7 +45,7 @@ def pack(
     if bits == 2:
         return (_pack_twos(codes),)
     if bits == 3:
-        return _pack_twos(codes & 3), _pack_ones(codes >> 2)
+        return _pack_twos(codes), _pack_ones(codes >> 2)
     return (codes.astype(jnp.uint4 if bits == 4 else jnp.uint8),)
 
 

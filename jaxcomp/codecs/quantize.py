@@ -24,10 +24,9 @@ class Quantize(Codec):
     With stochastic rounding the decoded value is unbiased to 2^-17 of a step (2^-14 with 8 bits,
     where the level itself is rounded) and at most one step away; with nearest rounding it is biased
     and at most half a step away; a step is (max - min) / (2^bits - 1) of the group. This is before
-    the decoded value is rounded to the array's dtype, which adds half a unit in its last place.
-    A group with a NaN or Inf comes back as
-    NaN, other groups are not touched. Groups never cross samples (axis 0), except that an array of
-    one axis is one group.
+    the decoded value is rounded to the array's dtype, which adds half a unit in its last place. A
+    group with a NaN or Inf comes back as NaN, other groups are not touched. Groups never cross
+    samples (axis 0), except that an array of one axis is one group.
 
     After ActNN (Chen et al., ICML 2021, arXiv:2104.14129, section 3.2), with the groups along the
     array's own axes instead of 256 consecutive values, and exact extremes.
