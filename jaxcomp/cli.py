@@ -13,7 +13,6 @@ from rich.console import Console
 from jaxcomp import memory
 from jaxcomp.memory.comparison import MakeStep
 from jaxcomp.models import steps
-from jaxcomp.ways import Way
 
 app = typer.Typer(help="Training with compressed activations in JAX.", add_completion=False)
 ROWS = ("plain", "remat", "remat:dots", "accumulate:4", "quantize:bits=4", "quantize:bits=2")
@@ -74,20 +73,14 @@ def memory_command(
             capacity=None if capacity is None else round(capacity * 2**30),
             xla_remat=xla_remat,
             largest_batch=max_batch,
+            timelines=html is not None,
             progress=_progress,
         )
         print(table)
         if json is not None:
             json.write_text(table.to_json() + "\n")
         if html is not None:
-            timelines = {}
-            for row in table.rows:
-                if row.report is not None and row.report.temp_bytes is not None:
-                    step, arguments = make_step(Way.parse(row.name), batch)
-                    with _progress(f"{row.name}, timeline"):
-                        timelines[row.name] = memory.timeline(
-                            step, *arguments, target=target, xla_remat=xla_remat
-                        )
+            timelines = {row.name: row.timeline for row in table.rows if row.timeline}
             memory.draw_html(html, timelines)
     except (ValueError, ImportError, OSError) as error:
         raise typer.BadParameter(str(error)) from error

@@ -2,10 +2,10 @@
 
 A residual that is declared small is not yet stored small: XLA puts the encoding off until just
 before the backward pass and keeps the full array, or decodes early, or uses the decoded array late.
-Barriers stop all three: `keep` in the forward rule of a `jax.custom_vjp`; `release` or
-`decode_after`, and `first`, in its backward rule. An array that passes a barrier is written to
-memory, so each ties an array that is written there anyway. XLA drops what nobody uses from a
-barrier, so what is tied is also used.
+Barriers stop all three: `keep` in the forward rule of a `jax.custom_vjp`; `tie` or `decode_after`
+in its backward rule. An array that passes a barrier is written to memory, so each ties an array
+that is written there anyway. XLA drops what nobody uses from a barrier, so what is tied is also
+used.
 """
 
 import typing
@@ -65,26 +65,29 @@ def _refuse(primals: tuple[C], tangents: tuple[C]) -> typing.NoReturn:
     )
 
 
-def release(residual: C, cotangent: T) -> tuple[C, T]:
-    """Ties a residual to the arriving cotangent: it is decoded after the cotangent is there.
+def tie(one: C, other: T) -> tuple[C, T]:
+    """Ties two values of a backward rule: neither is used before both are there.
 
-    For a decoded array or a cotangent that is written to memory, such as an operand of a product.
+    A residual tied to the arriving cotangent is decoded no earlier than that. A weight's gradient
+    tied to the cotangent that it was made of is made before the cotangent is used again; XLA may
+    otherwise put it off to the end of the backward pass, and keep the decoded residual until then.
 
     Args:
-        residual: What `keep` returned.
-        cotangent: The arriving cotangent, any pytree.
+        one: Any pytree, such as what `keep` returned or a weight's gradient.
+        other: Any pytree of arrays that are written to memory anyway, such as a cotangent that is
+            an operand of a product.
 
     Returns:
-        `residual` and `cotangent`, to be used in place of the arguments.
+        Both, to be used in place of the arguments.
     """
-    return lax.optimization_barrier((residual, cotangent))
+    return lax.optimization_barrier((one, other))
 
 
 def decode_after(cotangent: Array, residual: Encoded, codec: Codec) -> Array:
     """Decodes a residual after one element per sample of the cotangent is there.
 
     For elementwise backward rules: decoding and the cotangent's making can then be parts of one
-    kernel, and neither is written to memory, as `release` would have it.
+    kernel, and neither is written to memory, as `tie` would have it.
 
     Args:
         cotangent: The arriving cotangent; axis 0 is the batch.
@@ -99,22 +102,6 @@ def decode_after(cotangent: Array, residual: Encoded, codec: Codec) -> Array:
     decoded = codec.decode(residual)
     # A use of `first`, without which XLA drops it from the barrier.
     return jnp.where(never, first.astype(decoded.dtype), decoded)
-
-
-def first(result: T, cotangent: Array) -> tuple[T, Array]:
-    """Ties a cotangent to what was made of it: that is made before the cotangent is used again.
-
-    XLA may otherwise put a weight's gradient off to the end of the backward pass, and keep the
-    decoded residual and the arriving cotangent until then.
-
-    Args:
-        result: What the cotangent was used for, such as a weight's gradient.
-        cotangent: The arriving cotangent, one that is written to memory.
-
-    Returns:
-        `result` and `cotangent`, to be used in place of the arguments.
-    """
-    return lax.optimization_barrier((result, cotangent))
 
 
 def compiler_options() -> dict[str, str]:

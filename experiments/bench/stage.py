@@ -14,8 +14,11 @@ import jax
 import jax.numpy as jnp
 import typer
 from flax import nnx
+from jax.typing import DTypeLike
 
 from experiments.bench.memory import WAYS, Out, Target, Ways, tabulate
+from jaxcomp import compiler_options
+from jaxcomp.memory.comparison import MakeStep
 from jaxcomp.models.resnet import Bottleneck, Layers, Projection
 from jaxcomp.training import State, split_model
 from jaxcomp.ways import Way
@@ -24,11 +27,13 @@ BLOCKS = 4
 
 
 class Stage(nnx.Module):
-    """Bottleneck blocks of one width."""
+    """Bottleneck blocks of one shape."""
 
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        layers = Layers(jnp.bfloat16, rngs)
-        self.blocks = nnx.List(Bottleneck(layers, 256, 64, 1, Projection) for _ in range(BLOCKS))
+    def __init__(self, blocks: int, width: int, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
+        layers = Layers(dtype, rngs)
+        self.blocks = nnx.List(
+            Bottleneck(layers, 4 * width, width, 1, Projection) for _ in range(blocks)
+        )
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns the last block's output."""
@@ -37,28 +42,35 @@ class Stage(nnx.Module):
         return x
 
 
-def make_step(transform: Way, batch: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The stage's step and the shapes of its arguments."""
-    stage = transform(nnx.eval_shape(lambda: Stage(nnx.Rngs(0))))
-    graphdef, params, statistics = split_model(stage)
+def step_factory(
+    blocks: int = BLOCKS, size: int = 56, width: int = 64, dtype: DTypeLike = jnp.bfloat16
+) -> MakeStep:
+    """Makes the step of a stage of `size` x `size` x `4 * width`."""
 
-    def loss(params: State, statistics: State, x: jax.Array) -> tuple[jax.Array, State]:
-        stage = nnx.merge(graphdef, params, statistics, copy=True)
-        return jnp.mean(stage(x).astype(jnp.float32) ** 2), split_model(stage)[2]
+    def make_step(transform: Way, batch: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        stage = transform(nnx.eval_shape(lambda: Stage(blocks, width, dtype, nnx.Rngs(0))))
+        graphdef, params, statistics = split_model(stage)
 
-    @partial(jax.jit, donate_argnums=(0, 1))
-    def step(params: State, statistics: State, x: jax.Array) -> tuple[State, State, jax.Array]:
-        (grads, dx), statistics = jax.grad(loss, (0, 2), has_aux=True)(params, statistics, x)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), statistics, dx
+        def loss(params: State, statistics: State, x: jax.Array) -> tuple[jax.Array, State]:
+            stage = nnx.merge(graphdef, params, statistics, copy=True)
+            return jnp.mean(stage(x).astype(jnp.float32) ** 2), split_model(stage)[2]
 
-    return step, (params, statistics, jax.ShapeDtypeStruct((batch, 56, 56, 256), jnp.bfloat16))
+        @partial(jax.jit, donate_argnums=(0, 1), compiler_options=compiler_options())
+        def step(params: State, statistics: State, x: jax.Array) -> tuple[State, State, jax.Array]:
+            (grads, dx), statistics = jax.grad(loss, (0, 2), has_aux=True)(params, statistics, x)
+            return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), statistics, dx
+
+        x = jax.ShapeDtypeStruct((batch, size, size, 4 * width), dtype)
+        return step, (params, statistics, x)
+
+    return make_step
 
 
 def main(out: Out, way: Ways = None, batch: int = 128, target: Target = None) -> None:
     """Compiles the stage several ways; writes memory.json and memory.md."""
     ways = way or [name for name in WAYS if not name.startswith("accumulate")]
     model = f"{BLOCKS} bottleneck blocks, 56x56x256, bfloat16"
-    tabulate(make_step, ways, model, batch, target, out)
+    tabulate(step_factory(), ways, model, batch, target, out)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,10 @@ from typing import Any
 from .compiling import CompiledStep, CompileError, compile_step
 from .declared import declared_residuals
 from .flops import jaxpr_flops
+from .live_bytes import Timeline, compile_with_timeline
 from .report import MemoryReport
 from .targets import Target, resolve
-from .tracing import trace
+from .tracing import TracedStep, trace
 from .traffic import estimated_cycles, hbm_traffic
 
 # How a TPU's compiler says that a program does not fit; other compilers do not say so.
@@ -65,10 +66,24 @@ def analyze(
         >>> report.argument_bytes, report.output_bytes, report.flops
         (16384, 16384, 524288)
     """
+    step = trace(fn, *args, donate_argnums=donate_argnums, static_argnums=static_argnums)
+    return analyze_step(step, target, capacity, xla_remat)[0]
+
+
+def analyze_step(
+    step: TracedStep,
+    target: str | None,
+    capacity: int | None,
+    xla_remat: bool,
+    with_timeline: bool = False,
+) -> tuple[MemoryReport, Timeline | None]:
+    """`analyze` of a traced function, and of the same compilation its timeline.
+
+    Without `with_timeline`, or where the compiler refuses the program, there is no timeline.
+    """
     if capacity is not None and capacity <= 0:
         raise ValueError(f"capacity={capacity}: expected a positive number of bytes")
     where = resolve(target)
-    step = trace(fn, *args, donate_argnums=donate_argnums, static_argnums=static_argnums)
     usable = where.usable_bytes if capacity is None else capacity
     figures: dict[str, Any] = dict.fromkeys(field.name for field in fields(MemoryReport))
     figures |= {
@@ -78,8 +93,13 @@ def analyze(
         "capacity_bytes": where.capacity_bytes,
         "usable_bytes": usable,
     }
+    timeline = None
     try:
-        figures |= _compiled_figures(compile_step(step, where, xla_remat=xla_remat), where)
+        if with_timeline:
+            compiled, timeline = compile_with_timeline(step, where, xla_remat=xla_remat)
+        else:
+            compiled = compile_step(step, where, xla_remat=xla_remat)
+        figures |= _compiled_figures(compiled, where)
     except CompileError as error:
         if _OUT_OF_HBM not in str(error):
             raise
@@ -88,7 +108,7 @@ def analyze(
     if usable is not None and total is not None:
         figures |= {"headroom_bytes": usable - total, "fits": total <= usable}
     figures["roofline_seconds"] = _roofline(figures["hbm_traffic_bytes"], figures["flops"], where)
-    return MemoryReport(**figures)
+    return MemoryReport(**figures), timeline
 
 
 def _roofline(traffic: int | None, flops: int, target: Target) -> float | None:

@@ -9,11 +9,12 @@ from typing import Any
 
 from jaxcomp.ways import Way
 
-from .analyze import analyze
+from .analyze import analyze_step
 from .batch import max_batch
 from .compiling import CompileError
-from .live_bytes import format_bytes
+from .live_bytes import Timeline, format_bytes
 from .report import NOT_GIVEN, MemoryReport, format_seconds
+from .tracing import trace
 
 MakeStep = Callable[[Way, int], tuple[Callable[..., Any], tuple[Any, ...]]]
 HEADER = (
@@ -40,6 +41,7 @@ class Row:
         batch: the batch size.
         report: what the compiler made of it; None if it failed.
         max_batch: the largest batch that fits; None if it was not asked for.
+        timeline: which buffers are alive when; None if it was not asked for.
         error: what the compiler failed with, or None.
     """
 
@@ -47,6 +49,7 @@ class Row:
     batch: int
     report: MemoryReport | None
     max_batch: int | None = None
+    timeline: Timeline | None = None
     error: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -119,6 +122,7 @@ def compare(
     capacity: int | None = None,
     xla_remat: bool = True,
     largest_batch: bool = False,
+    timelines: bool = False,
     progress: Callable[[str], AbstractContextManager[Any]] = nullcontext,
 ) -> Comparison:
     """Compiles a training step several ways for a device, here or not, and tabulates its memory.
@@ -136,6 +140,7 @@ def compare(
         xla_remat: as in `analyze`.
         largest_batch: whether each row's largest batch that fits is looked for too, by further
             compilations (`max_batch`).
+        timelines: whether each row has its timeline, too.
         progress: is entered with a row's name while the row is compiled.
 
     Returns:
@@ -164,35 +169,27 @@ def compare(
         raise ValueError(f"rows={list(rows)!r}: expected at least one, and each once")
     for way in ways:
         way.check_batch(batch)
-    done: list[Row] = []
-    for way in ways:
-        with progress(way.spec):
-            done.append(_row(make_step, way, batch, target, capacity, xla_remat, largest_batch))
-    _check_transforms(done, ways)
-    name = next((row.report.target for row in done if row.report), str(target))
-    return Comparison(name, tuple(done))
 
-
-def _row(
-    make_step: MakeStep,
-    way: Way,
-    batch: int,
-    target: str | None,
-    capacity: int | None,
-    xla_remat: bool,
-    largest_batch: bool,
-) -> Row:
-    try:
+    def row(way: Way) -> Row:
         step, arguments = make_step(way, batch)
-        report = analyze(step, *arguments, target=target, capacity=capacity, xla_remat=xla_remat)
+        traced = trace(step, *arguments)
+        report, timeline = analyze_step(traced, target, capacity, xla_remat, timelines)
         largest = None
         if largest_batch:
             make = partial(make_step, way)
-            multiple = way.micro_batches
-            largest = max_batch(make, target, multiple=multiple, capacity=capacity)
-    except CompileError as error:
-        return Row(way.spec, batch, None, error=str(error))
-    return Row(way.spec, batch, report, largest)
+            largest = max_batch(make, target, multiple=way.micro_batches, capacity=capacity)
+        return Row(way.spec, batch, report, largest, timeline)
+
+    done: list[Row] = []
+    for way in ways:
+        with progress(way.spec):
+            try:
+                done.append(row(way))
+            except CompileError as error:
+                done.append(Row(way.spec, batch, None, error=str(error)))
+    _check_transforms(done, ways)
+    name = next((row.report.target for row in done if row.report), str(target))
+    return Comparison(name, tuple(done))
 
 
 def _check_transforms(rows: Sequence[Row], ways: Sequence[Way]) -> None:

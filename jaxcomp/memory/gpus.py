@@ -62,7 +62,7 @@ _CAPABILITIES = {
     (9, 0): _Capability(2048, 233472, 232448, "ACCELERATED_FEATURES"),
 }
 
-# Memory is what CUDA reports on Linux, but of rtx4060ti-16gb what `nvidia-smi` does, a little more.
+# Memory is what CUDA reports on Linux, but of RTX 4060s what `nvidia-smi` does, a little more.
 GPUS = (
     Gpu("h100", "NVIDIA H100 80GB HBM3", (9, 0), cores=132, fpus_per_core=128, clock_ghz=1.98,
         memory_bytes=84_942_979_072, bandwidth=3_352_320_000_000, l2_bytes=50 * 2**20,
@@ -88,6 +88,9 @@ GPUS = (
     Gpu("rtx3090", "NVIDIA GeForce RTX 3090", (8, 6), cores=82, fpus_per_core=128, clock_ghz=1.695,
         memory_bytes=25_447_170_048, bandwidth=936_096_000_000, l2_bytes=6 * 2**20,
         tensor_tflops=71.2),
+    Gpu("rtx4060-8gb", "NVIDIA GeForce RTX 4060", (8, 9), cores=24, fpus_per_core=128,
+        clock_ghz=2.46, memory_bytes=8_585_740_288, bandwidth=272_032_000_000,
+        l2_bytes=24 * 2**20, tensor_tflops=30.2),
     Gpu("rtx4060ti-16gb", "NVIDIA GeForce RTX 4060 Ti", (8, 9), cores=34, fpus_per_core=128,
         clock_ghz=2.535, memory_bytes=17_175_674_880, bandwidth=288_032_000_000,
         l2_bytes=32 * 2**20, tensor_tflops=44.1),

@@ -15,12 +15,12 @@ from .buffer_assignment import (
     read_ranges,
     read_values,
 )
-from .compiling import compile_step
+from .compiling import CompiledStep, compile_step
 from .hlo import Instruction, Module, parse
 from .origin import Origin, Origins
 from .passes import backward_start, phase
-from .targets import resolve
-from .tracing import trace
+from .targets import Target, resolve
+from .tracing import TracedStep, trace
 
 _UNKNOWN = Origin(scope="", operation="made by XLA", phase="other", source="")
 
@@ -154,9 +154,16 @@ def timeline(
         True
     """
     step = trace(fn, *args, donate_argnums=donate_argnums, static_argnums=static_argnums)
+    return compile_with_timeline(step, resolve(target), xla_remat=xla_remat)[1]
+
+
+def compile_with_timeline(
+    step: TracedStep, target: Target, *, xla_remat: bool
+) -> tuple[CompiledStep, Timeline]:
+    """`compile_step`, with the timeline of the compiled program."""
     with no_compilation_cache(), tempfile.TemporaryDirectory() as directory:
-        compiled = compile_step(step, resolve(target), xla_remat=xla_remat, dump_dir=directory)
-        return read_timeline(directory, compiled.hlo_text)
+        compiled = compile_step(step, target, xla_remat=xla_remat, dump_dir=directory)
+        return compiled, read_timeline(directory, compiled.hlo_text)
 
 
 def read_timeline(directory: str | Path, hlo_text: str) -> Timeline:

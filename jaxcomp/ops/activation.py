@@ -35,7 +35,7 @@ def _forward(x: Array) -> tuple[Array, Encoded]:
 
 
 def _backward(mask: Encoded, cotangent: Array) -> tuple[Array]:
-    mask, cotangent = residuals.release(mask, cotangent)
+    mask, cotangent = residuals.tie(mask, cotangent)
     return (jnp.where(MASK.decode(mask), cotangent, jnp.zeros_like(cotangent)),)
 
 

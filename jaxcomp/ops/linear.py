@@ -92,10 +92,10 @@ def bilinear(
 
     def backward(residual: typing.Any, cotangent: Array) -> tuple[Array, Array, None]:
         code, rhs = residual
-        code, cotangent = residuals.release(code, cotangent)
+        code, cotangent = residuals.tie(code, cotangent)
         lhs = codec.decode(code)
         (drhs,) = jax.vjp(lambda rhs: stock(lhs, rhs), rhs)[1](cotangent)
-        drhs, cotangent = residuals.first(drhs, cotangent)
+        drhs, cotangent = residuals.tie(drhs, cotangent)
         (dlhs,) = jax.vjp(lambda lhs: stock(lhs, rhs), lhs)[1](cotangent)
         return dlhs, drhs, None
 

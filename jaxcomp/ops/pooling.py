@@ -73,7 +73,7 @@ def max_pool(
         return residuals.keep(out, codec.encode(window.argmax(x)), codec)
 
     def backward(index: Encoded, cotangent: Array) -> tuple[Array]:
-        index, cotangent = residuals.release(index, cotangent)
+        index, cotangent = residuals.tie(index, cotangent)
         return (window.scatter(codec.decode(index), cotangent),)
 
     op.defvjp(forward, backward)
