@@ -1,9 +1,10 @@
 """Recipes: functions that return rules for a whole model."""
 
-import dataclasses
-import typing
+import inspect
+from collections.abc import Callable
+from typing import Any
 
-from jaxcomp.codecs import AvgPool, Cast, Codec, Exact, Packed, Quantize
+from jaxcomp.codecs import AvgPool, Cast, Codec, Exact, Packed, Quantize, SignAware
 from jaxcomp.rules import Rule, Rules
 
 CODECS: dict[str, type[Codec]] = {c.name: c for c in (Exact, Cast, Quantize, AvgPool)}
@@ -36,11 +37,34 @@ def everywhere(codec: Codec) -> Rules:
     return Rule(codec, op="|".join(codec.kinds)), *PACKED
 
 
-def from_spec(spec: str) -> Rules:
-    """Reads a codec spec, a snake-case name with options, and uses it everywhere.
+def fused(bits: int = 4) -> Rules:
+    """One code for each norm, addition and ReLU, which the convolutions around it share.
+
+    For models built of `jaxcomp.nn.ConvNormAct` and `NormAct`. What else a model stores stays
+    exact, but for the indices of max pools, which are exact and packed.
 
     Args:
-        spec: For example "quantize:bits=4", "avg_pool:window=2", "cast:dtype=float16", "exact".
+        bits: Bits of a stored element, masks included: 2, 3 or 4.
+
+    Returns:
+        The rules.
+
+    Example:
+        >>> fused(bits=2)[0].codec.bits
+        2
+    """
+    return Rule(SignAware(bits), op="norm_act"), *PACKED
+
+
+RECIPES: dict[str, Callable[..., Rules]] = {"fused": fused}
+
+
+def from_spec(spec: str) -> Rules:
+    """Reads the spec of a codec, which is then used everywhere, or of a recipe.
+
+    Args:
+        spec: A snake-case name with options, for example "quantize:bits=4", "avg_pool:window=2",
+            "cast:dtype=float16", "exact", "fused:bits=2".
 
     Returns:
         The rules.
@@ -53,21 +77,27 @@ def from_spec(spec: str) -> Rules:
         Quantize(bits=4, group='channel', rounding='stochastic')
     """
     name, _, options = spec.partition(":")
-    if name not in CODECS:
-        raise ValueError(f"spec={spec!r}: unknown codec {name!r}, expected one of {list(CODECS)}")
-    fields = {f.name: f for f in dataclasses.fields(CODECS[name])}  # type: ignore[arg-type]
-    kwargs: dict[str, typing.Any] = {}
+    make: Callable[..., Any] | None = RECIPES.get(name, CODECS.get(name))
+    if make is None:
+        raise ValueError(
+            f"spec={spec!r}: unknown codec {name!r}, expected one of {[*CODECS, *RECIPES]}"
+        )
+    parameters = inspect.signature(make).parameters
+    kwargs: dict[str, Any] = {}
     for option in options.split(",") if options else ():
         key, _, value = option.partition("=")
-        if key not in fields:
-            raise ValueError(f"spec={spec!r}: unknown option {key!r}, expected of {list(fields)}")
+        if key not in parameters:
+            raise ValueError(
+                f"spec={spec!r}: unknown option {key!r}, expected of {list(parameters)}"
+            )
         if key in kwargs:
             raise ValueError(f"spec={spec!r}: option {key!r} is given twice")
         try:
-            kwargs[key] = int(value) if fields[key].type is int else value
+            kwargs[key] = int(value) if parameters[key].annotation is int else value
         except ValueError:
             raise ValueError(f"spec={spec!r}: {key}={value!r} is not an integer") from None
     try:
-        return everywhere(CODECS[name](**kwargs))
+        made = make(**kwargs)
+        return everywhere(made) if isinstance(made, Codec) else made
     except (TypeError, ValueError) as error:
         raise ValueError(f"spec={spec!r}: {error}") from error

@@ -9,6 +9,7 @@ used.
 """
 
 import typing
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from jaxcomp.codecs import Codec, Encoded, Exact
+from jaxcomp.codecs import Codec, Exact
 
 T = typing.TypeVar("T")
 C = typing.TypeVar("C")
@@ -83,7 +84,7 @@ def tie(one: C, other: T) -> tuple[C, T]:
     return lax.optimization_barrier((one, other))
 
 
-def decode_after(cotangent: Array, residual: Encoded, codec: Codec) -> Array:
+def decode_after(cotangent: Array, residual: C, decode: Callable[[C], T]) -> T:
     """Decodes a residual after one element per sample of the cotangent is there.
 
     For elementwise backward rules: decoding and the cotangent's making can then be parts of one
@@ -91,17 +92,18 @@ def decode_after(cotangent: Array, residual: Encoded, codec: Codec) -> Array:
 
     Args:
         cotangent: The arriving cotangent; axis 0 is the batch.
-        residual: What `keep` returned, of the cotangent's rank.
-        codec: What the residual is stored by.
+        residual: What `keep` returned.
+        decode: Makes an array of the cotangent's rank of it, or several.
 
     Returns:
-        The decoded array.
+        What `decode` returns.
     """
     first = cotangent[(slice(None), *(slice(1),) * (cotangent.ndim - 1))[: cotangent.ndim]]
     residual, first, never = lax.optimization_barrier((residual, first, jnp.bool(False)))
-    decoded = codec.decode(residual)
     # A use of `first`, without which XLA drops it from the barrier.
-    return jnp.where(never, first.astype(decoded.dtype), decoded)
+    return jax.tree.map(
+        lambda decoded: jnp.where(never, first.astype(decoded.dtype), decoded), decode(residual)
+    )
 
 
 def compiler_options() -> dict[str, str]:

@@ -17,7 +17,8 @@ class Rule:
 
     Attributes:
         codec: How they store what waits for the backward pass; `Exact()` makes them as in Flax.
-        op: Regular expression for the whole kind: "conv", "dot", "batch_norm", "relu", "max_pool".
+        op: Regular expression for the whole kind: "conv", "dot", "batch_norm", "relu", "max_pool",
+            "norm_act".
         path: Regular expression for the whole path, attributes and indices joined by "/".
         required: Whether it is an error if no module matches.
 
@@ -115,8 +116,11 @@ def apply(model: nnx.Module, rules: Rules) -> Plan:
         if isinstance(module, Coded)
     ]
     used = set()
-    decisions = []
-    for path, module in coded:
+    decisions = {}
+    covered: set[str] = set()
+    for path, module in sorted(coded, key=lambda item: item[0].count("/")):  # from outside in
+        if path in covered:
+            continue
         codec = module.codec or Exact()
         matching = (i for i, rule in enumerate(rules) if rule.matches(path, module.kind))
         for i in itertools.islice(matching, 1):
@@ -126,13 +130,16 @@ def apply(model: nnx.Module, rules: Rules) -> Plan:
                 module.check_codec(codec)
             except ValueError as error:
                 raise ValueError(f"{rules[i]} matches {path}: {error}") from error
-        decisions.append(Decision(path, module.kind, codec))
+        if not isinstance(codec, Exact):
+            covered.update(f"{path}/{name}".lstrip("/") for name in module.covers)
+        decisions[path] = Decision(path, module.kind, codec)
     for i, rule in enumerate(rules):
         if rule.required and i not in used:
-            found = ", ".join(sorted({module.kind for _, module in coded})) or "no coded modules"
+            kinds = ", ".join(sorted({module.kind for _, module in coded})) or "no coded modules"
             raise ValueError(
-                f"{rule} matches nothing, or only what an earlier rule took; the model has: {found}"
+                f"{rule} matches nothing, or only what an earlier rule took; the model has: {kinds}"
             )
-    for (_, module), decision in zip(coded, decisions, strict=True):
+    decided = [(module, decisions[path]) for path, module in coded if path in decisions]
+    for module, decision in decided:
         module.codec = None if isinstance(decision.codec, Exact) else decision.codec
-    return Plan(tuple(decisions))
+    return Plan(tuple(decision for _, decision in decided))

@@ -18,7 +18,7 @@ from jaxcomp import memory
 from jaxcomp.models import steps
 from jaxcomp.ways import Way
 
-WAYS = ("plain", "remat", "accumulate:4", "quantize:bits=4", "quantize:bits=2")
+WAYS = ("plain", "remat", "accumulate:4", "quantize:bits=2", "fused:bits=4", "fused:bits=2")
 PARTS = ("rtx4060-8gb", "rtx3060-12gb", "rtx4060ti-16gb", "rtx3090")
 STEP = 8
 

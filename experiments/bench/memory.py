@@ -27,6 +27,8 @@ WAYS = (
     "avg_pool:window=2",
     "quantize:bits=4",
     "quantize:bits=2",
+    "fused:bits=4",
+    "fused:bits=2",
 )
 
 Out = Annotated[Path, typer.Option(help="Directory of the results.")]

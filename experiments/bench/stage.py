@@ -19,7 +19,8 @@ from jax.typing import DTypeLike
 from experiments.bench.memory import WAYS, Out, Target, Ways, tabulate
 from jaxcomp import compiler_options
 from jaxcomp.memory.comparison import MakeStep
-from jaxcomp.models.resnet import Bottleneck, Layers, Projection
+from jaxcomp.models.resnet import Bottleneck, Features, Layers, Projection
+from jaxcomp.ops import value
 from jaxcomp.training import State, split_model
 from jaxcomp.ways import Way
 
@@ -37,9 +38,10 @@ class Stage(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns the last block's output."""
+        features: Features = x
         for block in self.blocks:
-            x = block(x)
-        return x
+            features = block(features)
+        return value(features)
 
 
 def step_factory(

@@ -7,3 +7,4 @@ from jaxcomp.codecs.codec import Exact as Exact
 from jaxcomp.codecs.packed import Packed as Packed
 from jaxcomp.codecs.pool import AvgPool as AvgPool
 from jaxcomp.codecs.quantize import Quantize as Quantize
+from jaxcomp.codecs.sign_aware import SignAware as SignAware

@@ -135,7 +135,7 @@ class Exact(Codec):
     """
 
     name: typing.ClassVar[str] = "exact"
-    kinds = ("conv", "dot", "batch_norm", "relu", "max_pool")
+    kinds = ("conv", "dot", "batch_norm", "relu", "max_pool", "norm_act")
     unbiased = True
 
     def _encode(self, x: Array, seed: Seed) -> tuple[Array, ...]:

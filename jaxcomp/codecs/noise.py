@@ -54,13 +54,26 @@ def uniform(x: Float[Array, "*shape"], seed: Seed = None) -> Float[Array, "*shap
         >>> bool(jnp.all(uniform(jnp.ones(4)) == uniform(jnp.ones(4))))
         True
     """
+    return fraction(words(x, seed))
+
+
+def fraction(words: UInt32[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """The numbers in (0, 1) that `uniform` makes of random words: their upper 16 bits."""
+    return (words >> 16).astype(jnp.int32).astype(jnp.float32) * 2.0**-16 + 2.0**-17
+
+
+def words(x: Float[Array, "*shape"], seed: Seed = None) -> UInt32[Array, "*shape"]:
+    """Draws 32 random bits for each element of an array: what `uniform` makes its numbers of.
+
+    Raises:
+        TypeError: If `seed` is not an integer scalar.
+    """
     seed = jnp.asarray(0 if seed is None else seed)
     if seed.shape or not jnp.issubdtype(seed.dtype, jnp.integer):
         raise TypeError(
             f"seed of shape {seed.shape} and dtype {seed.dtype}: expected an integer scalar"
         )
-    salt = _mix(seed.astype(jnp.uint32) + jnp.uint32(1))
-    return (_hash(x, salt) >> 16).astype(jnp.int32).astype(jnp.float32) * 2.0**-16 + 2.0**-17
+    return _hash(x, _mix(seed.astype(jnp.uint32) + jnp.uint32(1)))
 
 
 def fingerprint(*arrays: Float[Array, "..."]) -> UInt32[Array, ""]:

@@ -2,13 +2,11 @@
 
 8 and 4 bits are XLA's own dtypes, which keep the array's layout and any odd size. Two 2-bit codes
 share a `uint4`, since TPUs cannot keep XLA's own 2-bit arrays in a barrier; eight single bits share
-a byte. 3 bits are 2 + 1.
-
-Where codes share an element is chosen by what compilers fuse: single bits lie along the last axis,
-so that a GPU packs them in the kernel that makes the array; 2-bit codes share across halves of an
-outer axis, so that each half keeps the array's layout.
+a byte; 3 bits are 2 + 1. Neighbours along the last axis share an element: a GPU then packs them in
+the very kernel that makes the array, and whatever else that makes.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -16,6 +14,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Integer, UInt
 
 WIDTHS = (1, 2, 3, 4, 8)
+_SHARING = {1: (jnp.uint8, 8), 2: (jnp.uint4, 2)}  # the shared element, and how many share it
 
 
 def check_bits(bits: int) -> None:
@@ -40,12 +39,10 @@ def pack(
         >>> [(a.dtype.name, a.shape) for a in pack(jnp.arange(16), 3)]
         [('uint4', (8,)), ('uint8', (2,))]
     """
-    if bits == 1:
-        return (_pack_ones(codes),)
-    if bits == 2:
-        return (_pack_twos(codes),)
     if bits == 3:
-        return _pack_twos(codes), _pack_ones(codes >> 2)
+        return *pack(codes & 3, 2), *pack(codes >> 2, 1)
+    if bits in _SHARING:
+        return (_pack_last(codes, bits),)
     return (codes.astype(jnp.uint4 if bits == 4 else jnp.uint8),)
 
 
@@ -53,68 +50,65 @@ def unpack(
     arrays: tuple[UInt[Array, "..."], ...], shape: tuple[int, ...], bits: int
 ) -> Integer[Array, "..."]:
     """Returns the int32 codes of this shape that `pack` stored."""
-    if bits == 1:
-        codes = _unpack_ones(arrays[0], shape)
-    elif bits == 2:
-        codes = _unpack_twos(arrays[0], shape)
-    elif bits == 3:
-        codes = _unpack_twos(arrays[0], shape) | (_unpack_ones(arrays[1], shape) << 2)
-    else:
-        (codes,) = arrays
+    if bits == 3:
+        return unpack(arrays[:1], shape, 2) | (unpack(arrays[1:], shape, 1) << 2)
+    (codes,) = arrays
+    if bits in _SHARING:
+        codes = _unpack_last(codes, shape, bits)
     return codes.astype(jnp.int32)
 
 
-def _pad(codes: Array, axis: int, multiple: int) -> Array:
-    """`codes`, at least of one axis, as uint8 with one axis padded to a multiple."""
-    codes = codes.reshape(codes.shape or (1,)).astype(jnp.uint8)
-    padding = [(0, -n % multiple if i == axis else 0) for i, n in enumerate(codes.shape)]
-    return jnp.pad(codes, padding)
+def _pack_last(codes: Array, bits: int) -> Array:
+    """Packs along the last axis, the first code into the lowest bits."""
+    dtype, sharing = _SHARING[bits]
+    codes = codes.reshape(codes.shape or (1,)).astype(jnp.uint8) & (2**bits - 1)
+    padding = [(0, 0)] * (codes.ndim - 1) + [(0, -codes.shape[-1] % sharing)]
+    by_matmul, by_sum = (functools.partial(f, bits) for f in (_join_by_matmul, _join_by_sum))
+    padded = jnp.pad(codes, padding)
+    return lax.platform_dependent(padded, tpu=by_matmul, default=by_sum).astype(dtype)
 
 
-def _unpad(codes: Array, axis: int, shape: tuple[int, ...]) -> Array:
-    return lax.slice_in_dim(codes, 0, (shape or (1,))[axis], axis=axis).reshape(shape)
+def _unpack_last(packed: Array, shape: tuple[int, ...], bits: int) -> Array:
+    by_matmul, by_shift = (functools.partial(f, bits) for f in (_split_by_matmul, _split_by_shift))
+    packed = packed.astype(jnp.uint8)
+    codes = lax.platform_dependent(packed, tpu=by_matmul, default=by_shift)
+    return lax.slice_in_dim(codes, 0, (shape or (1,))[-1], axis=-1).reshape(shape)
 
 
-def _pack_ones(codes: Array) -> Array:
-    codes = _pad(codes, max(codes.ndim - 1, 0), 8) & 1
-    return lax.platform_dependent(codes, tpu=_bytes_by_matmul, default=_bytes_by_sum)
+def _join_by_sum(bits: int, codes: Array) -> Array:
+    _, sharing = _SHARING[bits]
+    codes = codes.reshape(*codes.shape[:-1], codes.shape[-1] // sharing, sharing)
+    place = lax.broadcasted_iota(jnp.uint8, codes.shape, codes.ndim - 1) * bits
+    return jnp.sum(codes << place, -1, dtype=jnp.uint8)
 
 
-def _unpack_ones(packed: Array, shape: tuple[int, ...]) -> Array:
-    bits = lax.platform_dependent(packed, tpu=_bits_by_matmul, default=_bits_by_shift)
-    return _unpad(bits, max(len(shape) - 1, 0), shape)
+def _split_by_shift(bits: int, packed: Array) -> Array:
+    _, sharing = _SHARING[bits]
+    place = lax.broadcasted_iota(jnp.uint8, (*packed.shape, sharing), packed.ndim) * bits
+    codes = (packed[..., None] >> place) & (2**bits - 1)
+    return codes.reshape(*packed.shape[:-1], sharing * packed.shape[-1])
 
 
-def _bytes_by_sum(bits: Array) -> Array:
-    bits = bits.reshape(*bits.shape[:-1], bits.shape[-1] // 8, 8)
-    place = lax.broadcasted_iota(jnp.uint8, bits.shape, bits.ndim - 1)
-    return jnp.sum(bits << place, -1, dtype=jnp.uint8)
+def _join_by_matmul(bits: int, codes: Array) -> Array:
+    """`_join_by_sum` for TPUs, which move data between lanes by their matrix unit alone."""
+
+    def join(codes: Array) -> Array:
+        return _product(codes, _factors(codes.shape[-1], bits)).astype(jnp.uint8)
+
+    _, sharing = _SHARING[bits]
+    return _by_blocks(codes, 128 * sharing, join)
 
 
-def _bits_by_shift(packed: Array) -> Array:
-    place = lax.broadcasted_iota(jnp.uint8, (*packed.shape, 8), packed.ndim)
-    bits = (packed[..., None] >> place) & 1
-    return bits.reshape(*packed.shape[:-1], 8 * packed.shape[-1])
+def _split_by_matmul(bits: int, packed: Array) -> Array:
+    """`_split_by_shift` for TPUs."""
+    _, sharing = _SHARING[bits]
 
+    def split(packed: Array) -> Array:
+        repeated = _product(packed, _factors(sharing * packed.shape[-1], bits).T > 0)
+        place = lax.broadcasted_iota(jnp.int32, repeated.shape, repeated.ndim - 1) % sharing
+        return ((repeated >> (place * bits)) & (2**bits - 1)).astype(jnp.uint8)
 
-def _bytes_by_matmul(bits: Array) -> Array:
-    """`_bytes_by_sum` for TPUs, which move data between lanes by their matrix unit alone."""
-
-    def gather(bits: Array) -> Array:
-        return _product(bits, _places(bits.shape[-1])).astype(jnp.uint8)
-
-    return _by_blocks(bits, 1024, gather)
-
-
-def _bits_by_matmul(packed: Array) -> Array:
-    """`_bits_by_shift` for TPUs."""
-
-    def spread(packed: Array) -> Array:
-        repeated = _product(packed, _places(8 * packed.shape[-1]).T > 0)
-        place = lax.broadcasted_iota(jnp.int32, repeated.shape, repeated.ndim - 1) % 8
-        return ((repeated >> place) & 1).astype(jnp.uint8)
-
-    return _by_blocks(packed, 128, spread)
+    return _by_blocks(packed, 128, split)
 
 
 def _by_blocks(x: Array, size: int, fn: Callable[[Array], Array]) -> Array:
@@ -123,45 +117,14 @@ def _by_blocks(x: Array, size: int, fn: Callable[[Array], Array]) -> Array:
     return jnp.concatenate([fn(block) for block in blocks], axis=-1)
 
 
-def _places(bits: int) -> Array:
-    """The matrix that makes bytes of bits: bit i has the value 2^(i % 8) in byte i // 8."""
-    bit, byte = (lax.broadcasted_iota(jnp.int32, (bits, bits // 8), axis) for axis in (0, 1))
-    return jnp.where(bit // 8 == byte, 1 << (bit % 8), 0)
+def _factors(count: int, bits: int) -> Array:
+    """The matrix that joins codes: the factor of each in the element that it shares."""
+    _, sharing = _SHARING[bits]
+    code, joined = (lax.broadcasted_iota(jnp.int32, (count, count // sharing), i) for i in (0, 1))
+    return jnp.where(code // sharing == joined, 1 << (code % sharing * bits), 0)
 
 
 def _product(x: Array, matrix: Array) -> Array:
     """The int32 product of integers below 2^8, with sums below 2^8: exact in bfloat16."""
     x, matrix = (a.astype(jnp.int32).astype(jnp.bfloat16) for a in (x, matrix))
     return jnp.dot(x, matrix, preferred_element_type=jnp.float32).astype(jnp.int32)
-
-
-def _halved_axis(shape: tuple[int, ...]) -> int:
-    """The axis whose halves share elements: least padding, then the outermost.
-
-    Never the batch axis where there is another, since packing along a sharded axis communicates.
-    """
-    axes = range(min(1, len(shape) - 1), len(shape))
-    return min(axes, key=lambda axis: shape[axis] % 2 / max(shape[axis], 1))
-
-
-def _pack_twos(codes: Array) -> Array:
-    axis = _halved_axis(codes.shape or (1,))
-    low, high = jnp.split(_pad(codes, axis, 2) & 3, 2, axis)
-    return (low | (high << 2)).astype(jnp.uint4)
-
-
-def _unpack_twos(packed: Array, shape: tuple[int, ...]) -> Array:
-    axis = _halved_axis(shape or (1,))
-
-    def concatenated(packed: Array) -> Array:
-        packed = packed.astype(jnp.uint8)
-        return jnp.concatenate([packed & 3, packed >> 2], axis)
-
-    def shifted(packed: Array) -> Array:  # what XLA for GPUs fuses; that for TPUs does the other
-        wide = (*packed.shape[:axis], 2, *packed.shape[axis:])
-        place = lax.broadcasted_iota(jnp.uint8, wide, axis) * 2
-        codes = (jnp.expand_dims(packed.astype(jnp.uint8), axis) >> place) & 3
-        return codes.reshape(*packed.shape[:axis], 2 * packed.shape[axis], *wide[axis + 2 :])
-
-    codes = lax.platform_dependent(packed, tpu=concatenated, default=shifted)
-    return _unpad(codes, axis, shape)

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -9,9 +10,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxcomp import nn
+from jaxcomp.ops import Activation, value
 from jaxcomp.rules import Rules, apply
 
-Features = Float[Array, "batch _ _ _"]  # height, width, channels: a layer may change them
+# Of height, width and channels, which a layer may change; it may travel with its code.
+Features = Float[Array, "batch _ _ _"] | Activation
 _INIT = nnx.initializers.variance_scaling(2.0, "fan_out", "normal")
 
 
@@ -21,16 +24,19 @@ class Layers:
     def __init__(self, dtype: DTypeLike | None, rngs: nnx.Rngs) -> None:
         self.dtype, self.rngs = dtype, rngs
 
-    def conv(
-        self, cin: int, cout: int, size: int, stride: int = 1, layer: type[nnx.Conv] = nn.Conv
-    ) -> nnx.Conv:
+    def conv(self, cin: int, cout: int, size: int, stride: int = 1) -> nn.Conv:
         """A convolution without bias, padded to keep the size at stride 1."""
+        return nn.Conv(cin, cout, **self._options(size, stride))
+
+    def stem(self, cin: int, cout: int, size: int, stride: int) -> nnx.Conv:
+        """Flax's own convolution: its input is the batch, which the step holds anyway."""
+        return nnx.Conv(cin, cout, **self._options(size, stride))
+
+    def _options(self, size: int, stride: int) -> dict[str, Any]:
         pad = size // 2
-        return layer(
-            cin,
-            cout,
-            (size, size),
-            stride,
+        return dict(
+            kernel_size=(size, size),
+            strides=stride,
             padding=[(pad, pad), (pad, pad)],
             use_bias=False,
             kernel_init=_INIT,
@@ -42,17 +48,19 @@ class Layers:
         """A batch norm."""
         return nn.BatchNorm(features, momentum=0.9, dtype=self.dtype, rngs=self.rngs)
 
+    def unit(
+        self, cin: int, cout: int, size: int, stride: int = 1, *, relu: bool = True
+    ) -> nn.ConvNormAct:
+        """A convolution, its norm, and a ReLU if there is one."""
+        return nn.ConvNormAct(self.conv(cin, cout, size, stride), self.norm(cout), relu=relu)
 
-class Projection(nnx.Module):
+
+class Projection(nn.ConvNormAct):
     """The shortcut of an ImageNet network where the shape changes: 1x1 convolution and norm."""
 
     def __init__(self, layers: Layers, cin: int, cout: int, stride: int) -> None:
-        self.conv = layers.conv(cin, cout, 1, stride)
-        self.norm = layers.norm(cout)
-
-    def __call__(self, x: Features) -> Features:
-        """Returns the shortcut's value."""
-        return self.norm(self.conv(x))
+        conv = layers.conv(cin, cout, 1, stride)
+        super().__init__(conv, layers.norm(cout), relu=False)
 
 
 class PadShortcut(nnx.Module):
@@ -66,8 +74,12 @@ class PadShortcut(nnx.Module):
 
     def __call__(self, x: Features) -> Features:
         """Returns the shortcut's value."""
-        x = x[:, :: self.stride, :: self.stride]
-        return jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, self.new)))
+        strided = value(x)[:, :: self.stride, :: self.stride]
+        widths = [(0, 0), (0, 0), (0, 0), (0, self.new)]
+        padded = jnp.pad(strided, widths)
+        if not isinstance(x, Activation):
+            return padded
+        return Activation(padded, jnp.pad(x.unit, widths), None, x.codec)
 
 
 Shortcut = type[Projection] | type[PadShortcut]
@@ -81,17 +93,15 @@ class BasicBlock(nnx.Module):
     def __init__(
         self, layers: Layers, cin: int, width: int, stride: int, shortcut: Shortcut
     ) -> None:
-        self.conv1, self.norm1 = layers.conv(cin, width, 3, stride), layers.norm(width)
-        self.conv2, self.norm2 = layers.conv(width, width, 3), layers.norm(width)
-        self.relu1, self.relu2 = nn.ReLU(), nn.ReLU()
+        self.unit1 = layers.unit(cin, width, 3, stride)
+        self.unit2 = layers.unit(width, width, 3)
         changes = stride != 1 or cin != width
         self.shortcut = shortcut(layers, cin, width, stride) if changes else None
 
     def __call__(self, x: Features) -> Features:
         """Returns the block's output."""
         residual = x if self.shortcut is None else self.shortcut(x)
-        x = self.relu1(self.norm1(self.conv1(x)))
-        return self.relu2(self.norm2(self.conv2(x)) + residual)
+        return self.unit2(self.unit1(x), residual)
 
 
 class Bottleneck(nnx.Module):
@@ -103,19 +113,16 @@ class Bottleneck(nnx.Module):
         self, layers: Layers, cin: int, width: int, stride: int, shortcut: Shortcut
     ) -> None:
         cout = self.expansion * width
-        self.conv1, self.norm1 = layers.conv(cin, width, 1), layers.norm(width)
-        self.conv2, self.norm2 = layers.conv(width, width, 3, stride), layers.norm(width)
-        self.conv3, self.norm3 = layers.conv(width, cout, 1), layers.norm(cout)
-        self.relu1, self.relu2, self.relu3 = nn.ReLU(), nn.ReLU(), nn.ReLU()
+        self.unit1 = layers.unit(cin, width, 1)
+        self.unit2 = layers.unit(width, width, 3, stride)
+        self.unit3 = layers.unit(width, cout, 1)
         changes = stride != 1 or cin != cout
         self.shortcut = shortcut(layers, cin, cout, stride) if changes else None
 
     def __call__(self, x: Features) -> Features:
         """Returns the block's output."""
         residual = x if self.shortcut is None else self.shortcut(x)
-        x = self.relu1(self.norm1(self.conv1(x)))
-        x = self.relu2(self.norm2(self.conv2(x)))
-        return self.relu3(self.norm3(self.conv3(x)) + residual)
+        return self.unit3(self.unit2(self.unit1(x)), residual)
 
 
 class PreActBottleneck(nnx.Module):
@@ -127,27 +134,22 @@ class PreActBottleneck(nnx.Module):
         self, layers: Layers, cin: int, width: int, stride: int, shortcut: Shortcut
     ) -> None:
         cout = self.expansion * width
-        self.norm1, self.conv1 = layers.norm(cin), layers.conv(cin, width, 1)
-        self.norm2, self.conv2 = layers.norm(width), layers.conv(width, width, 3, stride)
-        self.norm3, self.conv3 = layers.norm(width), layers.conv(width, cout, 1)
-        self.relu1, self.relu2, self.relu3 = nn.ReLU(), nn.ReLU(), nn.ReLU()
+        self.act1, self.conv1 = nn.NormAct(layers.norm(cin)), layers.conv(cin, width, 1)
+        self.act2, self.conv2 = nn.NormAct(layers.norm(width)), layers.conv(width, width, 3, stride)
+        self.act3, self.conv3 = nn.NormAct(layers.norm(width)), layers.conv(width, cout, 1)
         changes = stride != 1 or cin != cout
         self.shortcut = layers.conv(cin, cout, 1, stride) if changes else None
 
-    def __call__(self, x: Features) -> Features:
+    def __call__(self, x: Array) -> Array:
         """Returns the block's output."""
-        activated = self.relu1(self.norm1(x))
+        activated = self.act1(x)
         residual = x if self.shortcut is None else self.shortcut(activated)
-        x = self.conv1(activated)
-        x = self.conv2(self.relu2(self.norm2(x)))
-        return self.conv3(self.relu3(self.norm3(x))) + residual
+        x = self.conv2(self.act2(self.conv1(activated)))
+        return self.conv3(self.act3(x)) + residual
 
 
 class ResNet(nnx.Module):
-    """A residual network.
-
-    The stem's convolution is Flax's own: its input is the batch, which the step holds anyway.
-    """
+    """A residual network."""
 
     def __init__(
         self,
@@ -165,7 +167,7 @@ class ResNet(nnx.Module):
         layers = Layers(dtype, rngs)
         self.preact = block is PreActBottleneck
         size, stride = (7, 2) if imagenet else (3, 1)
-        self.conv = layers.conv(in_channels, width, size, stride, nnx.Conv)
+        self.conv = layers.stem(in_channels, width, size, stride)
         self.pool = nn.MaxPool((3, 3), (2, 2), [(1, 1), (1, 1)]) if imagenet else None
         shortcut = Projection if imagenet else PadShortcut
         self.blocks: nnx.List[nnx.Module] = nnx.List([])
@@ -175,23 +177,22 @@ class ResNet(nnx.Module):
                 stride = 2 if stage > 0 and i == 0 else 1
                 self.blocks.append(block(layers, cin, width * 2**stage, stride, shortcut))
                 cin = width * 2**stage * block.expansion
-        self.norm = layers.norm(cin if self.preact else width)
-        self.relu = nn.ReLU()
+        self.act = nn.NormAct(layers.norm(cin if self.preact else width))
         self.head = nn.Linear(cin, num_classes, dtype=dtype, rngs=rngs)
         apply(self, rules)
 
-    def __call__(self, x: Features) -> Float[Array, "batch classes"]:
+    def __call__(self, images: Float[Array, "batch _ _ _"]) -> Float[Array, "batch classes"]:
         """Returns the logits in float32."""
-        x = self.conv(x)
+        x: Features = self.conv(images)
         if not self.preact:
-            x = self.relu(self.norm(x))
+            x = self.act(value(x))
         if self.pool is not None:
             x = self.pool(x)
         for block in self.blocks:
             x = block(x)
         if self.preact:
-            x = self.relu(self.norm(x))
-        return self.head(x.mean((1, 2))).astype(jnp.float32)
+            x = self.act(value(x))
+        return self.head(value(x).mean((1, 2))).astype(jnp.float32)
 
 
 MODELS: dict[str, Callable[..., ResNet]] = {

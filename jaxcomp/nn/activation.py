@@ -8,8 +8,9 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxcomp import ops
-from jaxcomp.codecs import Codec, Packed
+from jaxcomp.codecs import Codec, Packed, SignAware
 from jaxcomp.nn.coded import Coded
+from jaxcomp.ops import Activation, encode_activation, value
 
 
 class ReLU(Coded, nnx.Module):
@@ -81,9 +82,11 @@ class MaxPool(Coded, nnx.Module):
                 'Rule(Packed(bits=8), op="max_pool") first, or Exact() over 256 values'
             )
 
-    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Returns the maxima of the windows of `x`."""
+    def __call__(self, x: Float[Array, "..."] | Activation) -> Float[Array, "..."] | Activation:
+        """Returns the maxima of the windows of `x`; of an `Activation` they have a code, too."""
         args = self.window_shape, self.strides, self.padding
+        if isinstance(x, Activation):
+            return encode_activation(value(self(x.value)), x.unit, SignAware(x.codec.bits))
         if self.codec is None:
             return nnx.max_pool(x, *args)
         return ops.max_pool(x, *args, codec=typing.cast(Packed, self.codec))

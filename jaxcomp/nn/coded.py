@@ -13,11 +13,13 @@ class Coded:
     """A module whose operation has a coded form; rules find it by this class.
 
     Attributes:
-        kind: Its kind of operation: "conv", "dot", "batch_norm", "relu" or "max_pool".
+        kind: Its kind of operation: "conv", "dot", "batch_norm", "relu", "max_pool" or "norm_act".
+        covers: Attributes whose modules store nothing once this one has a codec.
         codec: How it stores what waits for its backward pass; None is as in Flax.
     """
 
     kind: typing.ClassVar[str]
+    covers: typing.ClassVar[tuple[str, ...]] = ()
     codec: Codec | None
 
     def check_codec(self, codec: Codec | None) -> None:

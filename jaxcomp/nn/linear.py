@@ -1,12 +1,16 @@
 """Flax's linear layers with a compressed input."""
 
+import dataclasses
 import typing
+from collections.abc import Callable
 
 from flax import nnx
+from jaxtyping import Array, Float
 
 from jaxcomp import ops
 from jaxcomp.codecs import Codec
 from jaxcomp.nn.coded import Coded, CodedOp
+from jaxcomp.ops import Activation
 
 
 class Conv(Coded, nnx.Conv):
@@ -32,6 +36,21 @@ class Conv(Coded, nnx.Conv):
         super().__init__(*args, conv_general_dilated=ops.conv_general_dilated, **kwargs)
         self.codec = codec
 
+    def __call__(
+        self, inputs: Float[Array, "..."] | Activation, out_sharding: typing.Any = None
+    ) -> Float[Array, "..."]:
+        """Convolves `inputs`; of an `Activation` with a code, that waits for the backward pass."""
+        if not isinstance(inputs, Activation):
+            return super().__call__(inputs, out_sharding)
+        if inputs.code is None:
+            return super().__call__(inputs.value, out_sharding)
+        own = self.conv_general_dilated
+        self.conv_general_dilated = _with_code_of(inputs)
+        try:
+            return super().__call__(inputs.value, out_sharding)
+        finally:
+            self.conv_general_dilated = own
+
     @property
     def codec(self) -> Codec | None:
         """How the input is stored."""
@@ -42,6 +61,14 @@ class Conv(Coded, nnx.Conv):
     def codec(self, codec: Codec | None) -> None:
         self.check_codec(codec)
         self.conv_general_dilated = CodedOp(ops.conv_general_dilated, codec)
+
+
+def _with_code_of(activation: Activation) -> Callable[..., Array]:
+    def conv(value: Array, kernel: Array, *args: typing.Any, **kwargs: typing.Any) -> Array:
+        carried = dataclasses.replace(activation, value=value)
+        return ops.conv_general_dilated(carried, kernel, *args, **kwargs)
+
+    return conv
 
 
 class Linear(Coded, nnx.Linear):

@@ -70,7 +70,11 @@ class BatchNorm(Coded, nnx.BatchNorm):
             codec=self.codec,
             seed=seed,
         )
+        self.update(mean, var)
+        return y
+
+    def update(self, mean: Float[Array, " features"], var: Float[Array, " features"]) -> None:
+        """Moves the running statistics towards a batch's, as Flax does."""
         for average, value in ((self.mean, mean), (self.var, var)):
             updated = self.momentum * average[...] + (1 - self.momentum) * value
             average[...] = jax.lax.stop_gradient(updated)
-        return y

@@ -1,8 +1,12 @@
 """Operations on arrays: exact forward, compressed residual."""
 
+from jaxcomp.ops.activated import Activation as Activation
+from jaxcomp.ops.activated import encode_activation as encode_activation
+from jaxcomp.ops.activated import value as value
 from jaxcomp.ops.activation import relu as relu
 from jaxcomp.ops.conv import conv_general_dilated as conv_general_dilated
 from jaxcomp.ops.linear import dot_general as dot_general
 from jaxcomp.ops.norm import batch_norm as batch_norm
+from jaxcomp.ops.norm_act import norm_act as norm_act
 from jaxcomp.ops.pooling import avg_pool as avg_pool
 from jaxcomp.ops.pooling import max_pool as max_pool

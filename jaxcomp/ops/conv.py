@@ -11,11 +11,12 @@ from jaxtyping import Array, Float
 
 from jaxcomp.codecs import Codec
 from jaxcomp.codecs.codec import Seed
+from jaxcomp.ops.activated import Activation
 from jaxcomp.ops.linear import bilinear
 
 
 def conv_general_dilated(
-    lhs: Float[Array, "..."],
+    lhs: Float[Array, "..."] | Activation,
     rhs: Float[Array, "..."],
     window_strides: Sequence[int],
     padding: str | Sequence[tuple[int, int]],
@@ -38,7 +39,8 @@ def conv_general_dilated(
     `conv_general_dilated=`. The codec sees the input channels-last, whatever its layout.
 
     Args:
-        lhs: Input of 1 to 3 (or more) spatial dimensions.
+        lhs: Input of 1 to 3 (or more) spatial dimensions; an `Activation` (channels last) brings
+            its code with it, and `codec` is not asked.
         rhs: Kernel; kept exactly, as the caller holds it anyway.
         window_strides: As `lax.conv_general_dilated`, and so are the arguments that follow.
         padding: See there.
@@ -84,15 +86,24 @@ def conv_general_dilated(
         preferred_element_type=preferred_element_type,
         out_sharding=out_sharding,
     )
+    code = None
+    if isinstance(lhs, Activation):
+        code, codec = lhs.code, codec if lhs.code is None else lhs.codec
+        lhs = lhs.value
     if codec is None:
         return stock(lhs, rhs)
     batch, channel, *spatial = lax.conv_dimension_numbers(
         lhs.shape, rhs.shape, dimension_numbers
     ).lhs_spec
     channels_last = (batch, *spatial, channel)
+    if code is not None and (code.shape != lhs.shape or sorted(channels_last) != [*channels_last]):
+        raise ValueError(
+            f"lhs: expected an Activation with its channels last; it is of shape {lhs.shape}, laid "
+            f"out as {dimension_numbers}, with a code of shape {code.shape}"
+        )
     restore = tuple(sorted(range(lhs.ndim), key=channels_last.__getitem__))
 
     def conv(lhs: Array, rhs: Array) -> Array:
         return stock(lhs.transpose(restore), rhs)
 
-    return bilinear(conv, codec, jnp.transpose(lhs, channels_last), rhs, seed)
+    return bilinear(conv, codec, jnp.transpose(lhs, channels_last), rhs, seed, code)

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxcomp import residuals
-from jaxcomp.codecs import Codec
+from jaxcomp.codecs import Codec, Encoded
 from jaxcomp.codecs.codec import Seed
 
 DotDimensionNumbers = tuple[
@@ -78,26 +78,31 @@ def bilinear(
     lhs: Array,
     rhs: Array,
     seed: Seed,
+    code: Encoded | None = None,
 ) -> Array:
-    """Calls `stock(lhs, rhs)`, linear in each argument, and keeps `lhs` as `codec` stores it."""
+    """Calls `stock(lhs, rhs)`, linear in each argument, and keeps `lhs` as `codec` stores it.
+
+    With `code`, what a producer pinned, nothing is encoded: the same code waits here, too.
+    """
     codec.check(lhs.shape, lhs.dtype)
 
     @jax.custom_vjp
-    def op(lhs: Array, rhs: Array, seed: Seed) -> Array:
+    def op(lhs: Array, rhs: Array, code: Encoded | None, seed: Seed) -> Array:
         return stock(lhs, rhs)
 
-    def forward(lhs: Array, rhs: Array, seed: Seed) -> tuple[Array, typing.Any]:
-        lhs, code = residuals.keep(lhs, codec.encode(lhs, seed), codec)
+    def forward(lhs: Array, rhs: Array, code: Encoded | None, seed: Seed) -> typing.Any:
+        if code is None:
+            lhs, code = residuals.keep(lhs, codec.encode(lhs, seed), codec)
         return stock(lhs, rhs), (code, rhs)
 
-    def backward(residual: typing.Any, cotangent: Array) -> tuple[Array, Array, None]:
+    def backward(residual: typing.Any, cotangent: Array) -> tuple[Array, Array, None, None]:
         code, rhs = residual
         code, cotangent = residuals.tie(code, cotangent)
         lhs = codec.decode(code)
         (drhs,) = jax.vjp(lambda rhs: stock(lhs, rhs), rhs)[1](cotangent)
         drhs, cotangent = residuals.tie(drhs, cotangent)
         (dlhs,) = jax.vjp(lambda lhs: stock(lhs, rhs), lhs)[1](cotangent)
-        return dlhs, drhs, None
+        return dlhs, drhs, None, None
 
     op.defvjp(forward, backward)
-    return op(lhs, rhs, seed)
+    return op(lhs, rhs, code, seed)

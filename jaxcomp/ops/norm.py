@@ -1,6 +1,6 @@
 """Normalisation whose input waits for the backward pass compressed."""
 
-import functools
+import dataclasses
 import typing
 
 import jax
@@ -72,39 +72,13 @@ def batch_norm(
         raise ValueError(f"axis={axis}: x of shape {x.shape} has no such axis")
     feature = axis % x.ndim
     axes = tuple(i for i in range(x.ndim) if i != feature)
-    average = functools.partial(_pmean, axis_name=axis_name, axis_index_groups=axis_index_groups)
-
-    def statistics(x: Array, mask: Array | None) -> Stats:
-        x = x.astype(jnp.float32)
-        if use_fast_variance:
-            mean, square = average((x.mean(axes, where=mask), lax.square(x).mean(axes, where=mask)))
-            return mean, square - lax.square(mean)
-        (mean,) = average((x.mean(axes, where=mask),))
-        square = lax.square(x - jnp.expand_dims(mean, axes))
-        (var,) = average((square.mean(axes, where=mask),))
-        return mean, var
-
-    def clip(var: Array) -> Array:  # E[x^2] - E[x]^2 may come out negative
-        return jnp.maximum(0.0, var) if use_fast_variance else var
-
-    def normalize(
-        x: Array, mean: Array, var: Array, scale: Array | None, bias: Array | None
-    ) -> Array:
-        dtype = jnp.result_type(*(a for a in (x, scale, bias) if a is not None))
-        x = x - jnp.expand_dims(mean, axes)
-        factor = lax.rsqrt(jnp.expand_dims(var, axes) + epsilon)
-        if scale is not None:
-            factor *= jnp.expand_dims(scale, axes)
-        x *= factor
-        if bias is not None:
-            x += jnp.expand_dims(bias, axes)
-        return x.astype(dtype)
+    norm = Norm(axes, epsilon, use_fast_variance, axis_name, axis_index_groups)
 
     def stock(
         x: Array, scale: Array | None, bias: Array | None, mask: Array | None, seed: Seed
     ) -> tuple[Array, Array, Array]:
-        mean, var = statistics(x, mask)
-        return normalize(x, mean, clip(var), scale, bias), mean, clip(var)
+        mean, var = norm.statistics(x, mask)
+        return norm.normalize(x, mean, norm.clip(var), scale, bias), mean, norm.clip(var)
 
     if codec is None:
         return stock(x, scale, bias, mask, seed)
@@ -114,25 +88,26 @@ def batch_norm(
         x: Array, scale: Array | None, bias: Array | None, mask: Array | None, seed: Seed
     ) -> tuple[tuple[Array, Array, Array], typing.Any]:
         x, code = residuals.keep(x, codec.encode(jnp.moveaxis(x, feature, -1), seed), codec)
-        mean, var = statistics(x, mask)
-        y = normalize(x, mean, clip(var), scale, bias)
-        return (y, mean, clip(var)), (code, residuals.name((mean, var), codec), scale, bias, mask)
+        mean, var = norm.statistics(x, mask)
+        y = norm.normalize(x, mean, norm.clip(var), scale, bias)
+        kept = residuals.name((mean, var), codec)
+        return (y, mean, norm.clip(var)), (code, kept, scale, bias, mask)
 
     def backward(
         saved: typing.Any, cotangents: tuple[Array, Array, Array]
     ) -> tuple[Array | None, ...]:
         code, (mean, var), scale, bias, mask = saved
         dy, dmean, dvar = cotangents
-        x = residuals.decode_after(jnp.moveaxis(dy, feature, -1), code, codec)
+        x = residuals.decode_after(jnp.moveaxis(dy, feature, -1), code, codec.decode)
         x = jnp.moveaxis(x, -1, feature)
-        clipped, transpose_clip = jax.vjp(clip, var)
-        _, transpose = jax.vjp(normalize, x, mean, clipped, scale, bias)
+        clipped, transpose_clip = jax.vjp(norm.clip, var)
+        _, transpose = jax.vjp(norm.normalize, x, mean, clipped, scale, bias)
         dx, dmean_y, dvar_y, dscale, dbias = transpose(dy)
 
         def centred(x: Array) -> Stats:  # mean and variance, differentiable at fixed statistics
             x = x.astype(jnp.float32)
             square = lax.square(x - jnp.expand_dims(mean, axes))
-            mean_x, var_x = average((x.mean(axes, where=mask), square.mean(axes, where=mask)))
+            mean_x, var_x = norm.average((x.mean(axes, where=mask), square.mean(axes, where=mask)))
             return mean_x, var_x
 
         _, transpose = jax.vjp(centred, x)
@@ -144,9 +119,57 @@ def batch_norm(
     return op(x, scale, bias, mask, seed)
 
 
-def _pmean(
-    means: tuple[Array, ...], axis_name: str | None, axis_index_groups: typing.Any
-) -> tuple[Array, ...]:
-    if axis_name is None:
-        return means
-    return tuple(lax.pmean(jnp.stack(means), axis_name, axis_index_groups=axis_index_groups))
+@dataclasses.dataclass(frozen=True)
+class Norm:
+    """Batch normalisation as Flax computes it.
+
+    Attributes:
+        axes: The axes that statistics are taken over.
+        epsilon: Added to the variance.
+        use_fast_variance: Whether the variance is E[x^2] - E[x]^2, in one pass.
+        axis_name: Mesh or `vmap` axis over which statistics are averaged too.
+        axis_index_groups: Groups of indices within that axis.
+    """
+
+    axes: tuple[int, ...]
+    epsilon: float
+    use_fast_variance: bool
+    axis_name: str | None = None
+    axis_index_groups: typing.Any = None
+
+    def statistics(self, x: Array, mask: Array | None = None) -> Stats:
+        """Mean and variance, before `clip`."""
+        x = x.astype(jnp.float32)
+        if self.use_fast_variance:
+            means = x.mean(self.axes, where=mask), lax.square(x).mean(self.axes, where=mask)
+            mean, square = self.average(means)
+            return mean, square - lax.square(mean)
+        (mean,) = self.average((x.mean(self.axes, where=mask),))
+        square = lax.square(x - jnp.expand_dims(mean, self.axes))
+        (var,) = self.average((square.mean(self.axes, where=mask),))
+        return mean, var
+
+    def clip(self, var: Array) -> Array:
+        """The variance, where E[x^2] - E[x]^2 may come out negative."""
+        return jnp.maximum(0.0, var) if self.use_fast_variance else var
+
+    def normalize(
+        self, x: Array, mean: Array, var: Array, scale: Array | None, bias: Array | None
+    ) -> Array:
+        """The normalised array in the dtype of `x`, `scale` and `bias` together."""
+        dtype = jnp.result_type(*(a for a in (x, scale, bias) if a is not None))
+        x = x - jnp.expand_dims(mean, self.axes)
+        factor = lax.rsqrt(jnp.expand_dims(var, self.axes) + self.epsilon)
+        if scale is not None:
+            factor *= jnp.expand_dims(scale, self.axes)
+        x *= factor
+        if bias is not None:
+            x += jnp.expand_dims(bias, self.axes)
+        return x.astype(dtype)
+
+    def average(self, means: tuple[Array, ...]) -> tuple[Array, ...]:
+        """Means over the named axis, too."""
+        if self.axis_name is None:
+            return means
+        stacked = jnp.stack(means)
+        return tuple(lax.pmean(stacked, self.axis_name, axis_index_groups=self.axis_index_groups))

@@ -29,17 +29,12 @@ def group_axes(group, rank):
 
 
 def packed_bytes(shape, bits):
-    """Bytes of the codes: single bits share along the last axis, pairs along the one that fits."""
+    """Bytes of the codes: single bits and pairs share along the last axis."""
     *outer, last = shape or (1,)
     if bits == 1:
         return math.prod(outer) * math.ceil(last / 8)
     if bits == 2:
-        axes = range(1 if outer else 0, len(outer) + 1)
-        pairs = min(
-            math.prod(math.ceil(n / 2) if i == axis else n for i, n in enumerate((*outer, last)))
-            for axis in axes
-        )
-        return math.ceil(pairs / 2)
+        return math.ceil(math.prod(outer) * math.ceil(last / 2) / 2)
     if bits == 3:
         return packed_bytes(shape, 2) + packed_bytes(shape, 1)
     return math.ceil(math.prod(shape) * bits / 8)
@@ -249,7 +244,7 @@ def test_encoded_is_of_small_unsigned_integers_and_two_extremes():
     encoded = jax.jit(Quantize(3).encode)(jnp.ones((2, 4, 16), jnp.bfloat16))
     assert isinstance(encoded, Encoded)
     assert [(a.shape, a.dtype.name) for a in encoded.arrays] == [
-        ((2, 2, 16), "uint4"),
+        ((2, 4, 8), "uint4"),
         ((2, 4, 2), "uint8"),
         ((2, 1, 16), "bfloat16"),
         ((2, 1, 16), "bfloat16"),

@@ -95,6 +95,7 @@ NETWORKS: dict[str, typing.Any] = {
 }
 EVERY_WAY = [("imagenet", spec) for spec in SPECS]
 EVERY_WAY += [("cifar", "quantize:bits=2"), ("pre-activation", "quantize:bits=2")]
+EVERY_WAY += [(network, "fused:bits=4") for network in NETWORKS]
 BATCH, CLASSES = 8, 3
 # All is compared to rounding only.
 FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -214,6 +215,37 @@ def test_mean_gradient_over_draws_is_near_the_exact_one() -> None:
     # A norm's gradient is not (see `ops.batch_norm`); its bias is small beside the noise.
     one, mean = errors(from_spec("quantize:bits=2"))
     assert mean < one / 3
+
+
+def test_one_code_for_each_unit_is_unbiased_too() -> None:
+    expected = _vector(_compile("imagenet", ())(IMAGES).gradients)
+    step = _compile("imagenet", from_spec("fused:bits=4"))
+    rng = np.random.default_rng(0)
+    draws = [IMAGES + 1e-5 * rng.normal(size=IMAGES.shape) for _ in range(64)]
+    gradients = np.stack([_vector(step(x.astype(IMAGES.dtype)).gradients) for x in draws])
+    one = float(np.mean([_error(gradient, expected) for gradient in gradients]))
+    assert _error(gradients.mean(0), expected) < one / 3
+
+
+def test_a_fused_network_stores_codes_only() -> None:
+    graphdef, state = nnx.split(
+        nnx.eval_shape(lambda: _small("imagenet", from_spec("fused:bits=4"), dtype=jnp.bfloat16))
+    )
+
+    def forward(state: nnx.State, x: jax.Array) -> jax.Array:
+        return nnx.merge(graphdef, state)(x)
+
+    pullback = jax.eval_shape(lambda s, x: jax.vjp(forward, s, x)[1], state, IMAGES)
+    large = [a for a in jax.tree.leaves(pullback) if a.ndim == 4 and a.shape[0] == BATCH]
+    kept = [a for a in large if a.dtype != jnp.uint4]
+    assert [a.shape for a in kept] == [IMAGES.shape]
+
+
+def test_evaluation_stores_nothing_and_is_as_ever() -> None:
+    model, stock = (_small("imagenet", rules) for rules in (from_spec("fused:bits=2"), ()))
+    model.eval()
+    stock.eval()
+    np.testing.assert_allclose(model(IMAGES), stock(IMAGES), rtol=1e-5, atol=1e-6)
 
 
 def test_state_is_the_same_whatever_the_rules() -> None:

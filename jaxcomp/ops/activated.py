@@ -1,0 +1,69 @@
+"""A value that travels with its code, so that every consumer stores the same one."""
+
+import dataclasses
+
+import jax
+from jaxtyping import Array, Float
+
+from jaxcomp import residuals
+from jaxcomp.codecs import Encoded, noise
+from jaxcomp.codecs.sign_aware import SignAware
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Activation:
+    """An array with the code that its producer made of it; channels last.
+
+    Operations that take one in place of an array keep its code for their backward pass and encode
+    nothing themselves. Other functions take `value(x)`.
+
+    Attributes:
+        value: The exact array.
+        unit: Size of typical values of each channel, float32, of the rank of `value`.
+        code: What stands for `value` in backward passes; None where its producer stored nothing.
+        codec: What `code` is decoded by.
+    """
+
+    value: Float[Array, "batch ... channels"]
+    unit: Float[Array, "... channels"]
+    code: Encoded | None
+    codec: SignAware = dataclasses.field(metadata={"static": True})
+
+
+def value(x: Float[Array, "..."] | Activation) -> Float[Array, "..."]:
+    """The array itself, of one that may travel with its code.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> value(jnp.ones(2)).tolist()
+        [1.0, 1.0]
+    """
+    return x.value if isinstance(x, Activation) else x
+
+
+def encode_activation(
+    value: Float[Array, "batch ... channels"], unit: Float[Array, "... channels"], codec: SignAware
+) -> Activation:
+    """Encodes an array without negative values, such as a max pool makes of an `Activation`.
+
+    Args:
+        value: The array; axis 0 is the batch.
+        unit: Size of typical values of each channel, float32, of the rank of `value`.
+        codec: What stores it.
+    """
+
+    @jax.custom_vjp
+    def op(value: Array, unit: Array) -> tuple[Array, Encoded]:
+        code = codec.encode_in_units(value, unit, noise.words(value, noise.fingerprint(unit)))
+        return residuals.keep(value, code, codec)
+
+    def forward(value: Array, unit: Array) -> tuple[tuple[Array, Encoded], None]:
+        return op(value, unit), None
+
+    def backward(_: None, cotangents: tuple[Array, Encoded]) -> tuple[Array, None]:
+        return cotangents[0], None
+
+    op.defvjp(forward, backward)
+    value, code = op(value, unit)
+    return Activation(value, unit, code, codec)

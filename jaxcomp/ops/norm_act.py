@@ -1,0 +1,191 @@
+"""Normalisation, addition and ReLU as one operation, whose one code serves all around it."""
+
+import typing
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from jaxcomp import residuals
+from jaxcomp.codecs import Encoded, noise, packing
+from jaxcomp.codecs.codec import Seed
+from jaxcomp.codecs.sign_aware import SignAware, decode_normalized, encode_normalized
+from jaxcomp.ops.activated import Activation
+from jaxcomp.ops.norm import Norm
+
+THRESHOLD = 4.0  # a ReLU's threshold shifts the levels by no more standard deviations than this
+
+Packed = tuple[Array, ...]
+
+
+class Units(typing.NamedTuple):
+    """Between a normalised value h and t, the pre-activation in norm units, of each channel.
+
+    t is positive where ReLU passes, if the threshold is within `THRESHOLD` standard deviations;
+    beyond that, and where the norm's scale is zero, t is still h, shifted and perhaps mirrored.
+    """
+
+    sign: Array
+    shift: Array
+
+    @classmethod
+    def of(cls, scale: Array, bias: Array) -> "Units":
+        """The units of a norm with this float32 scale and bias."""
+        shift = bias / jnp.where(scale == 0, 1, jnp.abs(scale))
+        return cls(jnp.where(scale < 0, -1.0, 1.0), jnp.clip(shift, -THRESHOLD, THRESHOLD))
+
+    def preactivation(self, h: Array) -> Array:
+        """T of h."""
+        return h * self.sign + self.shift
+
+    def normalized(self, t: Array) -> Array:
+        """H of t."""
+        return (t - self.shift) * self.sign
+
+
+def norm_act(
+    x: Float[Array, "batch ... features"],
+    scale: Float[Array, " features"],
+    bias: Float[Array, " features"],
+    residual: Float[Array, "batch ... features"] | Activation | None = None,
+    *,
+    relu: bool = True,
+    epsilon: float = 1e-5,
+    use_fast_variance: bool = True,
+    axis_name: str | None = None,
+    axis_index_groups: typing.Any = None,
+    codec: SignAware,
+    seed: Seed = None,
+) -> tuple[Activation, Float[Array, " features"], Float[Array, " features"]]:
+    """`relu(batch_norm(x) + residual)` with one code for it all.
+
+    The result is bit-identical to the three operations'. Without `residual`, one code of the
+    pre-activation, in units of the norm, serves the norm's backward pass, is ReLU's mask, and goes
+    on with the result to the convolutions that read it. With `residual`, the norm's own value has a
+    uniform code of its own, and the result's code is the mask and goes on. No range is looked for:
+    the norm's statistics are the only metadata.
+
+    Mask and statistics are exact; the backward pass is the exact rule at the decoded normalised
+    values, `code` decoded by `codec.decode` is what consumers read. Unbiased (with 3 or 4 bits) as
+    `ops.batch_norm` is, but for values beyond the top level.
+
+    Args:
+        x: A convolution's result, or another array with the features last; axis 0 is the batch.
+        scale: Multiplies the normalised values.
+        bias: Is added to them.
+        residual: Is added before ReLU. An array that is no `Activation` costs a pass that finds its
+            unit.
+        relu: Whether there is a ReLU. Without it the result has no code, as a shortcut's.
+        epsilon: Added to the variance.
+        use_fast_variance: Whether the variance is E[x^2] - E[x]^2, in one pass.
+        axis_name: Mesh or `vmap` axis over which statistics are averaged too, as `ops.batch_norm`.
+        axis_index_groups: Groups of indices within that axis.
+        codec: Bits of every code.
+        seed: Redraws the rounding noise.
+
+    Returns:
+        The result with its code, and the batch's mean and (biased) variance in float32.
+
+    Raises:
+        TypeError: If `x` is not a floating-point array.
+        ValueError: If there is a `residual` but no ReLU.
+
+    Example:
+        >>> x = jax.random.normal(jax.random.key(0), (8, 4, 4, 2))
+        >>> y, mean, var = norm_act(x, jnp.ones(2), jnp.zeros(2), codec=SignAware(bits=4))
+        >>> bool(((y.codec.decode(y.code) > 0) <= (y.value > 0)).all())
+        True
+    """
+    if residual is not None and not relu:
+        raise ValueError("residual: expected None with relu=False, since there + does it")
+    codec.check(x.shape, x.dtype)
+    shape, dtype, bits = x.shape, x.dtype, codec.bits
+    axes = tuple(range(x.ndim - 1))
+    norm = Norm(axes, epsilon, use_fast_variance, axis_name, axis_index_groups)
+    codec = SignAware(bits, signed=relu and residual is None)
+
+    def wide(*channels: Array) -> typing.Any:
+        expanded = [jnp.expand_dims(a.astype(jnp.float32), axes) for a in channels]
+        return expanded[0] if len(expanded) == 1 else expanded
+
+    def uniform_code(h: Array, random: Array) -> Packed:
+        return packing.pack(encode_normalized(h, bits, random), bits)
+
+    def compute(
+        x: Array, scale: Array, bias: Array, residual: Array | None, unit: Array, seed: Seed
+    ) -> tuple[typing.Any, Packed | None]:
+        """The results, and the norm's own code where the result's does not hold it."""
+        mean, var = norm.statistics(x)
+        var = norm.clip(var)
+        # Of x, the same on any number of devices, as a mean is to rounding only. Both codes of an
+        # element may share their noise: no gradient multiplies one by the other.
+        random = noise.words(x, seed)
+        h = (x.astype(jnp.float32) - wide(mean)) * lax.rsqrt(wide(var) + epsilon)
+        if not relu:
+            x, coded = residuals.keep(x, uniform_code(h, random), codec)
+            return (norm.normalize(x, mean, var, scale, bias), None, mean, var), coded
+        y = norm.normalize(x, mean, var, scale, bias)
+        y = jax.nn.relu(y if residual is None else y + residual)
+        unknown = wide(0 * var)  # NaN where a statistic is, for consumers to see
+        if residual is None:
+            units = Units.of(*wide(scale, bias))
+            codes = codec.levels.encode(units.preactivation(h), y > 0, random)
+            size, offset = jnp.abs(wide(scale)), wide(bias)
+            affine = size + unknown, offset - size * units.shift
+            code, own = Encoded((*packing.pack(codes, bits), *affine), y.shape, y.dtype), None
+        else:
+            code = codec.encode_in_units(y, unit + unknown, random)
+            own = uniform_code(h, random)
+        y, (code, own) = residuals.keep(y, (code, own), codec)
+        return (y, code, mean, var), own
+
+    @jax.custom_vjp
+    def op(*args: typing.Any) -> typing.Any:
+        return compute(*args)[0]
+
+    def forward(*args: typing.Any) -> typing.Any:
+        result, own = compute(*args)
+        _, code, _, var = result
+        return result, (code, own, residuals.name(var, codec), *args[1:3])
+
+    def backward(saved: typing.Any, cotangents: typing.Any) -> tuple[Array | None, ...]:
+        code, own, var, scale, bias = saved
+        dy, _, dmean, dvar = cotangents
+
+        def read(saved: typing.Any) -> list[Array | None]:
+            code, own = saved
+            packed = None if code is None else code.arrays[:-2], own
+            return [None if p is None else packing.unpack(p, shape, bits) for p in packed]
+
+        travelling, own = residuals.decode_after(dy, (code, own), read)
+        dz = dy.astype(jnp.float32)
+        if travelling is not None:
+            t, positive = codec.levels.decode(travelling)
+            dz = jnp.where(positive, dz, 0)
+        h = (
+            Units.of(*wide(scale, bias)).normalized(t)
+            if own is None
+            else decode_normalized(own, bits)
+        )
+        dresidual = None if residual is None else dz.astype(dtype)
+        dscale, dbias = (dz * h).sum(axes), dz.sum(axes)
+        count = dy.size // dy.shape[-1]
+        means = wide(*norm.average(tuple(s / count for s in (dbias, dscale, dmean, dvar))))
+        deviation = jnp.sqrt(wide(var) + epsilon)
+        factor = wide(scale) / deviation
+        dx = factor * dz + (means[2] - factor * means[0])
+        dx += h * (2 * deviation * means[3] - factor * means[1])
+        dscale, dbias = dscale.astype(scale.dtype), dbias.astype(bias.dtype)
+        return dx.astype(dtype), dscale, dbias, dresidual, None, None
+
+    op.defvjp(forward, backward)
+    unit = jnp.hypot(*wide(scale, bias))
+    if isinstance(residual, Activation):
+        unit, residual = jnp.hypot(unit, residual.unit), residual.value
+    elif residual is not None:
+        square = lax.square(residual.astype(jnp.float32))
+        unit = jnp.hypot(unit, jnp.sqrt(square.mean(axes, keepdims=True)))
+    unit = lax.stop_gradient(unit)
+    y, code, mean, var = op(x, scale, bias, residual, unit, seed)
+    return Activation(y, unit, code, codec), mean, var

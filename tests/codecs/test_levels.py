@@ -1,0 +1,79 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxcomp.codecs import noise
+from jaxcomp.codecs.sign_aware import SPAN, SignAware, decode_normalized, encode_normalized
+from tests.helpers import assert_unbiased, normal
+
+CODECS = [SignAware(bits, signed) for bits in (2, 3, 4) for signed in (False, True)]
+DRAWS = 4096
+
+
+def values(levels):
+    return np.asarray(levels.decode(jnp.arange(levels.negatives + levels.positives))[0])
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_levels_grow_from_zero_to_the_top(codec):
+    levels = codec.levels
+    positive = values(levels)[levels.negatives :]
+    assert len(values(levels)) == 2**codec.bits
+    assert (positive[0], positive[-1]) == (0, np.float32(levels.top))
+    gaps = np.diff(positive)
+    assert gaps[0] == np.float32(levels.first) / 2**levels.mantissa
+    assert (np.diff(gaps) >= 0).all()
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_sign_is_exact_and_a_value_comes_back_as_a_neighbouring_level(codec):
+    levels = codec.levels
+    t = 4 * normal((4000,))
+    decoded, positive = jax.jit(lambda t: levels.decode(levels.encode(t, t > 0, noise.words(t))))(t)
+    np.testing.assert_array_equal(positive, t > 0)
+    ladder = np.sort(values(levels))
+    inside = np.clip(t, ladder[0], ladder[-1])
+    below = ladder[np.searchsorted(ladder, inside, "right") - 1]
+    above = ladder[np.minimum(np.searchsorted(ladder, inside, "left"), len(ladder) - 1)]
+    on_its_side = positive | (levels.negatives == 2)
+    assert ((decoded >= below) & (decoded <= above))[on_its_side].all()
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_rounding_is_unbiased_up_to_the_top(codec):
+    levels = codec.levels
+    ladder = np.sort(values(levels)[levels.negatives :])
+    t = np.linspace(ladder[0], ladder[-1], 23)[1:-1].astype(np.float32)
+    t = t[~np.isin(t, ladder)]
+    if levels.negatives == 2:
+        t = np.concatenate([t, np.linspace(levels.bottom, 0, 9)[1:-1].astype(np.float32)])
+
+    @jax.vmap
+    def draw(seed):
+        x = jnp.asarray(t)
+        return levels.decode(levels.encode(x, x > 0, noise.words(x, seed)))[0]
+
+    assert_unbiased(jax.jit(draw)(jnp.arange(DRAWS)), t)
+
+
+def test_what_is_above_the_top_comes_back_as_the_top():
+    levels = SignAware(4).levels
+    t = jnp.array([levels.top, 2 * levels.top, jnp.inf])
+    decoded = levels.decode(levels.encode(t, t > 0, noise.words(t)))[0]
+    np.testing.assert_array_equal(decoded, np.float32(levels.top))
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_normalized_values_are_unbiased_inside_the_span(bits):
+    h = np.linspace(-SPAN, SPAN, 15)[1:-1].astype(np.float32) + 0.1
+
+    def round_trip(h, seed):
+        return decode_normalized(encode_normalized(h, bits, noise.words(h, seed)), bits)
+
+    draw = jax.vmap(lambda seed: round_trip(jnp.asarray(h), seed))
+    draws = np.asarray(jax.jit(draw)(jnp.arange(DRAWS)))
+    assert_unbiased(draws, h)
+    assert np.abs(draws - h).max() < 2 * SPAN / (2**bits - 1)
+    outside = round_trip(jnp.array([-9.0, 9.0]), 0)
+    np.testing.assert_allclose(outside, [-SPAN, SPAN], rtol=1e-6)

@@ -1,0 +1,55 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxcomp import SignAware
+from jaxcomp.codecs import noise
+from tests.helpers import DTYPES, as_float, assert_unbiased, normal
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(3, 5, 5, 7), (2, 6), (4,), (2, 0, 3)])
+def test_zeros_are_exact_and_bytes_are_declared(shape, dtype):
+    codec = SignAware(4)
+    x = jax.nn.relu(normal(shape, dtype))
+    encoded = codec.encode(x)
+    decoded = codec.decode(encoded)
+    assert (decoded.shape, decoded.dtype) == (x.shape, x.dtype)
+    assert (as_float(decoded)[as_float(x) == 0] == 0).all()
+    assert encoded.nbytes == codec.nbytes(shape, dtype)
+
+
+def test_bytes_are_the_codes_and_two_floats_a_unit():
+    assert SignAware(4).nbytes((8, 16, 16, 32), jnp.bfloat16) == 8 * 16 * 16 * 32 // 2 + 8 * 32 * 8
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_unbiased_in_known_units(bits):
+    codec = SignAware(bits)
+    x = jnp.linspace(0.1, 0.9 * codec.levels.top, 24).reshape(2, 3, 4)
+    units = jnp.array([[[0.5, 1.0, 2.0, 4.0]]])
+
+    def draw(seed):
+        return codec.decode(codec.encode_in_units(x * units, units, noise.words(x, seed)))
+
+    assert_unbiased(jax.jit(jax.vmap(draw))(jnp.arange(4096)), x * units)
+
+
+def test_a_nan_shows_in_its_channel_and_sample_only():
+    x = jnp.ones((2, 3, 3, 2)).at[0, 1, 1, 0].set(jnp.nan)
+    decoded = np.asarray(SignAware(4).decode(SignAware(4).encode(x)))
+    assert np.isnan(decoded[0, :, :, 0]).all()
+    assert np.isfinite(decoded[1]).all()
+    assert np.isfinite(decoded[..., 1]).all()
+
+
+def test_a_channel_of_zeros_stays_zero():
+    x = jnp.zeros((2, 3, 3, 2))
+    np.testing.assert_array_equal(SignAware(2).decode(SignAware(2).encode(x)), x)
+
+
+@pytest.mark.parametrize("bits", [0, 1, 5, 8, True, 2.0, None])
+def test_other_bits_are_an_error(bits):
+    with pytest.raises(Exception, match="bits"):
+        SignAware(bits)
