@@ -2,15 +2,16 @@
 
     python -m experiments.bench.fits --out experiments/results/fits-resnet50
 
-Each figure is compiled: that batch fits what JAX preallocates of the GPU, one `STEP` larger (or
-one larger by 1%, if that is more) does not.
+Each way is compiled for one GPU at two batches, and the line through them tells the largest batch
+for each size of memory, of which JAX preallocates 75%. The largest of all is compiled too: what it
+needs, over what the line says, is the error of the line.
 """
 
-from functools import partial
-from typing import Annotated, Any
+from typing import Any
 
+import jax.numpy as jnp
 import typer
-from rich.progress import Progress
+from rich.progress import track
 
 from experiments.bench.memory import Out, Ways
 from experiments.record import describe_environment, write_json
@@ -18,45 +19,67 @@ from jaxcomp import memory
 from jaxcomp.models import steps
 from jaxcomp.ways import Way
 
-WAYS = ("plain", "remat", "accumulate:4", "quantize:bits=2", "fused:bits=4", "fused:bits=2")
+WAYS = (
+    "plain",
+    "remat",
+    "accumulate:4",
+    "avg_pool:window=2",
+    "quantize:bits=4",
+    "quantize:bits=2",
+    "fused:bits=4",
+    "fused:bits=2",
+)
 PARTS = ("rtx4060-8gb", "rtx3060-12gb", "rtx4060ti-16gb", "rtx3090")
-STEP = 8
+TARGET = PARTS[-1]
+BATCHES = 64, 128
+STEP = 8  # largest batches are multiples of it
 
 
-def main(
-    out: Out,
-    way: Ways = None,
-    part: Annotated[list[str] | None, typer.Option(help="A target; repeat for more.")] = None,
-    model: str = "resnet50",
-) -> None:
+def main(out: Out, way: Ways = None, model: str = "resnet50") -> None:
     """Finds each largest batch; writes fits.json and fits.md."""
-    ways, parts = way or list(WAYS), part or list(PARTS)
     make_step = steps.classifier(model)
+    ways = way or list(WAYS)
+    room = {part: usable_bytes(part) for part in PARTS}
+
+    def needed(name: str, batch: int) -> int:
+        step, arguments = make_step(Way.parse(name), batch)
+        total = memory.analyze(step, *arguments, target=TARGET, xla_remat=False).total_bytes
+        assert total is not None  # a GPU's compiler gives it
+        return total
+
     rows: list[dict[str, Any]] = []
-    with Progress() as progress:
-        task = progress.add_task("compiling", total=len(ways) * len(parts))
-        for name in ways:
-            transform = Way.parse(name)
-            make = partial(make_step, transform)
-            largest = {}
-            for target in parts:
-                largest[target] = memory.max_batch(make, target, multiple=STEP)
-                progress.advance(task)
-            rows.append({"row": name, "largest_batch": largest})
-    content = describe_environment() | {"model": model, "multiple": STEP, "rows": rows}
+    for name in track(ways, "compiling"):
+        one, two = (needed(name, batch) for batch in BATCHES)
+        slope = (two - one) / (BATCHES[1] - BATCHES[0])
+        base = one - slope * BATCHES[0]
+        largest = {part: int((room[part] - base) / slope) // STEP * STEP for part in PARTS}
+        most = max(largest.values())
+        error = needed(name, most) / (base + slope * most) - 1
+        row = {"row": name, "base_bytes": base, "bytes_per_example": slope}
+        rows.append(row | {"largest_batch": largest, "error_of_the_line": error})
+    content = describe_environment() | {"model": model, "usable_bytes": room, "rows": rows}
     write_json(out / "fits.json", content)
     lines = [
-        f"{model}, 224px, bfloat16, whole SGD step: the largest batch, in steps of {STEP}:\n",
-        f"| way | {' | '.join(parts)} |",
-        f"| --- | {' | '.join('---' for _ in parts)} |",
-        *(
-            f"| {row['row']} | {' | '.join(str(row['largest_batch'][name]) for name in parts)} |"
-            for row in rows
-        ),
+        f"{model}, 224px, bfloat16, whole SGD step: largest batch (multiples of {STEP}):\n",
+        f"| way | {' | '.join(PARTS)} | MiB / image | error of the line |",
+        f"| --- | {' | '.join('---' for _ in PARTS)} | --- | --- |",
     ]
+    for row in rows:
+        batches = " | ".join(str(row["largest_batch"][part]) for part in PARTS)
+        lines.append(
+            f"| {row['row']} | {batches} | {row['bytes_per_example'] / 2**20:.1f} | "
+            f"{row['error_of_the_line']:+.1%} |"
+        )
     text = "\n".join([*lines, f"\n    {content['command']}\n"])
     (out / "fits.md").write_text(text)
     typer.echo(text)
+
+
+def usable_bytes(target: str) -> int:
+    """What JAX preallocates of a GPU."""
+    usable = memory.analyze(jnp.negative, jnp.zeros(()), target=target).usable_bytes
+    assert usable is not None  # known of every GPU
+    return usable
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ import dataclasses
 import typing
 
 import jax.numpy as jnp
-from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, UInt32
 
@@ -15,7 +14,9 @@ from jaxcomp.codecs.levels import Levels
 BITS = (2, 3, 4)
 SPAN = 4.0  # a signed code's range, in standard deviations
 
-_POSITIVE = {2: (0.75, 0), 3: (0.25, 0), 4: (0.125, 1)}  # first level and mantissa bits
+# `first` and `mantissa` of the levels: of those whose top real activations hardly pass (with 2 bits
+# 2% of their sum does), the ones of least mean square error.
+_POSITIVE = {2: (0.75, 0), 3: (1.0, 1), 4: (0.7, 2)}
 _NEGATIVE = {2: (1, -0.8), 3: (2, -6.0), 4: (2, -6.0)}  # codes and lowest level
 
 
@@ -25,11 +26,11 @@ class SignAware(Codec):
 
     Levels are in units of each channel. `ops.norm_act` gives the norm's own, so that no pass over
     the array is needed, and codes the pre-activation too: its sign is ReLU's mask, at no extra bit.
-    Alone, the unit is the root mean square of a channel of a sample, and negative values come back
-    as zero.
+    Alone, the unit is such that the greatest value of a channel of a sample (of a sample, for
+    arrays of fewer than 3 axes) is the top level, and negative values come back as zero.
 
-    Unbiased from 0 to `levels.top` units; what is above comes back as that. With 2 bits one code
-    stands for all negative pre-activations: what a norm's backward pass reads of them is biased.
+    Unbiased from 0 to `levels.top` units; what is above comes back as that. With 2 bits the top is
+    2.25, and one code stands for all negative pre-activations: a norm's backward pass is biased.
 
     Attributes:
         bits: Bits of a code: 2, 3 or 4.
@@ -81,15 +82,16 @@ class SignAware(Codec):
         return Encoded(arrays, x.shape, x.dtype)
 
     def _encode(self, x: Array, seed: Seed) -> tuple[Array, ...]:
-        square = lax.square(x.astype(jnp.float32))
-        unit = jnp.sqrt(jnp.mean(square, tuple(range(1, x.ndim - 1)), keepdims=True))
+        axes = range(1, x.ndim - 1) if x.ndim > 2 else range(1 if x.ndim > 1 else 0, x.ndim)
+        unit = jnp.max(jnp.abs(x), tuple(axes), keepdims=True, initial=0).astype(jnp.float32)
+        unit = unit / self.levels.top
         return self.encode_in_units(x, unit, noise.words(x, seed)).arrays
 
     def _decode(self, arrays: tuple[Array, ...], shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         *packed, factor, offset = arrays
         t, positive = self.levels.decode(packing.unpack(tuple(packed), shape, self.bits))
         # A channel with a NaN has NaN for its unit; its zeros show it, too.
-        return jnp.where(positive, t * factor + offset, 0 * factor).astype(dtype)
+        return jnp.where(positive, t * factor + offset, 0 * (factor + offset)).astype(dtype)
 
 
 def encode_normalized(

@@ -21,6 +21,25 @@ _FREE = {
     "replica-id",
 }
 _ELEMENTWISE = {"bitcast", "convert", "copy", "reshape", "transpose"}
+# What makes new elements, each of one element of an operand.
+_ARITHMETIC = {
+    *("add", "subtract", "multiply", "divide", "remainder", "maximum", "minimum", "power"),
+    *("and", "or", "xor", "not", "shift-left", "shift-right-logical", "shift-right-arithmetic"),
+    *(
+        "negate",
+        "abs",
+        "sign",
+        "exponential",
+        "log",
+        "sqrt",
+        "rsqrt",
+        "tanh",
+        "logistic",
+        "sine",
+        "cosine",
+    ),
+    *("compare", "select", "floor", "ceil", "bitcast-convert"),
+}
 _SLICES = {"slice", "dynamic-slice", "gather"}
 _UPDATES = {"dynamic-update-slice", "scatter"}
 _CALLS = {"call", "call-start", "async-start"}
@@ -176,15 +195,23 @@ def _result(instruction: Instruction) -> Array:
     return instruction.arrays[len(instruction.operands) if is_start else 0]
 
 
-def _fraction_read(module: Module, fused: Computation, value: Instruction) -> float:
-    """The part of `value` that a fused computation needs, from 0 to 1."""
+def _fraction_read(
+    module: Module, fused: Computation, value: Instruction, computed: bool = False
+) -> float:
+    """The part of `value` that a fused computation needs, from 0 to 1.
+
+    A value that is computed in the fusion is no buffer: an update of it needs all of it.
+    """
     total = 0.0
     for user in fused.users[value.name]:
-        passes_on = user.opcode in _ELEMENTWISE or (
-            user.opcode in _UPDATES and not _leaves(fused, user) and user.operands[0] == value.name
-        )
-        if passes_on and not user.is_root:
-            total += _fraction_read(module, fused, user)
+        updates = user.opcode in _UPDATES and user.operands[0] == value.name
+        if updates and computed:
+            return 1.0
+        passes_on = user.opcode in _ELEMENTWISE or (updates and not _leaves(fused, user))
+        if user.opcode in _ARITHMETIC and not user.is_root:
+            total += _fraction_read(module, fused, user, computed=True)
+        elif passes_on and not user.is_root:
+            total += _fraction_read(module, fused, user, computed)
         else:
             total += _fraction_used(module, fused, value.name, user)
     return min(1.0, total)

@@ -10,11 +10,12 @@ from jaxtyping import Array, Float
 from jaxcomp import residuals
 from jaxcomp.codecs import Encoded, noise, packing
 from jaxcomp.codecs.codec import Seed
+from jaxcomp.codecs.levels import Levels
 from jaxcomp.codecs.sign_aware import SignAware, decode_normalized, encode_normalized
-from jaxcomp.ops.activated import Activation
+from jaxcomp.ops.activated import Activation, value
 from jaxcomp.ops.norm import Norm
 
-THRESHOLD = 4.0  # a ReLU's threshold shifts the levels by no more standard deviations than this
+LOWEST_SHIFT = 2.0  # standard deviations
 
 Packed = tuple[Array, ...]
 
@@ -22,18 +23,21 @@ Packed = tuple[Array, ...]
 class Units(typing.NamedTuple):
     """Between a normalised value h and t, the pre-activation in norm units, of each channel.
 
-    t is positive where ReLU passes, if the threshold is within `THRESHOLD` standard deviations;
-    beyond that, and where the norm's scale is zero, t is still h, shifted and perhaps mirrored.
+    t is positive where ReLU passes, if its threshold is neither so low that h would pass the top
+    level nor so high that it would pass the bottom; else, and where the norm's scale is zero, t is
+    still h, mirrored if the scale is negative, and shifted as far as levels reach.
     """
 
     sign: Array
     shift: Array
 
     @classmethod
-    def of(cls, scale: Array, bias: Array) -> "Units":
-        """The units of a norm with this float32 scale and bias."""
+    def of(cls, scale: Array, bias: Array, levels: Levels) -> "Units":
+        """The units of a norm with this float32 scale and bias, for codes of these levels."""
         shift = bias / jnp.where(scale == 0, 1, jnp.abs(scale))
-        return cls(jnp.where(scale < 0, -1.0, 1.0), jnp.clip(shift, -THRESHOLD, THRESHOLD))
+        shift = jnp.where((scale == 0) & (bias > 0), jnp.inf, shift)
+        shift = jnp.clip(shift, -LOWEST_SHIFT, levels.top / 2)
+        return cls(jnp.where(scale < 0, -1.0, 1.0), shift)
 
     def preactivation(self, h: Array) -> Array:
         """T of h."""
@@ -67,8 +71,10 @@ def norm_act(
     the norm's statistics are the only metadata.
 
     Mask and statistics are exact; the backward pass is the exact rule at the decoded normalised
-    values, `code` decoded by `codec.decode` is what consumers read. Unbiased (with 3 or 4 bits) as
-    `ops.batch_norm` is, but for values beyond the top level.
+    values, `code` decoded by `codec.decode` is what consumers read. With 3 or 4 bits unbiased as
+    `ops.batch_norm` is, but for values outside the levels: more than `codec.levels.top` units, or
+    more than 4 standard deviations where the norm's value has a code of its own. A NaN or Inf shows
+    in what consumers decode if it reaches statistics, scale or bias, as one in `x` does.
 
     Args:
         x: A convolution's result, or another array with the features last; axis 0 is the batch.
@@ -100,14 +106,15 @@ def norm_act(
     if residual is not None and not relu:
         raise ValueError("residual: expected None with relu=False, since there + does it")
     codec.check(x.shape, x.dtype)
+    if residual is not None and value(residual).shape != x.shape:
+        raise ValueError(f"residual of shape {value(residual).shape}: expected {x.shape}, as x")
     shape, dtype, bits = x.shape, x.dtype, codec.bits
     axes = tuple(range(x.ndim - 1))
     norm = Norm(axes, epsilon, use_fast_variance, axis_name, axis_index_groups)
     codec = SignAware(bits, signed=relu and residual is None)
 
-    def wide(*channels: Array) -> typing.Any:
-        expanded = [jnp.expand_dims(a.astype(jnp.float32), axes) for a in channels]
-        return expanded[0] if len(expanded) == 1 else expanded
+    def wide(channels: Array) -> Array:
+        return jnp.expand_dims(channels.astype(jnp.float32), axes)
 
     def uniform_code(h: Array, random: Array) -> Packed:
         return packing.pack(encode_normalized(h, bits, random), bits)
@@ -129,7 +136,7 @@ def norm_act(
         y = jax.nn.relu(y if residual is None else y + residual)
         unknown = wide(0 * var)  # NaN where a statistic is, for consumers to see
         if residual is None:
-            units = Units.of(*wide(scale, bias))
+            units = Units.of(wide(scale), wide(bias), codec.levels)
             codes = codec.levels.encode(units.preactivation(h), y > 0, random)
             size, offset = jnp.abs(wide(scale)), wide(bias)
             affine = size + unknown, offset - size * units.shift
@@ -163,24 +170,31 @@ def norm_act(
         if travelling is not None:
             t, positive = codec.levels.decode(travelling)
             dz = jnp.where(positive, dz, 0)
-        h = (
-            Units.of(*wide(scale, bias)).normalized(t)
-            if own is None
-            else decode_normalized(own, bits)
-        )
-        dresidual = None if residual is None else dz.astype(dtype)
-        dscale, dbias = (dz * h).sum(axes), dz.sum(axes)
+        if own is None:
+            h = Units.of(wide(scale), wide(bias), codec.levels).normalized(t)
+        else:
+            h = decode_normalized(own, bits)
+        dscale, dbias = (dz * h).sum(axes) + 0 * var, dz.sum(axes)  # NaN where a statistic is
+        dresidual = None
+        if residual is not None:
+            # It is written anyway: what follows reads it and not what it was made of.
+            dresidual, (dscale, dbias) = residuals.tie(dz.astype(dy.dtype), (dscale, dbias))
+            dz = dresidual.astype(jnp.float32)
+            dresidual = dresidual.astype(value(residual).dtype)
         count = dy.size // dy.shape[-1]
-        means = wide(*norm.average(tuple(s / count for s in (dbias, dscale, dmean, dvar))))
+        sums = norm.average(tuple(s / count for s in (dbias, dscale, dmean, dvar)))
+        means = [wide(mean) for mean in sums]
         deviation = jnp.sqrt(wide(var) + epsilon)
         factor = wide(scale) / deviation
         dx = factor * dz + (means[2] - factor * means[0])
-        dx += h * (2 * deviation * means[3] - factor * means[1])
+        slope = 2 * deviation * means[3] - factor * means[1]
+        # Of a constant channel h is zero, and where the variance was clipped it has no derivative.
+        dx += h * jnp.where(wide(var) == 0, 0, slope)
         dscale, dbias = dscale.astype(scale.dtype), dbias.astype(bias.dtype)
         return dx.astype(dtype), dscale, dbias, dresidual, None, None
 
     op.defvjp(forward, backward)
-    unit = jnp.hypot(*wide(scale, bias))
+    unit = jnp.hypot(wide(scale), wide(bias))
     if isinstance(residual, Activation):
         unit, residual = jnp.hypot(unit, residual.unit), residual.value
     elif residual is not None:
@@ -188,4 +202,5 @@ def norm_act(
         unit = jnp.hypot(unit, jnp.sqrt(square.mean(axes, keepdims=True)))
     unit = lax.stop_gradient(unit)
     y, code, mean, var = op(x, scale, bias, residual, unit, seed)
+    unit += lax.stop_gradient(wide(0 * var))  # a NaN travels on with a value that has no code, too
     return Activation(y, unit, code, codec), mean, var

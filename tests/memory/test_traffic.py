@@ -108,6 +108,12 @@ def test_without_loops_the_figure_is_xlas_own(fn):
     assert hbm_traffic(program.as_text()) == pytest.approx(own, rel=0.01)
 
 
+def test_a_slice_of_what_a_fusion_computes_reads_the_slice():
+    """XLA's own count has all of it."""
+    program = compiled(lambda x, y: jnp.sin(x * y)[:4], *(jnp.ones((256, 256)),) * 2)
+    assert hbm_traffic(program.as_text()) == 3 * 4 * 256 * 4
+
+
 def test_gathers_and_scatters_are_charged_by_their_rows():
     x, rows, new = jnp.ones((256, 256)), jnp.arange(5) * 3, jnp.ones((5, 256))
     indices = rows.nbytes

@@ -15,11 +15,13 @@ from tests.helpers import (
     as_float,
     assert_close,
     assert_same_bits,
+    assert_unbiased,
     collectives,
     normal,
     replicate,
     shard,
     stored_shapes,
+    without_type_checks,
 )
 
 EPSILON = 1e-3
@@ -106,8 +108,10 @@ def test_backward_is_exact_at_the_decoded_values(case, bits, monkeypatch):
     if decoded:
         h = decoded[0]
     else:
-        t = levels_of(norm_act(*args, bits=bits, **kwargs)[0])[0]
-        h = Units.of(*(a[None, None, None] for a in args[1:3])).normalized(t)
+        activation = norm_act(*args, bits=bits, **kwargs)[0]
+        wide = (a[None, None, None] for a in args[1:3])
+        units = Units.of(*wide, activation.codec.levels)
+        h = units.normalized(levels_of(activation)[0])
     mean, var = mean[None, None, None], var[None, None, None]
     x_hat = mean + h * jnp.sqrt(var + EPSILON)
     fn = surrogate(mean, var, relu, y > 0)
@@ -182,6 +186,63 @@ def test_a_nan_is_visible_to_every_consumer():
     assert np.isfinite(decoded[..., 1:]).all()
     dx = jax.grad(lambda x: norm_act(x, scale, bias)[0].value[..., 0].sum())(x)
     assert np.isnan(dx[..., 0]).all()
+
+
+@pytest.mark.parametrize("place", ["x", "bias", "shortcut"])
+def test_a_nan_of_a_statistic_travels_with_what_has_no_code(place):
+    x, scale, bias, residual = arguments(jnp.float32, residual=True)
+    x, bias, residual = (
+        a.at[..., 0].set(jnp.nan) if name == place else a
+        for name, a in zip(("x", "bias", "shortcut"), (x, bias, residual), strict=True)
+    )
+    shortcut = norm_act(residual, scale, bias, relu=False)[0]
+    y = norm_act(x, scale, bias, shortcut)[0]
+    assert np.isnan(np.asarray(y.codec.decode(y.code))[..., 0]).all()
+    assert np.isfinite(np.asarray(y.codec.decode(y.code))[..., 1:]).all()
+    y = norm_act(x, scale, bias)[0]
+    decoded = np.asarray(y.codec.decode(y.code))
+    assert np.isnan(decoded[..., 0]).all() == (place != "shortcut")
+    dscale = jax.grad(lambda s: norm_act(x, s, bias)[0].value.sum())(scale)
+    assert np.isnan(dscale[0]) == (place != "shortcut")
+
+
+def test_the_gradient_of_a_scale_of_zero_is_unbiased():
+    x, scale, bias = normal((64, 8, 8, 1)), jnp.zeros(1), jnp.full(1, 0.2)
+    dy = normal(x.shape, seed=2)
+
+    def dscale(fn):
+        return lambda seed: jax.grad(lambda s: (fn(s, seed) * dy).sum())(scale)
+
+    expected = dscale(lambda s, seed: stock(x, s, bias)[0])(0)
+    draw = dscale(lambda s, seed: norm_act(x, s, bias, seed=seed)[0].value)
+    draws = jax.jit(jax.vmap(draw))(jnp.arange(300))
+    assert_unbiased(draws, expected)
+
+
+@pytest.mark.parametrize("residual", [False, True])
+def test_a_variance_that_was_clipped_has_no_gradient(residual):
+    args = arguments(jnp.float32, residual)
+    args = (args[0] * 1e-3 + 4000, *args[1:])
+    assert (stock(*args)[2] == 0).any()
+
+    def dx(fn):
+        return jax.grad(lambda x: (fn(x, *args[1:]) * normal(SHAPE, seed=9)).sum())(args[0])
+
+    channels = np.asarray(stock(*args)[2] == 0)
+    got, expected = dx(lambda *a: norm_act(*a)[0].value), dx(lambda *a: stock(*a)[0])
+    assert_close(got[..., channels], expected[..., channels], 1e-4)
+
+
+def test_a_residual_of_another_dtype_has_a_gradient_of_its_own():
+    x, scale, bias, residual = arguments(jnp.bfloat16, residual=True)
+    gradients = jax.grad(loss, (0, 1, 2, 3))(x, scale, bias, residual.astype(jnp.float32))
+    assert [g.dtype.name for g in gradients] == ["bfloat16"] * 3 + ["float32"]
+
+
+def test_a_residual_of_another_shape_is_an_error():
+    error = pytest.raises(ValueError, match=r"residual of shape \(1, 1, 1, 6\): expected")
+    with error, without_type_checks():
+        norm_act(*arguments(jnp.float32), jnp.ones((1, 1, 1, 6)))
 
 
 def loss(x, scale, bias, residual):
