@@ -87,10 +87,11 @@ def measure(
             if turn > 0:  # the first turn compiles
                 seconds[i].append(time.perf_counter() - started)
 
+    declared = [report.declared_residual_bytes or 0 for report in reports]
     return {
         way: Measurement(
-            declared_residual_bytes=report.declared_residual_bytes,
-            bits_per_element=8 * report.declared_residual_bytes / elements,
+            declared_residual_bytes=nbytes,
+            bits_per_element=8 * nbytes / elements,
             target=report.target,
             temp_bytes=report.temp_bytes,
             step_seconds=statistics.median(times),
@@ -98,5 +99,5 @@ def measure(
                 t / exact for t, exact in zip(times, seconds[0], strict=True)
             ),
         )
-        for way, report, times in zip(ways, reports, seconds, strict=True)
+        for way, report, nbytes, times in zip(ways, reports, declared, seconds, strict=True)
     }

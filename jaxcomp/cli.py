@@ -15,6 +15,7 @@ from jaxcomp.memory.comparison import MakeStep
 from jaxcomp.models import steps
 
 app = typer.Typer(help="Training with compressed activations in JAX.", add_completion=False)
+ROWS_OF_ANY_MODEL = ("plain", "remat", "remat:dots")
 ROWS = ("plain", "remat", "remat:dots", "accumulate:4", "quantize:bits=4", "quantize:bits=2")
 
 
@@ -33,7 +34,8 @@ def memory_command(
         typer.Argument(
             metavar="[ROW]...",
             help="plain, remat, remat:dots, offload, accumulate:N, or a codec such as "
-            f"quantize:bits=2. Default: {' '.join(ROWS)}.",
+            f"quantize:bits=2. Default: {' '.join(ROWS)}; of your own factory "
+            f"{' '.join(ROWS_OF_ANY_MODEL)}.",
         ),
     ] = None,
     batch: int = 128,
@@ -60,7 +62,7 @@ def memory_command(
     ] = None,
 ) -> None:
     """What XLA keeps of a whole training step, made several ways, on a device here or not."""
-    rows = rows or list(ROWS)
+    rows = rows or list(ROWS if ":" not in model else ROWS_OF_ANY_MODEL)
     try:
         for file in (json, html):
             _check_writable(file)
@@ -70,7 +72,7 @@ def memory_command(
             rows,
             batch=batch,
             target=target,
-            capacity=None if capacity is None else round(capacity * 2**30),
+            capacity=_bytes(capacity),
             xla_remat=xla_remat,
             largest_batch=max_batch,
             timelines=html is not None,
@@ -91,6 +93,8 @@ def _make_step(model: str, image: int, dtype: str) -> MakeStep:
     module, colon, function = model.partition(":")
     if not colon:
         return steps.classifier(model, image, dtype)
+    if module.endswith(".py"):
+        raise ValueError(f"model={model!r}: expected a module's name, without .py")
     sys.path.insert(0, "")
     factory = getattr(importlib.import_module(module), function, None)
     if not callable(factory):
@@ -98,8 +102,16 @@ def _make_step(model: str, image: int, dtype: str) -> MakeStep:
     return factory
 
 
+def _bytes(gibibytes: float | None) -> int | None:
+    if gibibytes is None:
+        return None
+    if not 0 < gibibytes < 2**20:
+        raise ValueError(f"--capacity={gibibytes}: expected GiB")
+    return round(gibibytes * 2**30)
+
+
 def _check_writable(file: Path | None) -> None:
-    if file is not None and not file.absolute().parent.is_dir():
+    if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
         raise ValueError(f"{file}: expected a file in a folder that is there")
 
 

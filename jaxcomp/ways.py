@@ -117,8 +117,8 @@ class Way:
         Raises:
             ValueError: If it does not.
         """
-        if batch < 1 or batch % (self.micro_batches * devices):
+        if not isinstance(batch, int) or batch < 1 or batch % (self.micro_batches * devices):
             raise ValueError(
-                f"batch={batch}: expected a multiple of {self.micro_batches * devices} "
+                f"batch={batch!r}: expected a multiple of {self.micro_batches * devices} "
                 f"({self.micro_batches} micro-batches of way={self.spec!r} x {devices} devices)"
             )

@@ -55,8 +55,8 @@ def main(out: Out, way: Ways = None, model: str = "resnet50") -> None:
         largest = {part: int((room[part] - base) / slope) // STEP * STEP for part in PARTS}
         most = max(largest.values())
         error = needed(name, most) / (base + slope * most) - 1
-        row = {"row": name, "base_bytes": base, "bytes_per_example": slope}
-        rows.append(row | {"largest_batch": largest, "error_of_the_line": error})
+        line = {"row": name, "base_bytes": base, "bytes_per_example": slope}
+        rows.append({**line, "largest_batch": largest, "error_of_the_line": error})
     content = describe_environment() | {"model": model, "usable_bytes": room, "rows": rows}
     write_json(out / "fits.json", content)
     lines = [

@@ -6,7 +6,7 @@ from dataclasses import fields
 from typing import Any
 
 from .compiling import CompiledStep, CompileError, compile_step
-from .declared import declared_residuals
+from .declared import NotDifferentiableError, declared_residuals
 from .flops import jaxpr_flops
 from .live_bytes import Timeline, compile_with_timeline
 from .report import MemoryReport
@@ -34,8 +34,8 @@ def analyze(
     where the compiler itself refuses it (TPU).
 
     Arrays that `fn` closes over are constants of the program, and what XLA says of a GPU leaves
-    constants out: give parameters as arguments. Not in the figures either: workspace of cuDNN,
-    the CUDA context, fragmentation, and NCCL's buffers.
+    constants out (`constant_bytes`): give parameters as arguments. Not in the figures either:
+    workspace of cuDNN, the CUDA context, fragmentation, and NCCL's buffers.
 
     Args:
         fn: any function of arrays, plain or jitted by `jax.jit` or `nnx.jit`.
@@ -81,14 +81,13 @@ def analyze_step(
 
     Without `with_timeline`, or where the compiler refuses the program, there is no timeline.
     """
-    if capacity is not None and capacity <= 0:
-        raise ValueError(f"capacity={capacity}: expected a positive number of bytes")
     where = resolve(target)
-    usable = where.usable_bytes if capacity is None else capacity
+    usable = usable_bytes(where, capacity)
     figures: dict[str, Any] = dict.fromkeys(field.name for field in fields(MemoryReport))
     figures |= {
         "target": where.name,
-        "declared_residual_bytes": sum(r.nbytes for r in declared_residuals(step.traced.jaxpr)),
+        "constant_bytes": step.constant_bytes,
+        "declared_residual_bytes": _declared(step),
         "flops": jaxpr_flops(step.jaxpr, where.platform),
         "capacity_bytes": where.capacity_bytes,
         "usable_bytes": usable,
@@ -109,6 +108,26 @@ def analyze_step(
         figures |= {"headroom_bytes": usable - total, "fits": total <= usable}
     figures["roofline_seconds"] = _roofline(figures["hbm_traffic_bytes"], figures["flops"], where)
     return MemoryReport(**figures), timeline
+
+
+def usable_bytes(target: Target, capacity: int | None) -> int | None:
+    """What a program may use: `capacity`, or else what is known of the target.
+
+    Raises:
+        ValueError: if `capacity` is not a positive whole number.
+    """
+    if capacity is None:
+        return target.usable_bytes
+    if not isinstance(capacity, int) or capacity <= 0:
+        raise ValueError(f"capacity={capacity!r}: expected a positive number of bytes")
+    return capacity
+
+
+def _declared(step: TracedStep) -> int | None:
+    try:
+        return sum(residual.nbytes for residual in declared_residuals(step.traced.jaxpr))
+    except NotDifferentiableError:
+        return None
 
 
 def _roofline(traffic: int | None, flops: int, target: Target) -> float | None:

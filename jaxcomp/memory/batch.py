@@ -36,7 +36,8 @@ def max_batch(
         The batch; 0 if not even `multiple` fits.
 
     Raises:
-        ValueError: if `multiple` is not positive, or it is not known what the target can hold.
+        ValueError: if `multiple` is not positive, it is not known what the target can hold, or the
+            step does not depend on the batch.
         CompileError: if the compiler fails for another reason than memory.
 
     Example:
@@ -53,9 +54,7 @@ def max_batch(
         step, arguments = make_step(units * multiple)
         report = analyze(step, *arguments, target=target, capacity=capacity, xla_remat=xla_remat)
         if report.fits is None:
-            raise ValueError(
-                f"target={report.target!r}: its memory is not known; give capacity= in bytes"
-            )
+            raise ValueError(f"target={report.target!r}: its memory is not known; give a capacity")
         return report
 
     totals: dict[int, int] = {}
@@ -64,6 +63,11 @@ def max_batch(
         report = compile_units(units)
         if report.total_bytes is not None:
             totals[units] = report.total_bytes
+        if len(totals) > 1 and len(set(totals.values())) == 1:
+            raise ValueError(
+                f"make_step: batches of {[n * multiple for n in totals]} need the same memory; "
+                "expected a step for the batch that it is called with"
+            )
         if report.fits:
             largest = units
         else:

@@ -3,20 +3,24 @@
 import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
+
+from flax import nnx
 
 from jaxcomp.ways import Way
 
-from .analyze import analyze_step
+from .analyze import analyze_step, usable_bytes
 from .batch import max_batch
 from .compiling import CompileError
 from .live_bytes import Timeline, format_bytes
 from .report import NOT_GIVEN, MemoryReport, format_seconds
+from .targets import resolve
 from .tracing import trace
 
 MakeStep = Callable[[Way, int], tuple[Callable[..., Any], tuple[Any, ...]]]
+M = TypeVar("M", bound=nnx.Module)
 HEADER = (
     "row",
     "declared",
@@ -65,10 +69,12 @@ class Comparison:
 
     Attributes:
         target: the target's name.
+        usable_bytes: what a step may use of its memory.
         rows: in the order asked for.
     """
 
     target: str
+    usable_bytes: int | None
     rows: tuple[Row, ...]
 
     def cheapest(self) -> Row | None:
@@ -102,11 +108,9 @@ class Comparison:
         return "\n".join([*lines, "", *failed, self._verdict()])
 
     def _verdict(self) -> str:
-        reports = [row.report for row in self.rows if row.report]
-        usable = next((r.usable_bytes for r in reports if r.usable_bytes is not None), None)
-        if usable is None:
-            return f"What fits on {self.target} is not known: give its capacity in bytes."
-        room = f"{format_bytes(usable)} of {self.target}"
+        if self.usable_bytes is None:
+            return f"What fits on {self.target} is not known: give a capacity."
+        room = f"{format_bytes(self.usable_bytes)} of {self.target}"
         row = self.cheapest()
         if row is None:
             return f"No row fits the {room}."
@@ -144,11 +148,12 @@ def compare(
         progress: is entered with a row's name while the row is compiled.
 
     Returns:
-        The table. A row whose compilation fails has an error in place of a report.
+        The table. A row that does not fit the model, that `make_step` does not apply, or whose
+        compilation fails has an error in place of a report.
 
     Raises:
-        ValueError: if a row is unknown, is there twice, or does not fit the model or the batch,
-            or if a way made no difference to the step (`make_step` then does not apply it).
+        ValueError: if a row is unknown or is there twice, or the batch does not divide into its
+            micro-batches, or the target or its capacity is not what it should be.
         ImportError: if the wheel with the target's compiler is not installed.
 
     Example:
@@ -164,14 +169,21 @@ def compare(
         >>> [row.report.declared_residual_bytes for row in table.rows]
         [196608, 65536]
     """
+    if isinstance(rows, str) or len(set(rows)) < len(rows) or not rows:
+        raise ValueError(f"rows={rows!r}: expected a list of at least one, and each once")
     ways = [Way.parse(name) for name in rows]
-    if len(set(rows)) < len(rows) or not rows:
-        raise ValueError(f"rows={list(rows)!r}: expected at least one, and each once")
     for way in ways:
         way.check_batch(batch)
+    where = resolve(target)
+    usable = usable_bytes(where, capacity)
+    if largest_batch and usable is None:
+        raise ValueError(f"target={where.name!r}: its memory is not known; give a capacity")
 
     def row(way: Way) -> Row:
-        step, arguments = make_step(way, batch)
+        watched = _Watched(**{f.name: getattr(way, f.name) for f in fields(way)})
+        step, arguments = make_step(watched, batch)
+        if not watched.models:
+            raise ValueError("make_step is expected to call transform(model)")
         traced = trace(step, *arguments)
         report, timeline = analyze_step(traced, target, capacity, xla_remat, timelines)
         largest = None
@@ -185,28 +197,42 @@ def compare(
         with progress(way.spec):
             try:
                 done.append(row(way))
-            except CompileError as error:
+            except (CompileError, ValueError) as error:
                 done.append(Row(way.spec, batch, None, error=str(error)))
-    _check_transforms(done, ways)
-    name = next((row.report.target for row in done if row.report), str(target))
-    return Comparison(name, tuple(done))
+    return Comparison(where.name, usable, tuple(_without_copies(done)))
 
 
-def _check_transforms(rows: Sequence[Row], ways: Sequence[Way]) -> None:
-    """Sees to it that no row is the plain step under another name."""
+@dataclass(frozen=True)
+class _Watched(Way):
+    """A way that knows the models that it was applied to."""
 
-    def figures(report: MemoryReport) -> tuple[int | None, ...]:
+    models: list[Any] = field(default_factory=list)
+
+    def __call__(self, model: M) -> M:
+        self.models.append(model)
+        return super().__call__(model)
+
+
+def _without_copies(rows: Sequence[Row]) -> list[Row]:
+    """The rows, with an error where one is the plain step under another name."""
+
+    def figures(row: Row) -> tuple[int | None, ...] | None:
+        report = row.report
+        if report is None:
+            return None
         return report.declared_residual_bytes, report.flops, report.temp_bytes
 
-    made = [(way, row.report) for row, way in zip(rows, ways, strict=True) if row.report]
-    plain = {figures(report) for way, report in made if way.is_plain}
-    for way, report in made:
-        if not way.is_plain and figures(report) in plain:
-            raise ValueError(
-                f"row={way.spec!r} made no difference to the step: make_step is expected to call "
-                "transform(model) and to split the batch into transform.micro_batches parts; if it "
-                "does, leave the row out"
-            )
+    plain = [figures(row) for row in rows if row.report and Way.parse(row.name).is_plain]
+    message = (
+        "made no difference to the step: make_step is expected to split the batch into "
+        "transform.micro_batches parts; if it does, leave the row out"
+    )
+    return [
+        replace(row, report=None, timeline=None, error=message)
+        if row.report and figures(row) in plain and not Way.parse(row.name).is_plain
+        else row
+        for row in rows
+    ]
 
 
 def _cells(row: Row, plain: MemoryReport | None) -> tuple[str, ...]:
@@ -220,9 +246,9 @@ def _cells(row: Row, plain: MemoryReport | None) -> tuple[str, ...]:
             _mebibytes,
             (report.declared_residual_bytes, report.temp_bytes, report.peak_bytes, total),
         ),
-        _ratio(total, None if plain is None else plain.total_bytes),
+        _ratio(total, plain, "total_bytes"),
         _mebibytes(traffic),
-        _ratio(traffic, None if plain is None else plain.hbm_traffic_bytes),
+        _ratio(traffic, plain, "hbm_traffic_bytes"),
         format_seconds(report.roofline_seconds),
         NOT_GIVEN if report.compile_seconds is None else f"{report.compile_seconds:.0f}",
         "" if row.max_batch is None else str(row.max_batch),
@@ -233,5 +259,8 @@ def _mebibytes(count: int | None) -> str:
     return NOT_GIVEN if count is None else f"{count / 2**20:,.1f} MiB"
 
 
-def _ratio(count: int | None, of: int | None) -> str:
+def _ratio(count: int | None, plain: MemoryReport | None, figure: str) -> str:
+    if plain is None:
+        return "no plain row"
+    of = getattr(plain, figure)
     return NOT_GIVEN if count is None or of is None else f"{count / of:.2f}"

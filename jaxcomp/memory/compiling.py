@@ -13,18 +13,20 @@ import pickle
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax import export
+from jax.extend.core import Jaxpr
 from jax.sharding import AbstractMesh, NamedSharding
 
 from . import compile_worker
 from .buffer_assignment import dump_options
 from .targets import Target
-from .tracing import TracedStep
+from .tracing import TracedStep, inner_jaxprs
 
 
 class CompileError(RuntimeError):
@@ -162,6 +164,11 @@ def _export(step: TracedStep, platform: str) -> export.Exported:
 
     `Exported.serialize` is not used: it knows neither 2-bit types nor unregistered pytrees.
     """
+    for name in _callbacks(step.jaxpr):
+        raise CompileError(
+            f"the program calls back to Python ({name}), which cannot be compiled for a device "
+            "that is not attached: leave it out (jax.debug.print is one)"
+        )
     function = _TracedFunction(step.traced)  # type: ignore[abstract]  # it is only traced
     exported = export.export(function, platforms=[platform])()
     return dataclasses.replace(
@@ -170,6 +177,14 @@ def _export(step: TracedStep, platform: str) -> export.Exported:
         in_tree=jax.tree.structure((tuple(exported.in_avals), {})),
         out_tree=jax.tree.structure(list(exported.out_avals)),
     )
+
+
+def _callbacks(jaxpr: Jaxpr) -> Iterator[str]:
+    for equation in jaxpr.eqns:
+        if "callback" in equation.primitive.name or equation.primitive.name == "debug_print":
+            yield equation.primitive.name
+        for inner in inner_jaxprs(equation):
+            yield from _callbacks(inner)
 
 
 def _mesh(step: TracedStep, target: Target) -> AbstractMesh | None:

@@ -37,6 +37,10 @@ _SAME_VALUE = {
 _PARTS = {"dynamic_slice", "slice", "split"}
 
 
+class NotDifferentiableError(ValueError):
+    """JAX cannot take a function's gradient."""
+
+
 @dataclass(frozen=True)
 class Residual:
     """One value that waits for the backward pass.
@@ -98,6 +102,9 @@ def declared_residual_bytes(fn: Callable[..., Any], *args: Any) -> int:
     Returns:
         Bytes; 4-bit and 2-bit elements are packed, a bool takes a byte.
 
+    Raises:
+        NotDifferentiableError: if `fn` takes no gradient and has none.
+
     Example:
         >>> import jax, jax.numpy as jnp
         >>> x = jax.ShapeDtypeStruct((8, 4), jnp.float32)
@@ -114,7 +121,10 @@ def declared_residuals(program: Any) -> list[Residual]:
         program: the function's jaxpr, from `jax.make_jaxpr` or a traced function.
     """
     if not _takes_gradient(open_jaxpr(program)):
-        program = _pullback(program)
+        try:
+            program = _pullback(program)
+        except (ValueError, TypeError, NotImplementedError) as error:
+            raise NotDifferentiableError(f"fn has no gradient: {error}") from error
     return _residuals(open_jaxpr(program))
 
 

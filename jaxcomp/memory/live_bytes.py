@@ -80,7 +80,10 @@ class Timeline:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes alive at once. XLA may reserve a little more, for fragmentation."""
+        """The most bytes alive at once, results from when they are written on.
+
+        `MemoryReport.total_bytes` is more: it has a place for results throughout, and gaps.
+        """
         return max(self.live_bytes)
 
     @property

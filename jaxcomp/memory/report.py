@@ -25,8 +25,10 @@ class MemoryReport:
         host_temp_bytes: scratch memory in the host, where offloaded residuals live.
         peak_bytes: largest sum of live buffers; on a TPU with those in VMEM.
         total_bytes: what the program needs: arguments + results - aliased + temp.
+        constant_bytes: arrays that the function closes over. Of a GPU XLA may leave them out of the
+            other figures: give them as arguments.
         declared_residual_bytes: what the program means to keep for its backward pass, summed
-            over devices (see `declared_residual_bytes`).
+            over devices (see `declared_residual_bytes`); None for what has no gradient.
         capacity_bytes: memory of one device.
         usable_bytes: what the program may use of it.
         headroom_bytes: usable bytes that the program leaves; negative if it does not fit.
@@ -48,7 +50,8 @@ class MemoryReport:
     host_temp_bytes: int | None
     peak_bytes: int | None
     total_bytes: int | None
-    declared_residual_bytes: int
+    constant_bytes: int
+    declared_residual_bytes: int | None
     capacity_bytes: int | None
     usable_bytes: int | None
     headroom_bytes: int | None
@@ -78,7 +81,8 @@ class MemoryReport:
             ("host temp", _bytes(self.host_temp_bytes)),
             ("peak", _bytes(self.peak_bytes)),
             ("total needed", _bytes(self.total_bytes)),
-            ("declared residuals", _bytes(self.declared_residual_bytes)),
+            ("constants", _bytes(self.constant_bytes)),
+            ("declared residuals", _residual_bytes(self.declared_residual_bytes)),
             ("device memory", _bytes(self.capacity_bytes)),
             ("usable", _bytes(self.usable_bytes)),
             ("headroom", _bytes(self.headroom_bytes)),
@@ -96,6 +100,10 @@ class MemoryReport:
 def format_seconds(seconds: float | None) -> str:
     """Milliseconds, or that there is no figure."""
     return NOT_GIVEN if seconds is None else f"{1e3 * seconds:.3g} ms"
+
+
+def _residual_bytes(count: int | None) -> str:
+    return "it has no gradient" if count is None else format_bytes(count)
 
 
 def _bytes(count: int | None) -> str:

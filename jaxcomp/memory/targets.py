@@ -121,6 +121,8 @@ def resolve(name: str | None = None) -> Target:
         name = jax.default_backend()
     if name in ("cpu", jax.default_backend()):
         return _attached(name)
+    if not isinstance(name, str):
+        raise ValueError(f"target={name!r}: expected a name, such as 'h100'")
     kind, *size = name.split(":", maxsplit=1)
     for gpu in GPUS:
         if gpu.name == kind:

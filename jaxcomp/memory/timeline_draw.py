@@ -47,7 +47,7 @@ def draw_png(path: str | Path, timelines: Mapping[str, Timeline]) -> None:
     scale, unit = _unit(highest)
     for axes, (title, timeline) in zip(panels, timelines.items(), strict=True):
         _draw_panel(axes, timeline, scale)
-        axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
+        axes.set_title(title.replace("$", r"\$"), loc="left", fontsize=11, fontweight="bold")
         axes.set_ylabel(unit)
         axes.set_ylim(0, 1.08 * highest / scale)
     panels[-1].set_xlabel("program order (instruction; a loop's body appears once)")
@@ -55,7 +55,8 @@ def draw_png(path: str | Path, timelines: Mapping[str, Timeline]) -> None:
     figure.legend(
         handles, labels, loc="outside upper right", ncols=len(PHASES), frameon=False, fontsize=8
     )
-    figure.savefig(path)
+    with open(path, "wb") as file:
+        figure.savefig(file, format="png")
 
 
 def draw_html(path: str | Path, timelines: Mapping[str, Timeline]) -> None:

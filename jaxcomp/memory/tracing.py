@@ -1,5 +1,6 @@
 """From a Python function and the shapes of its arguments to a traced program."""
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,11 @@ class TracedStep:
         return open_jaxpr(self.traced.jaxpr)
 
     @property
+    def constant_bytes(self) -> int:
+        """Bytes of the arrays that the function closes over."""
+        return sum(int(constant.nbytes) for constant in self.traced.jaxpr.consts)
+
+    @property
     def donated(self) -> tuple[int, ...]:
         """Which of the program's flat arguments are donated."""
         infos = jax.tree.leaves(self.traced.args_info)
@@ -42,7 +48,8 @@ def trace(
     """Traces a function; nothing is allocated or run.
 
     Args:
-        fn: any function of arrays, plain or jitted by `jax.jit` or `nnx.jit`.
+        fn: any function of arrays, plain or jitted by `jax.jit` or `nnx.jit`; of a
+            `functools.partial` of a jitted one (a jitted method of an object, too), that.
         *args: its arguments: arrays, `jax.ShapeDtypeStruct`s, Flax NNX objects (abstract ones
             from `nnx.eval_shape` too; what `fn` changes in them is part of the program), or
             pytrees of arrays.
@@ -56,6 +63,9 @@ def trace(
         ValueError: if `fn` is jitted already and argument numbers are given here.
     """
     jitted: Any
+    keywords: dict[str, Any] = {}
+    if isinstance(fn, functools.partial) and isinstance(fn.func, jax.stages.Wrapped):
+        args, keywords, fn = (*fn.args, *args), fn.keywords, fn.func
     if isinstance(fn, jax.stages.Wrapped):
         if donate_argnums != () or static_argnums != ():
             raise ValueError(
@@ -67,8 +77,9 @@ def trace(
         jitted = nnx.jit(fn, donate_argnums=donate_argnums, static_argnums=static_argnums)
     else:
         jitted = jax.jit(fn, donate_argnums=donate_argnums, static_argnums=static_argnums)
-    traced = jitted.trace(*args)
-    return TracedStep(getattr(traced, "traced", traced), tuple(jax.tree.leaves(args)))
+    traced = jitted.trace(*args, **keywords)
+    leaves = jax.tree.leaves((args, keywords))
+    return TracedStep(getattr(traced, "traced", traced), tuple(leaves))
 
 
 def open_jaxpr(program: Any) -> Any:

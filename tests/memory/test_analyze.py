@@ -132,6 +132,62 @@ def test_static_arguments():
     assert report.output_bytes == 8 * FLOAT
 
 
+def test_what_a_function_closes_over_is_shown():
+    w = jnp.ones((64, 64))
+    report = memory.analyze(lambda x: x @ w, struct(2, 64), target="cpu")
+    assert report.constant_bytes == w.nbytes
+    assert "constants           16.0 KiB" in str(report)
+
+
+def test_a_partial_of_a_jitted_step_is_that_step():
+    weights, x = stack(2)
+    jitted = jax.jit(sgd, donate_argnums=0)
+    expected = memory.analyze(jitted, weights, x, target="cpu")
+    bound = memory.analyze(functools.partial(jitted, weights), x, target="cpu")
+    assert bound.alias_bytes == expected.alias_bytes > 0
+    assert bound.total_bytes == expected.total_bytes
+
+
+def test_a_jitted_method_leaves_its_object_as_it_was():
+    class Trainer(nnx.Module):
+        def __init__(self):
+            self.model = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
+
+        @nnx.jit
+        def step(self, x):
+            return self.model(x).sum()
+
+    trainer = Trainer()
+    report = memory.analyze(trainer.step, jnp.ones((2, 8)), target="cpu")
+    assert report.argument_bytes >= (8 * 4 + 4 + 2 * 8) * FLOAT
+    trainer.step(jnp.ones((2, 8)))
+
+
+def test_what_has_no_gradient_has_no_residuals():
+    def decode(x):
+        return lax.while_loop(lambda c: c.sum() < 3, lambda c: c + 1, x)
+
+    report = memory.analyze(decode, struct(4), target="cpu")
+    assert report.declared_residual_bytes is None
+    assert "it has no gradient" in str(report)
+
+
+@needs_gpu_compiler
+def test_a_callback_cannot_be_compiled_for_an_absent_device():
+    def chatty(x):
+        jax.debug.print("{}", x.sum())
+        return x
+
+    with pytest.raises(memory.CompileError, match="calls back to Python"):
+        memory.analyze(chatty, struct(4), target="h100")
+
+
+@pytest.mark.parametrize("capacity", [0, -1, 1.5, float("nan"), "8GiB"])
+def test_a_capacity_that_is_no_number_of_bytes(capacity):
+    with pytest.raises(Exception, match="capacity"):
+        memory.analyze(jnp.sin, struct(4), target="cpu", capacity=capacity)
+
+
 def test_a_step_that_does_not_trace_is_its_own_error():
     with pytest.raises(TypeError, match="dot_general"):
         memory.analyze(lambda a, b: a @ b, struct(2, 3), struct(2, 3), target="cpu")

@@ -70,5 +70,10 @@ def test_a_refused_program_of_unknown_size_is_too_large(monkeypatch):
 def test_bad_input():
     with pytest.raises(ValueError, match="multiple=0: expected a positive number"):
         max_batch(sine, "cpu", multiple=0, capacity=1000)
-    with pytest.raises(ValueError, match="target='cpu': its memory is not known; give capacity="):
+    with pytest.raises(ValueError, match="target='cpu': its memory is not known; give a capacity"):
         max_batch(sine, "cpu")
+
+
+def test_a_step_that_ignores_the_batch_is_an_error():
+    with pytest.raises(ValueError, match=r"batches of \[8, 16\] need the same memory"):
+        max_batch(lambda size: sine(64), "cpu", capacity=10**6)

@@ -64,7 +64,7 @@ def test_no_row_fits_or_nobody_knows():
     assert table.cheapest() is None
     assert str(table).endswith("No row fits the 10 B of cpu.")
     table = compare(make_step, ["plain"], batch=64, target="cpu")
-    assert str(table).endswith("What fits on cpu is not known: give its capacity in bytes.")
+    assert str(table).endswith("What fits on cpu is not known: give a capacity.")
 
 
 def test_largest_batch():
@@ -81,7 +81,7 @@ def test_a_compiler_that_fails_is_an_error_of_its_row(monkeypatch):
     def fail(step, *args, **kwargs):
         raise CompileError("no such instruction")
 
-    monkeypatch.setattr(comparison, "analyze", fail)
+    monkeypatch.setattr(comparison, "analyze_step", fail)
     table = compare(make_step, ["plain"], batch=8, target="cpu")
     assert table.rows[0].report is None
     assert "plain: no such instruction" in str(table)
@@ -105,23 +105,49 @@ def test_a_factory_that_ignores_the_way_is_found_out():
     def ignore(transform, batch):
         return make_step(jc.ways.Way.parse("plain"), batch)
 
-    with pytest.raises(ValueError, match="row='accumulate:2' made no difference to the step"):
-        compare(ignore, ["plain", "accumulate:2"], batch=8, target="cpu")
+    def transform_only(transform, batch):
+        transform(nnx.Linear(1, 1, rngs=nnx.Rngs(0)))
+        return ignore(transform, batch)
+
+    plain, accumulate = compare(
+        transform_only, ["plain", "accumulate:2"], batch=8, target="cpu"
+    ).rows
+    assert plain.report is not None
+    assert accumulate.report is None
+    assert accumulate.error.startswith("made no difference to the step")
+    (row,) = compare(ignore, ["remat"], batch=8, target="cpu").rows
+    assert row.error == "make_step is expected to call transform(model)"
+
+
+def test_a_row_that_does_not_fit_the_model_leaves_the_others():
+    table = compare(make_step, ["plain", "avg_pool:window=2"], batch=8, target="cpu")
+    assert table.rows[0].report is not None
+    assert "avg_pool:window=2: " in str(table)
+    assert "matches nothing" in table.rows[1].error
+
+
+def test_without_plain_there_are_no_ratios():
+    assert "no plain row" in str(compare(make_step, ["remat"], batch=8, target="cpu"))
 
 
 @pytest.mark.parametrize(
     ("rows", "batch", "error"),
     [
-        ([], 8, r"rows=\[\]: expected at least one"),
-        (["plain", "plain"], 8, "expected at least one, and each once"),
+        ([], 8, r"rows=\[\]: expected a list of at least one"),
+        (["plain", "plain"], 8, "expected a list of at least one, and each once"),
         (["plane"], 8, "way='plane': expected plain"),
         (["accumulate:3"], 8, "batch=8: expected a multiple of 3"),
-        (["avg_pool:window=2"], 8, "matches nothing"),
+        ("plain", 8, "rows='plain': expected a list"),
     ],
 )
 def test_bad_input(rows, batch, error):
     with pytest.raises(ValueError, match=error):
         compare(make_step, rows, batch=batch, target="cpu")
+
+
+def test_largest_batch_of_unknown_memory_is_an_error_at_once():
+    with pytest.raises(ValueError, match="its memory is not known; give a capacity"):
+        compare(make_step, ["plain"], batch=8, target="cpu", largest_batch=True)
 
 
 def test_unknown_target():

@@ -13,6 +13,7 @@ FIGURES = {
     "host_temp_bytes": 0,
     "peak_bytes": None,
     "total_bytes": 5 * 2**30 + 2**29 + 3 * 2**20,
+    "constant_bytes": 0,
     "declared_residual_bytes": 1536,
     "capacity_bytes": 8 * 2**30,
     "usable_bytes": 6 * 2**30,
@@ -55,8 +56,9 @@ def test_table_says_whether_it_fits(fits, word):
 
 
 def test_a_figure_that_is_not_given_is_never_a_number():
-    absent = dict.fromkeys(FIGURES) | {"target": "cpu", "declared_residual_bytes": 8}
+    always = {"target": "cpu", "declared_residual_bytes": 8, "constant_bytes": 8}
+    absent = dict.fromkeys(FIGURES) | always
     rows = table(MemoryReport(**absent))
     given = {name for name, value in rows.items() if value != "not given by this backend"}
-    assert given == {"target", "declared residuals"}
+    assert given == {"target", "declared residuals", "constants"}
     assert set(json.loads(MemoryReport(**absent).to_json()).values()) == {None, "cpu", 8}
