@@ -11,6 +11,7 @@ from jaxcomp import ways as ways
 from jaxcomp.codecs import AvgPool as AvgPool
 from jaxcomp.codecs import Cast as Cast
 from jaxcomp.codecs import Codec as Codec
+from jaxcomp.codecs import DualPrecision as DualPrecision
 from jaxcomp.codecs import Encoded as Encoded
 from jaxcomp.codecs import Exact as Exact
 from jaxcomp.codecs import Packed as Packed

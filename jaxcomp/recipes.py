@@ -4,10 +4,12 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from jaxcomp.codecs import AvgPool, Cast, Codec, Exact, Packed, Quantize, SignAware
+from jaxcomp.codecs import AvgPool, Cast, Codec, DualPrecision, Exact, Packed, Quantize, SignAware
 from jaxcomp.rules import Rule, Rules
 
-CODECS: dict[str, type[Codec]] = {c.name: c for c in (Exact, Cast, Quantize, AvgPool)}
+CODECS: dict[str, type[Codec]] = {
+    c.name: c for c in (Exact, Cast, Quantize, AvgPool, DualPrecision)
+}
 
 PACKED: Rules = (
     Rule(Packed(bits=1), op="relu", required=False),
@@ -56,7 +58,26 @@ def fused(bits: int = 4) -> Rules:
     return Rule(SignAware(bits), op="norm_act"), *PACKED
 
 
-RECIPES: dict[str, Callable[..., Rules]] = {"fused": fused}
+def division(window: int = 8, bits: int = 2) -> Rules:
+    """DIVISION: means of windows in bfloat16 and the rest in a few bits, in every operation.
+
+    Wang et al., ICML 2023 (arXiv:2208.04187). Masks and indices are exact and packed.
+
+    Args:
+        window: Edge of a window.
+        bits: Bits of an element of the rest.
+
+    Returns:
+        The rules.
+
+    Example:
+        >>> division()[0].codec
+        DualPrecision(window=8, bits=2)
+    """
+    return everywhere(DualPrecision(window, bits))
+
+
+RECIPES: dict[str, Callable[..., Rules]] = {"fused": fused, "division": division}
 
 
 def from_spec(spec: str) -> Rules:

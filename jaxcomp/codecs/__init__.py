@@ -4,6 +4,7 @@ from jaxcomp.codecs.codec import Cast as Cast
 from jaxcomp.codecs.codec import Codec as Codec
 from jaxcomp.codecs.codec import Encoded as Encoded
 from jaxcomp.codecs.codec import Exact as Exact
+from jaxcomp.codecs.dual import DualPrecision as DualPrecision
 from jaxcomp.codecs.packed import Packed as Packed
 from jaxcomp.codecs.pool import AvgPool as AvgPool
 from jaxcomp.codecs.quantize import Quantize as Quantize
