@@ -17,6 +17,7 @@ from jaxcomp.codecs import Exact as Exact
 from jaxcomp.codecs import Packed as Packed
 from jaxcomp.codecs import Quantize as Quantize
 from jaxcomp.codecs import SignAware as SignAware
+from jaxcomp.gradients import check_gradients as check_gradients
 from jaxcomp.residuals import compiler_options as compiler_options
 from jaxcomp.rules import Plan as Plan
 from jaxcomp.rules import Rule as Rule
