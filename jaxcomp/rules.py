@@ -74,7 +74,11 @@ class Decision:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The decisions for all modules of a model that have a coded form; prints as a table."""
+    """The decisions for all modules of a model that have a coded form; prints as a table.
+
+    Not listed is what a module covers that has a codec: the norm and the ReLU of a `NormAct`. A
+    convolution whose input brings its code keeps that, whatever is decided for it here.
+    """
 
     decisions: tuple[Decision, ...]
 

@@ -1,0 +1,98 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxcomp as jc
+from tests.helpers import assert_close, assert_same_bits, normal, without_type_checks
+
+X = normal((4, 6, 6, 3))
+
+
+def unit(codec=None, relu=True, cin=3, **kwargs):
+    rngs = nnx.Rngs(0)
+    conv = jc.nn.Conv(cin, 8, (3, 3), use_bias=False, rngs=rngs)
+    norm = jc.nn.BatchNorm(8, rngs=rngs, **kwargs)
+    return jc.nn.ConvNormAct(conv, norm, relu=relu, codec=codec)
+
+
+def test_training_gives_the_stock_layers_value_and_statistics():
+    coded, stock = unit(jc.SignAware(4)), unit()
+    y, expected = coded(X), stock(X)
+    assert isinstance(y, jc.ops.Activation)
+    assert isinstance(expected, jax.Array)
+    assert_close(y.value, expected)
+    assert_close(nnx.state(coded), nnx.state(stock))
+    np.testing.assert_array_equal(jc.ops.value(expected), expected)
+
+
+def test_evaluation_is_stock_and_has_no_code():
+    coded, stock = unit(jc.SignAware(4)), unit()
+    coded.eval()
+    stock.eval()
+    assert_same_bits(coded(X), stock(X))
+
+
+def test_state_is_that_of_its_layers():
+    state = nnx.to_flat_state(nnx.state(unit(jc.SignAware(2))))
+    names = {"/".join(map(str, path)) for path, _ in state}
+    assert names == {"conv/kernel", "norm/scale", "norm/bias", "norm/mean", "norm/var"}
+
+
+def chain(codec):
+    def loss(x):
+        y = unit(codec, cin=8)(unit(codec)(x), unit(codec, relu=False)(x))
+        pooled = jc.nn.MaxPool((2, 2), (2, 2), codec=jc.Packed(2))(y)
+        return (jc.nn.Conv(8, 2, (1, 1), rngs=nnx.Rngs(1))(pooled) ** 2).mean()
+
+    return loss
+
+
+def test_what_a_chain_of_units_stores_is_codes():
+    pull = jax.eval_shape(lambda x: jax.vjp(chain(jc.SignAware(4)), x)[1], X)
+    maps = [leaf for leaf in jax.tree.leaves(pull) if leaf.ndim == 4 and leaf.shape[0] == len(X)]
+    codes = [leaf.shape for leaf in maps if leaf.dtype == jnp.uint4]
+    # Of the first, of the shortcut's norm and of the second's, of their sum, and of the pooled map;
+    # the pool's indices share elements.
+    assert sorted(codes) == sorted([(4, 6, 6, 8)] * 4 + [(4, 3, 3, 8), (4, 3, 3, 4)])
+    floats = {leaf.shape for leaf in maps if jnp.issubdtype(leaf.dtype, jnp.floating)}
+    assert floats <= {X.shape, (4, 3, 3, 2)}  # the input, and the loss's own argument
+
+
+def test_gradients_of_a_chain_are_near_the_exact_ones():
+    coded, exact = (jax.grad(chain(codec))(X) for codec in (jc.SignAware(4), None))
+    error = jnp.linalg.norm(coded - exact) / jnp.linalg.norm(exact)
+    assert 0 < error < 0.3
+
+
+def test_a_convolution_of_a_value_without_code_stores_by_its_own_codec():
+    conv = jc.nn.Conv(8, 2, (1, 1), rngs=nnx.Rngs(0), codec=jc.Quantize(bits=2))
+    shortcut = unit(jc.SignAware(4), relu=False)(X)
+    assert shortcut.code is None
+    assert_close(conv(shortcut), conv(shortcut.value))
+
+
+@pytest.mark.parametrize(
+    "options", [{"use_scale": False}, {"use_bias": False}, {"axis": 1}], ids=str
+)
+def test_a_norm_that_it_cannot_serve_is_an_error(options):
+    with pytest.raises(ValueError, match="expected a norm with scale and bias, and axis=-1"):
+        unit(jc.SignAware(4), **options)
+
+
+def test_another_codec_is_an_error():
+    with without_type_checks(), pytest.raises(ValueError, match="not norm_act"):
+        unit(jc.Quantize(bits=2))
+
+
+def test_a_unit_with_a_codec_covers_its_norm_and_relu():
+    model = nnx.Sequential(unit())
+    plan = jc.apply(model, jc.recipes.fused(bits=2))
+    assert [(d.path, d.kind) for d in plan.decisions] == [
+        ("layers/0/conv", "conv"),
+        ("layers/0", "norm_act"),
+    ]
+    rules = (*jc.recipes.fused(bits=2), jc.Rule(jc.Quantize(bits=2), op="batch_norm"))
+    with pytest.raises(ValueError, match="matches nothing"):
+        jc.apply(nnx.Sequential(unit()), rules)
