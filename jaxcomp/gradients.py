@@ -125,7 +125,7 @@ def check_gradients(
     control = np.stack([_vector(exact(p, batch)) - gradient for p in moved])
     split = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
     each = [_vector(exact(params, jax.tree.map(lambda x, i=i: x[i], split))) for i in range(parts)]
-    norm = np.linalg.norm(gradient)
+    norm = float(np.linalg.norm(gradient))
     sgd_noise = np.sqrt(np.var(each, axis=0, ddof=1).sum() / parts) / norm
     return GradientReport(
         _errors(errors, norm),
