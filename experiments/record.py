@@ -4,6 +4,7 @@ import json
 import platform
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,3 +47,12 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     unfinished = path.with_name(path.name + ".unfinished")
     unfinished.write_text(json.dumps(content, indent=1) + "\n")
     unfinished.replace(path)
+
+
+def write_table(path: Path, title: str, rows: Sequence[Sequence[str]], command: str) -> str:
+    """Writes a Markdown table, its header first, under a title and over a command; returns it."""
+    header, *body = rows
+    lines = [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *body)]
+    text = "\n".join([f"{title}\n", *lines, f"\n    {command}\n"])
+    path.write_text(text)
+    return text

@@ -9,13 +9,13 @@ needs, over what the line says, is the error of the line.
 
 from typing import Any
 
-import jax.numpy as jnp
 import typer
 from rich.progress import track
 
 from experiments.bench.memory import Out, Ways
-from experiments.record import describe_environment, write_json
+from experiments.record import describe_environment, write_json, write_table
 from jaxcomp import memory
+from jaxcomp.memory.targets import resolve
 from jaxcomp.models import steps
 from jaxcomp.ways import Way
 
@@ -39,7 +39,7 @@ def main(out: Out, way: Ways = None, model: str = "resnet50") -> None:
     """Finds each largest batch; writes fits.json and fits.md."""
     make_step = steps.classifier(model)
     ways = way or list(WAYS)
-    room = {part: usable_bytes(part) for part in PARTS}
+    room = {part: resolve(part).usable_bytes or 0 for part in PARTS}  # known of every GPU
 
     def needed(name: str, batch: int) -> int:
         step, arguments = make_step(Way.parse(name), batch)
@@ -59,27 +59,13 @@ def main(out: Out, way: Ways = None, model: str = "resnet50") -> None:
         rows.append({**line, "largest_batch": largest, "error_of_the_line": error})
     content = describe_environment() | {"model": model, "usable_bytes": room, "rows": rows}
     write_json(out / "fits.json", content)
-    lines = [
-        f"{model}, 224px, bfloat16, whole SGD step: largest batch (multiples of {STEP}):\n",
-        f"| way | {' | '.join(PARTS)} | MiB / image | error of the line |",
-        f"| --- | {' | '.join('---' for _ in PARTS)} | --- | --- |",
-    ]
+    table = [["way", *PARTS, "MiB / image", "error of the line"]]
     for row in rows:
-        batches = " | ".join(str(row["largest_batch"][part]) for part in PARTS)
-        lines.append(
-            f"| {row['row']} | {batches} | {row['bytes_per_example'] / 2**20:.1f} | "
-            f"{row['error_of_the_line']:+.1%} |"
-        )
-    text = "\n".join([*lines, f"\n    {content['command']}\n"])
-    (out / "fits.md").write_text(text)
-    typer.echo(text)
-
-
-def usable_bytes(target: str) -> int:
-    """What JAX preallocates of a GPU."""
-    usable = memory.analyze(jnp.negative, jnp.zeros(()), target=target).usable_bytes
-    assert usable is not None  # known of every GPU
-    return usable
+        batches = [str(row["largest_batch"][part]) for part in PARTS]
+        figures = f"{row['bytes_per_example'] / 2**20:.1f}", f"{row['error_of_the_line']:+.1%}"
+        table.append([row["row"], *batches, *figures])
+    title = f"{model}, 224px, bfloat16, whole SGD step: largest batch (multiples of {STEP}):"
+    typer.echo(write_table(out / "fits.md", title, table, content["command"]))
 
 
 if __name__ == "__main__":

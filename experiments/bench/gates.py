@@ -20,7 +20,7 @@ from rich.progress import track
 
 import jaxcomp as jc
 from experiments.bench.memory import Out, Target
-from experiments.record import describe_environment, write_json
+from experiments.record import describe_environment, write_json, write_table
 from jaxcomp.memory import analyze
 
 FEWER, MORE = 4, 8
@@ -131,22 +131,16 @@ def main(out: Out, target: Target = None) -> None:
         rows.append({"operation": name, "codec": str(codec), **figures, "held": held})
     content = describe_environment() | {"target": target, "limit": LIMIT, "rows": rows}
     write_json(out / "gates.json", content)
-    lines = [
-        f"One more layer, bfloat16, compiled for {target}:\n",
-        "| operation | codec | declared MiB | compiled MiB | compiled / declared | traffic MiB |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
+    sizes = "declared MiB", "compiled MiB", "compiled / declared", "traffic MiB"
+    table = [["operation", "codec", *sizes]]
     for row in rows:
         declared, compiled, traffic = (
             row[f"{kind}_bytes"] / 2**20 for kind in ("declared", "compiled", "hbm_traffic")
         )
-        lines.append(
-            f"| {row['operation']} | {row['codec']} | {declared:.2f} | {compiled:.2f} | "
-            f"{compiled / declared:.2f} | {traffic:.1f} |"
-        )
-    text = "\n".join([*lines, f"\n    {content['command']}\n"])
-    (out / "gates.md").write_text(text)
-    typer.echo(text)
+        cells = f"{declared:.2f}", f"{compiled:.2f}", f"{compiled / declared:.2f}", f"{traffic:.1f}"
+        table.append([row["operation"], row["codec"], *cells])
+    title = f"One more layer, bfloat16, compiled for {target}:"
+    typer.echo(write_table(out / "gates.md", title, table, content["command"]))
     raise typer.Exit(not all(row["held"] for row in rows))
 
 

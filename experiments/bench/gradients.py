@@ -20,7 +20,7 @@ import jaxcomp as jc
 from experiments.bench.memory import Out, Ways
 from experiments.config import TrainConfig
 from experiments.data import load
-from experiments.record import describe_environment, write_json
+from experiments.record import describe_environment, write_json, write_table
 from experiments.run import build
 from jaxcomp.models import resnet
 from jaxcomp.ways import Way
@@ -78,21 +78,17 @@ def main(
             rows.append(figures | dataclasses.asdict(report))
     content = describe_environment() | {"batch": batch, "draws": draws, "rows": rows}
     write_json(out / "gradients.json", content)
-    lines = [
-        f"ResNet-20 on {data.name}, batch {batch}, float32, {draws} draws; parts of the exact "
-        "gradient's norm:\n",
-        "| way | training steps | noise / SGD's | bias (95% interval) | Monte Carlo floor |",
-        "| --- | --- | --- | --- | --- |",
-    ]
+    table = [["way", "training steps", "noise / SGD's", "bias (95% interval)", "Monte Carlo floor"]]
     for row in rows:
         low, high = row["coded"]["bias_interval"]
-        lines.append(
-            f"| {row['row']} | {row['steps']} | {row['noise_over_sgd']:.3f} | "
-            f"{row['coded']['bias']:.3f} ({low:.3f} .. {high:.3f}) | {row['coded']['floor']:.3f} |"
-        )
-    text = "\n".join([*lines, f"\n    {content['command']}\n"])
-    (out / "gradients.md").write_text(text)
-    typer.echo(text)
+        bias = f"{row['coded']['bias']:.3f} ({low:.3f} .. {high:.3f})"
+        noise, floor = f"{row['noise_over_sgd']:.3f}", f"{row['coded']['floor']:.3f}"
+        table.append([row["row"], str(row["steps"]), noise, bias, floor])
+    title = (
+        f"ResNet-20 on {data.name}, batch {batch}, float32, {draws} draws; parts of the exact "
+        "gradient's norm:"
+    )
+    typer.echo(write_table(out / "gradients.md", title, table, content["command"]))
 
 
 if __name__ == "__main__":

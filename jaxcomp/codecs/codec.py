@@ -32,6 +32,18 @@ def array_nbytes(shape: tuple[int, ...], dtype: DTypeLike) -> int:
     return -(-math.prod(shape) * jax.dtypes.itemsize_bits(dtype) // 8)
 
 
+def channel_axes(rank: int) -> tuple[int, ...]:
+    """The axes along which the values of one channel of one sample lie.
+
+    Of arrays of fewer than 3 axes those of one sample.
+
+    Example:
+        >>> channel_axes(4), channel_axes(2), channel_axes(1)
+        ((1, 2), (1,), (0,))
+    """
+    return tuple(range(1, rank - 1) if rank > 2 else range(1 if rank > 1 else 0, rank))
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Encoded:

@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jaxcomp.codecs import noise, packing
-from jaxcomp.codecs.codec import Codec, Seed
+from jaxcomp.codecs.codec import Codec, Seed, channel_axes
 
 Grouping = typing.Literal["channel", "sample", "row"]
 Rounding = typing.Literal["stochastic", "nearest"]
@@ -73,8 +73,8 @@ class Quantize(Codec):
         """The axes along which values share a range."""
         if self.group == "row":
             return tuple(range(rank))[-1:]
-        if self.group == "channel" and rank > 2:
-            return tuple(range(1, rank - 1))
+        if self.group == "channel":
+            return channel_axes(rank)
         return tuple(range(1 if rank > 1 else 0, rank))
 
     def _encode(self, x: Array, seed: Seed) -> tuple[Array, ...]:

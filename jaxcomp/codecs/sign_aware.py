@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, UInt32
 
 from jaxcomp.codecs import noise, packing
-from jaxcomp.codecs.codec import Codec, Encoded, Seed
+from jaxcomp.codecs.codec import Codec, Encoded, Seed, channel_axes
 from jaxcomp.codecs.levels import Levels
 
 BITS = (2, 3, 4)
@@ -82,8 +82,8 @@ class SignAware(Codec):
         return Encoded(arrays, x.shape, x.dtype)
 
     def _encode(self, x: Array, seed: Seed) -> tuple[Array, ...]:
-        axes = range(1, x.ndim - 1) if x.ndim > 2 else range(1 if x.ndim > 1 else 0, x.ndim)
-        unit = jnp.max(jnp.abs(x), tuple(axes), keepdims=True, initial=0).astype(jnp.float32)
+        greatest = jnp.max(jnp.abs(x), channel_axes(x.ndim), keepdims=True, initial=0)
+        unit = greatest.astype(jnp.float32)
         unit = unit / self.levels.top
         return self.encode_in_units(x, unit, noise.words(x, seed)).arrays
 
