@@ -1,5 +1,6 @@
 """Pooling that keeps packed indices, or nothing."""
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -113,18 +114,41 @@ class _Window:
         return index
 
     def scatter(self, index: Int[Array, "..."], cotangent: Array) -> Array:
-        """The transpose: adds each window's cotangent to the element that its index names."""
-        total = zero = jnp.zeros((), cotangent.dtype)
+        """The transpose: adds each window's cotangent to the element that its index names.
+
+        Elements whose place is the same modulo the strides take from the same taps; each such phase
+        is a sum of shifted maps, which no compiler spreads out before it adds them up.
+        """
+        spatial = range(1, cotangent.ndim - 1)
+        strides = self.strides[1:-1]
+        counts = [-(-self.padded[i] // self.strides[i]) for i in spatial]  # of a phase
+        zero = jnp.zeros((), cotangent.dtype)
+        empty = jnp.zeros((len(cotangent), *counts, cotangent.shape[-1]), cotangent.dtype)
+        phases = dict.fromkeys(itertools.product(*map(range, strides)), empty)
         for i, start in reversed(list(enumerate(self.starts))):  # in the windows' own order
-            part = jnp.where(index == i, cotangent, zero)
-            config = [
-                (first - low, n - low - high + low - first - (out - 1) * stride - 1, stride - 1)
-                for first, (low, high), n, out, stride in zip(
-                    start, self.padding, self.padded, self.out, self.strides, strict=True
-                )
+            shifts = [start[j] // self.strides[j] for j in spatial]
+            after = [
+                count - self.out[j] - shift
+                for j, count, shift in zip(spatial, counts, shifts, strict=True)
             ]
-            total += lax.pad(part, zero, config)
-        return total
+            config = [(0, 0, 0), *((b, a, 0) for b, a in zip(shifts, after)), (0, 0, 0)]
+            part = lax.pad(jnp.where(index == i, cotangent, zero), zero, config)
+            phases[tuple(start[j] % self.strides[j] for j in spatial)] += part
+        for axis in reversed(spatial):
+            phases = {
+                outer: self._interleave(
+                    [phases[*outer, i] for i in range(self.strides[axis])], axis
+                )
+                for outer in {phase[:-1] for phase in phases}
+            }
+        starts = [low for low, _ in self.padding]
+        ends = [n - high for n, (_, high) in zip(self.padded, self.padding, strict=True)]
+        return lax.slice(phases[()], starts, ends)
+
+    @staticmethod
+    def _interleave(maps: list[Array], axis: int) -> Array:
+        stacked = jnp.stack(maps, axis + 1)
+        return stacked.reshape(*stacked.shape[:axis], -1, *stacked.shape[axis + 2 :])
 
     def _tap(self, x: Array, start: tuple[int, ...]) -> Array:
         limit = [
