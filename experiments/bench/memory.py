@@ -6,6 +6,8 @@ Nothing is run: each step is compiled, and XLA's own memory analysis is read. A 
 needs no script: `jaxcomp memory --help`.
 """
 
+import dataclasses
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +17,8 @@ from rich.console import Console
 from experiments.config import DTYPES
 from experiments.record import describe_environment, write_json
 from jaxcomp import memory
-from jaxcomp.memory.comparison import MakeStep
+from jaxcomp.memory import MemoryReport
+from jaxcomp.memory.comparison import MakeStep, Row
 from jaxcomp.models import steps
 
 WAYS = (
@@ -48,25 +51,42 @@ def tabulate(
     target: str | None,
     out: Path,
     max_batch: bool = False,
+    add: bool = False,
 ) -> None:
-    """Compiles each way, prints the table, writes memory.json and memory.md."""
+    """Compiles each way and prints the table; memory.json and memory.md grow with every row."""
     console = Console()
-    try:
-        table = memory.compare(
-            make_step,
-            ways,
-            batch=batch,
-            target=target,
-            largest_batch=max_batch,
-            progress=lambda name: console.status(f"compiling {name}"),
-        )
-    except (ValueError, ImportError) as error:
-        raise typer.BadParameter(str(error)) from error
-    content = describe_environment() | {"model": model, "batch": batch} | table.to_dict()
-    write_json(out / "memory.json", content)
-    text = f"{model}, batch {batch}:\n\n{table}\n\n    {content['command']}\n"
-    (out / "memory.md").write_text(text)
+    rows = [row for row in _rows(out / "memory.json") if row.name not in ways] if add else []
+    text = ""
+    for way in ways:
+        try:
+            table = memory.compare(
+                make_step,
+                [way],
+                batch=batch,
+                target=target,
+                largest_batch=max_batch,
+                progress=lambda name: console.status(f"compiling {name}"),
+            )
+        except (ValueError, ImportError) as error:
+            raise typer.BadParameter(str(error)) from error
+        rows += table.rows
+        table = dataclasses.replace(table, rows=tuple(rows))
+        content = describe_environment() | {"model": model, "batch": batch} | table.to_dict()
+        write_json(out / "memory.json", content)
+        text = f"{model}, batch {batch}:\n\n{table}\n\n    {content['command']}\n"
+        (out / "memory.md").write_text(text)
     console.print(text, highlight=False, soft_wrap=True)
+
+
+def _rows(path: Path) -> list[Row]:
+    """The rows of an earlier table, which tells their figures by name."""
+    rows = []
+    for figures in json.loads(path.read_text())["rows"]:
+        own, report = ({f.name for f in dataclasses.fields(kind)} for kind in (Row, MemoryReport))
+        known = None if figures["error"] else {k: v for k, v in figures.items() if k in report}
+        rest = {k: v for k, v in figures.items() if k in own}
+        rows.append(Row(figures["row"], report=known and MemoryReport(**known), **rest))
+    return rows
 
 
 def main(
@@ -78,13 +98,14 @@ def main(
     dtype: Annotated[str, typer.Option(help="Of the computation.")] = "bfloat16",
     target: Target = None,
     max_batch: Annotated[bool, typer.Option("--max-batch", help="Find the largest batch.")] = False,
+    add: Annotated[bool, typer.Option("--add", help="Keep other rows that are there.")] = False,
 ) -> None:
     """Compiles a training step several ways; writes memory.json and memory.md."""
     if dtype not in DTYPES:
         raise typer.BadParameter(f"dtype={dtype!r}: expected one of {list(DTYPES)}")
     make_step = steps.classifier(model, image, DTYPES[dtype])
     described = f"{model}, {image}px, {dtype}, whole SGD step"
-    tabulate(make_step, way or list(WAYS), described, batch, target, out, max_batch)
+    tabulate(make_step, way or list(WAYS), described, batch, target, out, max_batch, add)
 
 
 if __name__ == "__main__":
