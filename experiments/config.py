@@ -29,6 +29,8 @@ class TrainConfig:
         label_smoothing: weight of the uniform distribution in the targets.
         augment: whether training images are augmented.
         dtype: of the computation; parameters, optimiser and batch statistics are float32.
+        plan_steps: steps between two plans of the bits of a way that quantizes
+            (`jaxcomp.bits.BitPlanner`); None is no plan.
         seed: of the parameters, the order of the data and the augmentation, 0 or more.
 
     Raises:
@@ -50,12 +52,14 @@ class TrainConfig:
     label_smoothing: float = 0.0
     augment: bool = True
     dtype: Literal["float32", "bfloat16"] = "float32"
+    plan_steps: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
         for name, valid, expected in (
             ("epochs", self.epochs >= 1, "1 or more"),
             ("epoch_steps", self.epoch_steps is None or self.epoch_steps >= 1, "1 or more"),
+            ("plan_steps", self.plan_steps is None or self.plan_steps >= 1, "1 or more"),
             ("batch", self.batch >= 1, "1 or more"),
             ("lr", self.lr > 0, "more than 0"),
             ("warmup_epochs", 0 <= self.warmup_epochs < self.epochs, "0 to less than epochs"),

@@ -16,8 +16,9 @@ from jaxcomp.ways import Way
 
 
 class Run(NamedTuple):
-    """What a run is made of: its first state and its functions."""
+    """What a run is made of: its model, first state and functions."""
 
+    model: nnx.Module
     state: training.TrainState
     loss_fn: training.LossFunction
     train_step: training.TrainStep
@@ -74,6 +75,15 @@ def build(config: TrainConfig, dataset: Dataset) -> Run:
             rngs=nnx.Rngs(config.seed),
         )
     )
+    return of_model(model, config, dataset)
+
+
+def of_model(model: nnx.Module, config: TrainConfig, dataset: Dataset) -> Run:
+    """The run of a model as it is, whose codecs may have changed since :func:`build`.
+
+    Raises:
+        ValueError: as :func:`build`.
+    """
     optimizer = training.sgd(
         learning_rate(config, count_epoch_steps(config, dataset)),
         momentum=config.momentum,
@@ -82,9 +92,9 @@ def build(config: TrainConfig, dataset: Dataset) -> Run:
     )
     loss_fn = training.make_loss(model, config.label_smoothing)
     state = replicate(training.init_state(model, optimizer))
-    train_step = training.make_train_step(loss_fn, optimizer, way.micro_batches)
+    train_step = training.make_train_step(loss_fn, optimizer, Way.parse(config.way).micro_batches)
     train_step.trace(state, *abstract_batch(config.batch, dataset.image_shape))
-    return Run(state, loss_fn, train_step, training.make_eval_step(model))
+    return Run(model, state, loss_fn, train_step, training.make_eval_step(model))
 
 
 def evaluate(run: Run, state: training.TrainState, dataset: Dataset, batch: int) -> float:

@@ -22,6 +22,7 @@ from experiments.data import load
 from experiments.devices import shard
 from experiments.interrupt import deferred_interrupt
 from experiments.monitor import Monitor, open_tensorboard
+from experiments.planning import Planner
 from experiments.record import describe_environment, make_folder, write_json
 from experiments.run import build, count_epoch_steps, evaluate
 from jaxcomp import training
@@ -39,12 +40,14 @@ class History:
         accuracy: on the training batch, one for each step.
         test_accuracy: on the test split, one for each epoch.
         seconds: spent, with compilation and evaluation.
+        plans: bits of each layer's ranks of samples, by the step from which they held.
     """
 
     loss: list[float] = field(default_factory=list)
     accuracy: list[float] = field(default_factory=list)
     test_accuracy: list[float] = field(default_factory=list)
     seconds: float = 0.0
+    plans: dict[str, dict[str, list[int]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,8 @@ def train(
         )
     dataset = load(config.dataset, config.data_dir)
     run = build(config, dataset)
+    planner = Planner(config, dataset, history.plans)
+    run = planner.restored(run)
     state = checkpoints.load_state(run.state) if resume else run.state
     taken = int(state.step)
     writer = open_tensorboard(out / "tensorboard", taken) if tensorboard else None
@@ -142,7 +147,9 @@ def train(
                 start_batch=position,
             )
             for images, labels in islice(batches, epoch_steps - position):
-                state, metrics = run.train_step(state, *shard(images, labels))
+                batch = shard(images, labels)
+                run = planner.planned(run, state, taken, batch)
+                state, metrics = run.train_step(state, *batch)
                 taken += 1
                 unread.append(metrics)
                 if len(unread) == REPORT_STEPS:
@@ -181,6 +188,9 @@ def main(
     dtype: Annotated[
         Literal["float32", "bfloat16"], typer.Option(help="Of the computation.")
     ] = TrainConfig.dtype,
+    plan_steps: Annotated[
+        int | None, typer.Option(help="Plan the bits of quantized layers every so many steps.")
+    ] = None,
     seed: int = TrainConfig.seed,
     resume: Annotated[bool, typer.Option(help="Go on from the last checkpoint.")] = False,
     checkpoint_steps: Annotated[
@@ -206,6 +216,7 @@ def main(
             label_smoothing=label_smoothing,
             augment=augment,
             dtype=dtype,
+            plan_steps=plan_steps,
             seed=seed,
         )
         result = train(

@@ -15,6 +15,7 @@ from jaxcomp.codecs import DualPrecision as DualPrecision
 from jaxcomp.codecs import Encoded as Encoded
 from jaxcomp.codecs import Exact as Exact
 from jaxcomp.codecs import Packed as Packed
+from jaxcomp.codecs import PerSample as PerSample
 from jaxcomp.codecs import Quantize as Quantize
 from jaxcomp.codecs import SignAware as SignAware
 from jaxcomp.gradients import check_gradients as check_gradients

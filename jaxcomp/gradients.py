@@ -117,14 +117,14 @@ def check_gradients(
     params = nnx.state(model, nnx.Param)
     if not any(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params)):
         raise ValueError("model: expected float32 parameters")
-    gradient = _vector(exact(params, batch))
+    gradient = vector(exact(params, batch))
     if not 0 < np.linalg.norm(gradient) < np.inf:
         raise ValueError(f"loss: its exact gradient has the norm {np.linalg.norm(gradient)}")
-    moved = [_moved(params, draw) for draw in range(draws)]
-    errors = np.stack([_vector(coded(p, batch)) - gradient for p in moved])
-    control = np.stack([_vector(exact(p, batch)) - gradient for p in moved])
+    drawn = [moved(params, draw) for draw in range(draws)]
+    errors = np.stack([vector(coded(p, batch)) - gradient for p in drawn])
+    control = np.stack([vector(exact(p, batch)) - gradient for p in drawn])
     split = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
-    each = [_vector(exact(params, jax.tree.map(lambda x, i=i: x[i], split))) for i in range(parts)]
+    each = [vector(exact(params, jax.tree.map(lambda x, i=i: x[i], split))) for i in range(parts)]
     norm = float(np.linalg.norm(gradient))
     sgd_noise = np.sqrt(np.var(each, axis=0, ddof=1).sum() / parts) / norm
     return GradientReport(
@@ -145,7 +145,7 @@ def _gradient(loss: Loss, model: nnx.Module) -> Callable[[Any, Any], Any]:
     return jax.jit(jax.grad(of))
 
 
-def _moved(params: Any, draw: int) -> Any:
+def moved(params: Any, draw: int) -> Any:
     """The parameters, float32 ones moved by about a unit in the last place, up or down."""
     rng = np.random.default_rng(draw)
 
@@ -158,7 +158,8 @@ def _moved(params: Any, draw: int) -> Any:
     return jax.tree.map(move, params)
 
 
-def _vector(gradient: Any) -> np.ndarray:
+def vector(gradient: Any) -> np.ndarray:
+    """All values of a pytree, in float64."""
     leaves = [np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(gradient)]
     return np.concatenate(leaves)
 

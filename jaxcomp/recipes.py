@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, get_args
 
 from jaxcomp.codecs import AvgPool, Cast, Codec, DualPrecision, Exact, Packed, Quantize, SignAware
 from jaxcomp.rules import Rule, Rules
@@ -12,7 +12,7 @@ CODECS: dict[str, type[Codec]] = {
 }
 
 PACKED: Rules = (
-    Rule(Packed(bits=1), op="relu", required=False),
+    Rule(Packed(bits=1), op="relu|dropout", required=False),
     Rule(Packed(bits=4), op="max_pool", required=False),
 )
 """Masks and indices, exactly, in as few bits as they need."""
@@ -77,7 +77,43 @@ def division(window: int = 8, bits: int = 2) -> Rules:
     return everywhere(DualPrecision(window, bits))
 
 
-RECIPES: dict[str, Callable[..., Rules]] = {"fused": fused, "division": division}
+Level = Literal["L0", "L1", "L2", "L3"]
+
+
+def actnn(level: Level = "L3") -> Rules:
+    """ActNN's levels (Chen et al., ICML 2021, arXiv:2104.14129, section 5).
+
+    L0 stores everything exactly; L1 convolutions' inputs in 4 bits; L2 all that can be in 4 bits;
+    L3 in 2 bits on average: these rules are its start, from which `jaxcomp.bits.BitPlanner` gives
+    each layer and rank of samples its own. Masks and indices are exact and packed from L2 on.
+
+    Args:
+        level: "L0", "L1", "L2" or "L3".
+
+    Returns:
+        The rules.
+
+    Raises:
+        ValueError: If `level` is none of these.
+
+    Example:
+        >>> actnn("L1")[0].op
+        'conv'
+    """
+    if level not in get_args(Level):
+        raise ValueError(f"level={level!r}: expected one of {get_args(Level)}")
+    if level == "L0":
+        return everywhere(Exact())
+    if level == "L1":
+        return (Rule(Quantize(bits=4), op="conv"),)
+    return everywhere(Quantize(bits=4 if level == "L2" else 2))
+
+
+RECIPES: dict[str, Callable[..., Rules]] = {
+    "fused": fused,
+    "division": division,
+    "actnn": actnn,
+}
 
 
 def from_spec(spec: str) -> Rules:

@@ -17,8 +17,7 @@ class Rule:
 
     Attributes:
         codec: How they store what waits for the backward pass; `Exact()` makes them as in Flax.
-        op: Regular expression for the whole kind: "conv", "dot", "batch_norm", "relu", "max_pool",
-            "norm_act".
+        op: Regular expression for the whole kind, as `nn.Coded` lists them.
         path: Regular expression for the whole path, attributes and indices joined by "/".
         required: Whether it is an error if no module matches.
 

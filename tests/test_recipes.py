@@ -2,6 +2,7 @@ import pytest
 
 import jaxcomp as jc
 from jaxcomp import recipes
+from tests.helpers import without_type_checks
 
 
 def _decide(rules: tuple[jc.Rule, ...], kind: str) -> jc.Codec | None:
@@ -67,3 +68,17 @@ def test_bad_spec_is_an_error_that_names_it(spec: str, message: str) -> None:
         recipes.from_spec(spec)
     assert repr(spec) in str(error.value)
     assert message in str(error.value)
+
+
+def test_levels_of_actnn():
+    bits = {
+        level: {rule.op: rule.codec.bits for rule in recipes.actnn(level) if rule.required}
+        for level in ("L1", "L2", "L3")
+    }
+    assert bits["L1"] == {"conv": 4}
+    assert set(bits["L2"].values()) == {4} and set(bits["L3"].values()) == {2}
+    assert all("batch_norm" in op for level in ("L2", "L3") for op in bits[level])
+    assert recipes.from_spec("actnn:level=L2") == recipes.actnn("L2")
+    assert recipes.actnn("L0") == recipes.everywhere(jc.Exact())
+    with without_type_checks(), pytest.raises(ValueError, match="level='L9': expected one of"):
+        recipes.from_spec("actnn:level=L9")

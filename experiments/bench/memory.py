@@ -85,7 +85,7 @@ def _rows(path: Path) -> list[Row]:
         own, report = ({f.name for f in dataclasses.fields(kind)} for kind in (Row, MemoryReport))
         known = None if figures["error"] else {k: v for k, v in figures.items() if k in report}
         rest = {k: v for k, v in figures.items() if k in own}
-        rows.append(Row(figures["row"], report=known and MemoryReport(**known), **rest))
+        rows.append(Row(figures["row"], report=MemoryReport(**known) if known else None, **rest))
     return rows
 
 

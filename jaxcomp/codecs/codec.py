@@ -8,7 +8,7 @@ import typing
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Array, Shaped
+from jaxtyping import Array, Float, Shaped
 
 FLOATS = ("float32", "bfloat16", "float16")
 
@@ -74,13 +74,20 @@ class Codec(abc.ABC):
 
     Attributes:
         name: The codec's name in specs and in the names of stored arrays.
-        kinds: The kinds of operation of `jaxcomp.nn` that may store by it, for rules: "conv",
-            "dot", "batch_norm", "relu", "max_pool".
+        kinds: The kinds of operation of `jaxcomp.nn` that may store by it, for rules; see
+            `nn.Coded`.
         unbiased: Whether the mean of `decode(encode(x, seed))` over seeds is x.
     """
 
     name: typing.ClassVar[str]
-    kinds: typing.ClassVar[tuple[str, ...]] = ("conv", "dot", "batch_norm")
+    kinds: typing.ClassVar[tuple[str, ...]] = (
+        "conv",
+        "dot",
+        "batch_norm",
+        "layer_norm",
+        "gelu",
+        "silu",
+    )
     unbiased: bool
 
     @classmethod
@@ -88,12 +95,18 @@ class Codec(abc.ABC):
         """`jaxcomp/<codec>`: scope of what makes and reads codes, and name of the stored arrays."""
         return f"jaxcomp/{cls.name}"
 
-    def encode(self, x: Shaped[Array, "..."], seed: Seed = None) -> Encoded:
+    def encode(
+        self,
+        x: Shaped[Array, "..."],
+        seed: Seed = None,
+        importance: Float[Array, " batch"] | None = None,
+    ) -> Encoded:
         """Encodes an array.
 
         Args:
             x: Array of any shape, float32, bfloat16 or float16.
             seed: Integer scalar that redraws the rounding noise; codecs without noise ignore it.
+            importance: Of each sample; only codecs that give samples different bits read it.
 
         Returns:
             The stored arrays with the shape and dtype of `x`.
@@ -147,7 +160,7 @@ class Exact(Codec):
     """
 
     name: typing.ClassVar[str] = "exact"
-    kinds = ("conv", "dot", "batch_norm", "relu", "max_pool", "norm_act")
+    kinds = (*Codec.kinds, "relu", "dropout", "max_pool", "norm_act")
     unbiased = True
 
     def _encode(self, x: Array, seed: Seed) -> tuple[Array, ...]:

@@ -32,7 +32,7 @@ class Packed(Codec):
 
     bits: int = 1
     name: typing.ClassVar[str] = "packed"
-    kinds = ("relu", "max_pool")
+    kinds = ("relu", "dropout", "max_pool")
     unbiased = True
 
     def __post_init__(self) -> None:

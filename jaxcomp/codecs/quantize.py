@@ -77,12 +77,16 @@ class Quantize(Codec):
             return channel_axes(rank)
         return tuple(range(1 if rank > 1 else 0, rank))
 
-    def _encode(self, x: Array, seed: Seed) -> tuple[Array, ...]:
+    def extremes(self, x: Array) -> tuple[Array, Array]:
+        """Least and greatest value of each group, NaN for both where one is not finite."""
         axes = self._axes(x.ndim)
         low = jnp.min(x, axes, keepdims=True, initial=jnp.inf)
         high = jnp.max(x, axes, keepdims=True, initial=-jnp.inf)
         finite = jnp.isfinite(low) & jnp.isfinite(high)
-        low, high = (jnp.where(finite, extreme, jnp.nan) for extreme in (low, high))
+        return jnp.where(finite, low, jnp.nan), jnp.where(finite, high, jnp.nan)
+
+    def encode_between(self, x: Array, low: Array, high: Array, seed: Seed) -> tuple[Array, ...]:
+        """The arrays that are stored for `x`, whose `extremes` these are."""
         # A 16th, so that the largest range does not overflow nor its reciprocal underflow.
         value, least, most = (a.astype(jnp.float32) / 16 for a in (x, low, high))
         span = most - least
@@ -95,6 +99,9 @@ class Quantize(Codec):
         codes = lower + (level - lower + offset >= 1)  # a sum of its own: noise keeps its bits
         codes = jnp.clip(codes, 0, top).astype(jnp.int32)
         return *packing.pack(codes, self.bits), low, high
+
+    def _encode(self, x: Array, seed: Seed) -> tuple[Array, ...]:
+        return self.encode_between(x, *self.extremes(x), seed)
 
     def _decode(self, arrays: tuple[Array, ...], shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         *packed, low, high = arrays

@@ -4,6 +4,7 @@ import math
 import typing
 from collections.abc import Sequence
 
+import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -34,12 +35,115 @@ class ReLU(Coded, nnx.Module):
     def check_codec(self, codec: Codec | None) -> None:
         """Raises an error unless the codec is a mask's: `Packed(bits=1)`, `Exact()` or None."""
         super().check_codec(codec)
-        if isinstance(codec, Packed) and codec.bits != 1:
-            raise ValueError(f"codec={codec}: expected Packed(bits=1), since a mask has one bit")
+        _check_mask(codec)
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """Returns max(x, 0)."""
         return nnx.relu(x) if self.codec is None else ops.relu(x)
+
+
+class GELU(Coded, nnx.Module):
+    """`flax.nnx.gelu` that keeps its derivative as `codec` stores it.
+
+    Args:
+        approximate: Whether to use the tanh form, as `flax.nnx.gelu`.
+        codec: How the derivative is stored; None leaves the function as it is in Flax.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> GELU(codec=Quantize(bits=2))(jnp.array([0.0])).tolist()
+        [0.0]
+    """
+
+    kind = "gelu"
+
+    def __init__(self, approximate: bool = True, codec: Codec | None = None) -> None:
+        self.approximate = approximate
+        self.check_codec(codec)
+        self.codec = codec
+
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Returns x times the normal distribution's value at x."""
+        return ops.gelu(x, self.approximate, codec=self.codec)
+
+
+class SiLU(Coded, nnx.Module):
+    """`flax.nnx.silu` that keeps its derivative as `codec` stores it.
+
+    Args:
+        codec: How the derivative is stored; None leaves the function as it is in Flax.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> SiLU(codec=Quantize(bits=2))(jnp.array([0.0])).tolist()
+        [0.0]
+    """
+
+    kind = "silu"
+
+    def __init__(self, codec: Codec | None = None) -> None:
+        self.check_codec(codec)
+        self.codec = codec
+
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Returns x times its sigmoid."""
+        return ops.silu(x, codec=self.codec)
+
+
+class Dropout(Coded, nnx.Dropout):
+    """`flax.nnx.Dropout` that keeps a packed mask.
+
+    Constructor, random numbers and results are those of `flax.nnx.Dropout`.
+
+    Args:
+        *args: As `flax.nnx.Dropout`.
+        codec: `Packed(bits=1)` for the packed mask; None leaves the layer as it is in Flax.
+        **kwargs: As `flax.nnx.Dropout`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> layer = Dropout(0.5, codec=Packed(bits=1), rngs=nnx.Rngs(0))
+        >>> float(layer(jnp.ones(100)).max())
+        2.0
+    """
+
+    kind = "dropout"
+
+    def __init__(
+        self, *args: typing.Any, codec: Packed | None = None, **kwargs: typing.Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.check_codec(codec)
+        self.codec = codec
+
+    def check_codec(self, codec: Codec | None) -> None:
+        """Raises an error unless the codec is a mask's: `Packed(bits=1)`, `Exact()` or None."""
+        super().check_codec(codec)
+        _check_mask(codec)
+
+    def __call__(
+        self,
+        inputs: Float[Array, "..."],
+        *,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
+    ) -> Float[Array, "..."]:
+        """Drops elements of `inputs`; arguments as in `flax.nnx.Dropout`."""
+        off = self.deterministic if deterministic is None else deterministic
+        if self.codec is None or off is not False or not 0 < self.rate < 1:
+            return super().__call__(inputs, deterministic=deterministic, rngs=rngs)
+        source = self.rngs if rngs is None else rngs
+        if isinstance(source, nnx.Rngs):
+            source = source[self.rng_collection]
+        if source is None:
+            raise ValueError("rngs: expected some in the call or the constructor")
+        key = source() if isinstance(source, nnx.RngStream) else source
+        return ops.dropout(inputs, key, self.rate, self.broadcast_dims)
+
+
+def _check_mask(codec: Codec | None) -> None:
+    if isinstance(codec, Packed) and codec.bits != 1:
+        raise ValueError(f"codec={codec}: expected Packed(bits=1), since a mask has one bit")
 
 
 class MaxPool(Coded, nnx.Module):

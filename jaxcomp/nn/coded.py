@@ -1,26 +1,39 @@
 """What modules whose operation has a coded form share."""
 
+import contextlib
 import dataclasses
+import functools
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+from flax import nnx
 from jaxtyping import Array
 
 from jaxcomp.codecs import Codec, noise
+
+R = typing.TypeVar("R")
+
+
+class Sink(nnx.Variable[Array]):
+    """State of a module that holds what `ops.Sink` is: a row for each sample of the batch."""
 
 
 class Coded:
     """A module whose operation has a coded form; rules find it by this class.
 
     Attributes:
-        kind: Its kind of operation: "conv", "dot", "batch_norm", "relu", "max_pool" or "norm_act".
+        kind: Its kind of operation: "conv", "dot", "batch_norm", "layer_norm", "relu", "gelu",
+            "silu", "dropout", "max_pool" or "norm_act".
         covers: Attributes whose modules store nothing once this one has a codec.
         codec: How it stores what waits for its backward pass; None is as in Flax.
+        sink: Takes each sample's sensitivity as its gradient (`ops.Sink`), if there is a codec;
+            None is nothing. Convolutions, linear layers and batch norms read it.
     """
 
     kind: typing.ClassVar[str]
     covers: typing.ClassVar[tuple[str, ...]] = ()
     codec: Codec | None
+    sink: Sink | None = None
 
     def check_codec(self, codec: Codec | None) -> None:
         """Raises an error if the module cannot store by a codec.
@@ -35,6 +48,20 @@ class Coded:
             raise TypeError(f"codec={codec!r}: expected a codec such as Quantize(bits=4), or None")
         if self.kind not in codec.kinds:
             raise ValueError(f"codec={codec}: stores for {', '.join(codec.kinds)}, not {self.kind}")
+
+    @contextlib.contextmanager
+    def using(self, name: str, op: Callable[..., Array]) -> Iterator[None]:
+        """Puts an operation in place of the module's own while it is called."""
+        own = getattr(self, name)
+        setattr(self, name, op)
+        try:
+            yield
+        finally:
+            setattr(self, name, own)
+
+    def with_sink(self, op: Callable[..., R]) -> Callable[..., R]:
+        """An operation that takes the module's sink, if it has one."""
+        return op if self.sink is None else functools.partial(op, sink=self.sink[...])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,15 +2,17 @@
 
 import dataclasses
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import jax.numpy as jnp
 from flax import nnx
+from flax.linen.linear import canonicalize_padding
 from jaxtyping import Array, Float
 
 from jaxcomp import ops
-from jaxcomp.codecs import Codec
+from jaxcomp.codecs import Codec, noise
 from jaxcomp.nn.coded import Coded, CodedOp
-from jaxcomp.ops import Activation
+from jaxcomp.ops import Activation, value
 
 
 class Conv(Coded, nnx.Conv):
@@ -40,16 +42,14 @@ class Conv(Coded, nnx.Conv):
         self, inputs: Float[Array, "..."] | Activation, out_sharding: typing.Any = None
     ) -> Float[Array, "..."]:
         """Convolves `inputs`; of an `Activation` with a code, that waits for the backward pass."""
-        if not isinstance(inputs, Activation):
-            return super().__call__(inputs, out_sharding)
-        if inputs.code is None:
-            return super().__call__(inputs.value, out_sharding)
-        own = self.conv_general_dilated
-        self.conv_general_dilated = _with_code_of(inputs)
-        try:
-            return super().__call__(inputs.value, out_sharding)
-        finally:
-            self.conv_general_dilated = own
+        if isinstance(inputs, Activation) and inputs.code is not None:
+            op = _with_code_of(inputs)
+        elif self.sink is not None:
+            op = self.with_sink(self.conv_general_dilated)
+        else:
+            return super().__call__(value(inputs), out_sharding)
+        with self.using("conv_general_dilated", op):
+            return super().__call__(value(inputs), out_sharding)
 
     @property
     def codec(self) -> Codec | None:
@@ -69,6 +69,66 @@ def _with_code_of(activation: Activation) -> Callable[..., Array]:
         return ops.conv_general_dilated(carried, kernel, *args, **kwargs)
 
     return conv
+
+
+class ConvTranspose(Coded, nnx.ConvTranspose):
+    """`flax.nnx.ConvTranspose` that keeps its input for the backward pass as `codec` stores it.
+
+    Constructor, parameters, state and results are those of `flax.nnx.ConvTranspose`.
+
+    Args:
+        *args: As `flax.nnx.ConvTranspose`.
+        codec: How the input is stored; None leaves the layer as it is in Flax.
+        **kwargs: As `flax.nnx.ConvTranspose`; with a codec not padding="CIRCULAR".
+
+    Example:
+        >>> from jaxcomp import Quantize
+        >>> conv = ConvTranspose(3, 8, (2, 2), 2, codec=Quantize(bits=2), rngs=nnx.Rngs(0))
+        >>> conv(jnp.ones((1, 4, 4, 3))).shape
+        (1, 8, 8, 8)
+    """
+
+    kind = "conv"
+
+    def __init__(self, *args: typing.Any, codec: Codec | None = None, **kwargs: typing.Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.check_codec(codec)
+        self.codec = codec
+
+    def check_codec(self, codec: Codec | None) -> None:
+        """Raises an error if the layer cannot store by a codec."""
+        super().check_codec(codec)
+        if codec is not None and self.padding == "CIRCULAR":
+            raise ValueError(f"codec={codec}: has no form for padding='CIRCULAR'")
+
+    def __call__(self, inputs: Float[Array, "..."]) -> Float[Array, "..."]:
+        """Convolves `inputs`, as Flax does."""
+        if self.codec is None:
+            return super().__call__(inputs)
+        rank = len(self.kernel_size) + 1
+        kernel = self.kernel[...] if self.mask is None else self.kernel[...] * self.mask
+        bias = None if self.bias is None else self.bias[...]
+        seed = noise.fingerprint(kernel)
+        variables = inputs.reshape(-1, *inputs.shape[-rank:]), kernel, bias
+        x, kernel, bias = self.promote_dtype(variables, dtype=self.dtype)
+        y = self.with_sink(ops.conv_transpose)(
+            x,
+            kernel,
+            _for_each_axis(self.strides, rank - 1),
+            canonicalize_padding(self.padding, rank - 1),
+            _for_each_axis(self.kernel_dilation, rank - 1),
+            transpose_kernel=self.transpose_kernel,
+            precision=self.precision,
+            preferred_element_type=self.preferred_element_type,
+            codec=self.codec,
+            seed=seed,
+        )
+        y = y if bias is None else y + jnp.expand_dims(bias, range(rank))
+        return y.reshape(*inputs.shape[:-rank], *y.shape[1:])
+
+
+def _for_each_axis(value: int | Sequence[int] | None, axes: int) -> tuple[int, ...]:
+    return (value or 1,) * axes if value is None or isinstance(value, int) else tuple(value)
 
 
 class Linear(Coded, nnx.Linear):
@@ -92,6 +152,15 @@ class Linear(Coded, nnx.Linear):
     def __init__(self, *args: typing.Any, codec: Codec | None = None, **kwargs: typing.Any) -> None:
         super().__init__(*args, dot_general=ops.dot_general, **kwargs)
         self.codec = codec
+
+    def __call__(
+        self, inputs: Float[Array, "..."], out_sharding: typing.Any = None
+    ) -> Float[Array, "..."]:
+        """Multiplies `inputs`, as Flax does."""
+        if self.sink is None:
+            return super().__call__(inputs, out_sharding)
+        with self.using("dot_general", self.with_sink(self.dot_general)):
+            return super().__call__(inputs, out_sharding)
 
     @property
     def codec(self) -> Codec | None:

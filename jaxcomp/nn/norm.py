@@ -57,7 +57,7 @@ class BatchNorm(Coded, nnx.BatchNorm):
         seed = noise.fingerprint(*(a for a in (scale, bias) if a is not None))
         variables = x, self.mean[...], self.var[...], scale, bias
         x, _, _, scale, bias = self.promote_dtype(variables, dtype=self.dtype)
-        y, mean, var = ops.batch_norm(
+        y, mean, var = self.with_sink(ops.batch_norm)(
             x,
             scale,
             bias,
@@ -78,3 +78,54 @@ class BatchNorm(Coded, nnx.BatchNorm):
         for average, value in ((self.mean, mean), (self.var, var)):
             updated = self.momentum * average[...] + (1 - self.momentum) * value
             average[...] = jax.lax.stop_gradient(updated)
+
+
+class LayerNorm(Coded, nnx.LayerNorm):
+    """`flax.nnx.LayerNorm` that keeps its input for the backward pass as `codec` stores it.
+
+    Constructor, parameters and results are those of `flax.nnx.LayerNorm`.
+
+    Args:
+        *args: As `flax.nnx.LayerNorm`.
+        codec: How the input is stored; None leaves the layer as it is in Flax.
+        **kwargs: As `flax.nnx.LayerNorm`; with a codec both axes are -1.
+
+    Example:
+        >>> from jaxcomp import Quantize
+        >>> norm = LayerNorm(8, codec=Quantize(bits=2), rngs=nnx.Rngs(0))
+        >>> norm(jax.numpy.ones((4, 8))).shape
+        (4, 8)
+    """
+
+    kind = "layer_norm"
+
+    def __init__(self, *args: typing.Any, codec: Codec | None = None, **kwargs: typing.Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.check_codec(codec)
+        self.codec = codec
+
+    def check_codec(self, codec: Codec | None) -> None:
+        """Raises an error if the layer cannot store by a codec."""
+        super().check_codec(codec)
+        if codec is not None and (self.reduction_axes, self.feature_axes) != (-1, -1):
+            raise ValueError(f"codec={codec}: expected reduction_axes=-1 and feature_axes=-1")
+
+    def __call__(self, x: Float[Array, "..."], *, mask: Array | None = None) -> Float[Array, "..."]:
+        """Normalises `x`; arguments as in `flax.nnx.LayerNorm`."""
+        if self.codec is None:
+            return super().__call__(x, mask=mask)
+        parameters = [None if a is None else a[...] for a in (self.scale, self.bias)]
+        seed = noise.fingerprint(*(a for a in parameters if a is not None))
+        promoted, scale, bias = self.promote_dtype((x, *parameters), dtype=self.dtype)
+        return self.with_sink(ops.layer_norm)(
+            promoted,
+            scale,
+            bias,
+            epsilon=self.epsilon,
+            use_fast_variance=self.use_fast_variance,
+            axis_name=self.axis_name,
+            axis_index_groups=self.axis_index_groups,
+            mask=mask,
+            codec=self.codec,
+            seed=seed,
+        )

@@ -1,11 +1,15 @@
-"""Activations that keep a packed mask."""
+"""Activations and dropout that keep a packed mask, or their derivative in a few bits."""
+
+import functools
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Key, UInt32
 
 from jaxcomp import residuals
-from jaxcomp.codecs import Encoded, Packed
+from jaxcomp.codecs import Codec, Encoded, Packed
+from jaxcomp.codecs.codec import Seed
 
 MASK = Packed(bits=1)
 
@@ -40,3 +44,138 @@ def _backward(mask: Encoded, cotangent: Array) -> tuple[Array]:
 
 
 relu.defvjp(_forward, _backward)
+
+
+def gelu(
+    x: Float[Array, "*shape"],
+    approximate: bool = True,
+    *,
+    codec: Codec | None = None,
+    seed: Seed = None,
+) -> Float[Array, "*shape"]:
+    """`jax.nn.gelu` that keeps its exact derivative as `codec` stores it.
+
+    The result is bit-identical to `jax.nn.gelu`; the gradient is the cotangent times the decoded
+    derivative, so it is unbiased where the codec is. After FewBit (Novikov et al., ICML 2023,
+    arXiv:2202.00441), whose derivative codes are rounded to nearest.
+
+    Args:
+        x: Array; axis 0 is the batch.
+        approximate: Whether to use the tanh form, as `jax.nn.gelu`.
+        codec: How the derivative is stored; None leaves differentiation to JAX.
+        seed: Redraws the rounding noise of the codec.
+
+    Returns:
+        The result in the dtype of `x`.
+
+    Raises:
+        TypeError: If `x` is not a floating-point array.
+        ValueError: If the codec cannot store its shape.
+
+    Example:
+        >>> from jaxcomp import Quantize
+        >>> jax.vmap(jax.grad(lambda x: gelu(x, codec=Quantize(bits=2))))(jnp.array([0.0])).tolist()
+        [0.5]
+    """
+    return _by_derivative(functools.partial(jax.nn.gelu, approximate=approximate), x, codec, seed)
+
+
+def silu(
+    x: Float[Array, "*shape"], *, codec: Codec | None = None, seed: Seed = None
+) -> Float[Array, "*shape"]:
+    """`jax.nn.silu` that keeps its exact derivative as `codec` stores it; else as `gelu`.
+
+    Args:
+        x: Array; axis 0 is the batch.
+        codec: How the derivative is stored; None leaves differentiation to JAX.
+        seed: Redraws the rounding noise of the codec.
+
+    Returns:
+        The result in the dtype of `x`.
+
+    Raises:
+        TypeError: If `x` is not a floating-point array.
+        ValueError: If the codec cannot store its shape.
+
+    Example:
+        >>> silu(jnp.array([0.0])).tolist()
+        [0.0]
+    """
+    return _by_derivative(jax.nn.silu, x, codec, seed)
+
+
+def _by_derivative(
+    stock: Callable[[Array], Array], x: Array, codec: Codec | None, seed: Seed
+) -> Array:
+    """An elementwise function whose derivative waits for the backward pass."""
+    if codec is None:
+        return stock(x)
+    codec.check(x.shape, x.dtype)
+
+    @jax.custom_vjp
+    def op(x: Array, seed: Seed) -> Array:
+        return stock(x)
+
+    def forward(x: Array, seed: Seed) -> tuple[Array, Encoded]:
+        _, derivative = jax.jvp(stock, (x,), (jnp.ones_like(x),))
+        return residuals.keep(stock(x), codec.encode(derivative, seed), codec)
+
+    def backward(code: Encoded, cotangent: Array) -> tuple[Array, None]:
+        derivative = residuals.decode_after(cotangent, code, codec.decode)
+        return cotangent * derivative, None
+
+    op.defvjp(forward, backward)
+    return op(x, seed)
+
+
+def dropout(
+    x: Float[Array, "*shape"],
+    key: Key[Array, ""] | UInt32[Array, "2"],
+    rate: float,
+    broadcast_dims: Sequence[int] = (),
+) -> Float[Array, "*shape"]:
+    """Dropout as `flax.nnx.Dropout` does it, that keeps one bit for each number it draws.
+
+    Result and gradient are bit-identical to those of `flax.nnx.Dropout` in training.
+
+    Args:
+        x: Array of any shape.
+        key: Of the mask.
+        rate: Probability that an element is dropped, at least 0 and below 1.
+        broadcast_dims: Axes along which the mask is the same.
+
+    Returns:
+        Zero where dropped, and elsewhere `x / (1 - rate)`.
+
+    Raises:
+        ValueError: If `rate` is not in this range.
+
+    Example:
+        >>> float(dropout(jnp.ones(1000), jax.random.key(0), 0.5).max())
+        2.0
+    """
+    if not 0 <= rate < 1:
+        raise ValueError(f"rate={rate}: expected at least 0 and below 1")
+    dims = {axis % x.ndim for axis in broadcast_dims}
+    shape = tuple(1 if axis in dims else n for axis, n in enumerate(x.shape))
+
+    def masked(x: Array, kept: Array) -> Array:
+        return jnp.where(kept, x / (1.0 - rate), jnp.zeros_like(x))
+
+    def draw(key: Array) -> Array:
+        return jax.random.bernoulli(key, p=1.0 - rate, shape=shape)
+
+    @jax.custom_vjp
+    def op(x: Array, key: Array) -> Array:
+        return masked(x, draw(key))
+
+    def forward(x: Array, key: Array) -> tuple[Array, Encoded]:
+        kept = draw(key)
+        return residuals.keep(masked(x, kept), MASK.encode(kept), MASK)
+
+    def backward(mask: Encoded, cotangent: Array) -> tuple[Array, None]:
+        mask, cotangent = residuals.tie(mask, cotangent)
+        return masked(cotangent, MASK.decode(mask)), None
+
+    op.defvjp(forward, backward)
+    return op(x, key)

@@ -1,6 +1,7 @@
 """Convolutions whose input waits for the backward pass compressed."""
 
 import functools
+import math
 import typing
 from collections.abc import Sequence
 
@@ -13,6 +14,7 @@ from jaxcomp.codecs import Codec
 from jaxcomp.codecs.codec import Seed
 from jaxcomp.ops.activated import Activation
 from jaxcomp.ops.linear import bilinear
+from jaxcomp.ops.sensitivity import Sink
 
 
 def conv_general_dilated(
@@ -31,6 +33,7 @@ def conv_general_dilated(
     out_sharding: typing.Any = None,
     codec: Codec | None = None,
     seed: Seed = None,
+    sink: Sink | None = None,
 ) -> Float[Array, "..."]:
     """`jax.lax.conv_general_dilated` that keeps its input for the backward pass by `codec`.
 
@@ -54,6 +57,7 @@ def conv_general_dilated(
         out_sharding: See there.
         codec: How `lhs` is stored; None leaves everything to `lax.conv_general_dilated`.
         seed: Redraws the rounding noise of the codec.
+        sink: Takes the samples' sensitivity as its gradient; see `ops.Sink`. Not without a codec.
 
     Returns:
         The convolution.
@@ -92,9 +96,9 @@ def conv_general_dilated(
         lhs = lhs.value
     if codec is None:
         return stock(lhs, rhs)
-    batch, channel, *spatial = lax.conv_dimension_numbers(
-        lhs.shape, rhs.shape, dimension_numbers
-    ).lhs_spec
+    numbers = lax.conv_dimension_numbers(lhs.shape, rhs.shape, dimension_numbers)
+    batch, channel, *spatial = numbers.lhs_spec
+    locations = math.prod(rhs.shape[i] for i in numbers.rhs_spec[2:])
     channels_last = (batch, *spatial, channel)
     if code is not None and (code.shape != lhs.shape or sorted(channels_last) != [*channels_last]):
         raise ValueError(
@@ -106,4 +110,69 @@ def conv_general_dilated(
     def conv(lhs: Array, rhs: Array) -> Array:
         return stock(lhs.transpose(restore), rhs)
 
-    return bilinear(conv, codec, jnp.transpose(lhs, channels_last), rhs, seed, code)
+    x = jnp.transpose(lhs, channels_last)
+    uses = locations / feature_group_count
+    return bilinear(conv, codec, x, rhs, seed, code=code, sink=sink, uses=uses)
+
+
+def conv_transpose(
+    lhs: Float[Array, "..."],
+    rhs: Float[Array, "..."],
+    strides: Sequence[int],
+    padding: str | Sequence[tuple[int, int]],
+    rhs_dilation: Sequence[int] | None = None,
+    dimension_numbers: None = None,
+    transpose_kernel: bool = False,
+    precision: lax.PrecisionLike = None,
+    preferred_element_type: DTypeLike | None = None,
+    *,
+    codec: Codec | None = None,
+    seed: Seed = None,
+    sink: Sink | None = None,
+) -> Float[Array, "..."]:
+    """`jax.lax.conv_transpose` that keeps its input for the backward pass by `codec`.
+
+    The result is bit-identical to `lax.conv_transpose`; the gradient of `lhs` is exact, that of
+    `rhs` is the exact one at the decoded `lhs`.
+
+    Args:
+        lhs: Input, the channels last.
+        rhs: Kernel; kept exactly, as the caller holds it anyway.
+        strides: As `lax.conv_transpose`, and so are the arguments that follow.
+        padding: See there.
+        rhs_dilation: See there.
+        dimension_numbers: None, for the channels last.
+        transpose_kernel: See there.
+        precision: See there.
+        preferred_element_type: See there.
+        codec: How `lhs` is stored; None leaves everything to `lax.conv_transpose`.
+        seed: Redraws the rounding noise of the codec.
+        sink: Takes the samples' sensitivity as its gradient; see `ops.Sink`. Not without a codec.
+
+    Returns:
+        The transposed convolution.
+
+    Raises:
+        TypeError: If `lhs` is not a floating-point array.
+        ValueError: If the codec cannot store the shape of `lhs`.
+
+    Example:
+        >>> from jaxcomp import Quantize
+        >>> x, w = jnp.ones((2, 4, 3)), jnp.ones((2, 3, 5))
+        >>> conv_transpose(x, w, (2,), "SAME", codec=Quantize(bits=2)).shape
+        (2, 8, 5)
+    """
+    stock = functools.partial(
+        lax.conv_transpose,
+        strides=strides,
+        padding=padding,
+        rhs_dilation=rhs_dilation,
+        dimension_numbers=dimension_numbers,
+        transpose_kernel=transpose_kernel,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+    )
+    if codec is None:
+        return stock(lhs, rhs)
+    uses = math.prod(rhs.shape[:-2]) / math.prod(strides)
+    return bilinear(stock, codec, lhs, rhs, seed, sink=sink, uses=uses)

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 from jaxcomp import residuals
 from jaxcomp.codecs import Codec, Encoded
 from jaxcomp.codecs.codec import Seed
+from jaxcomp.ops.sensitivity import Sink, check_sink, importance, sensitivity
 
 DotDimensionNumbers = tuple[
     tuple[Sequence[int], Sequence[int]],
@@ -29,6 +30,7 @@ def dot_general(
     out_sharding: typing.Any = None,
     codec: Codec | None = None,
     seed: Seed = None,
+    sink: Sink | None = None,
 ) -> Float[Array, "..."]:
     """`jax.lax.dot_general` that keeps `lhs` for the backward pass as `codec` stores it.
 
@@ -44,6 +46,7 @@ def dot_general(
         out_sharding: As `lax.dot_general`.
         codec: How `lhs` is stored; None leaves everything to `lax.dot_general`.
         seed: Redraws the rounding noise of the codec.
+        sink: Takes the samples' sensitivity as its gradient; see `ops.Sink`. Not without a codec.
 
     Returns:
         The product.
@@ -69,7 +72,7 @@ def dot_general(
     )
     if codec is None:
         return stock(lhs, rhs)
-    return bilinear(stock, codec, lhs, rhs, seed)
+    return bilinear(stock, codec, lhs, rhs, seed, sink=sink)
 
 
 def bilinear(
@@ -78,31 +81,57 @@ def bilinear(
     lhs: Array,
     rhs: Array,
     seed: Seed,
+    *,
     code: Encoded | None = None,
+    sink: Sink | None = None,
+    uses: float = 1.0,
 ) -> Array:
     """Calls `stock(lhs, rhs)`, linear in each argument, and keeps `lhs` as `codec` stores it.
 
-    With `code`, what a producer pinned, nothing is encoded: the same code waits here, too.
+    With `code`, what a producer pinned, nothing is encoded: the same code waits here, too. `uses`
+    is for the statistic that `sink` takes.
     """
     codec.check(lhs.shape, lhs.dtype)
+    check_sink(sink, lhs.shape)
 
     @jax.custom_vjp
-    def op(lhs: Array, rhs: Array, code: Encoded | None, seed: Seed) -> Array:
+    def op(lhs: Array, rhs: Array, code: Encoded | None, sink: Sink | None, seed: Seed) -> Array:
         return stock(lhs, rhs)
 
-    def forward(lhs: Array, rhs: Array, code: Encoded | None, seed: Seed) -> typing.Any:
+    def forward(*given: typing.Any) -> typing.Any:
+        values = jax.tree.map(lambda leaf: leaf.value, given, is_leaf=_is_argument)
+        lhs, rhs, code, sink, seed = values
+        if not (
+            _is_perturbed(given[1]) or _is_perturbed(given[3])
+        ):  # as of a frozen kernel: nothing in the backward pass reads `lhs`
+            return stock(lhs, rhs), (None, rhs)
         if code is None:
-            lhs, code = residuals.keep(lhs, codec.encode(lhs, seed), codec)
+            coded = codec.encode(lhs, seed, importance(sink))
+            lhs, code = residuals.keep(lhs, coded, codec)
         return stock(lhs, rhs), (code, rhs)
 
-    def backward(residual: typing.Any, cotangent: Array) -> tuple[Array, Array, None, None]:
+    def backward(residual: typing.Any, cotangent: Array) -> typing.Any:
         code, rhs = residual
-        code, cotangent = residuals.tie(code, cotangent)
-        lhs = codec.decode(code)
-        (drhs,) = jax.vjp(lambda rhs: stock(lhs, rhs), rhs)[1](cotangent)
-        drhs, cotangent = residuals.tie(drhs, cotangent)
-        (dlhs,) = jax.vjp(lambda lhs: stock(lhs, rhs), lhs)[1](cotangent)
-        return dlhs, drhs, None, None
+        drhs = dsink = None
+        if code is not None:
+            code, cotangent = residuals.tie(code, cotangent)
+            decoded = codec.decode(code)
+            dsink = None if sink is None else sensitivity(decoded, cotangent, uses)
+            (drhs,) = jax.vjp(lambda rhs: stock(decoded, rhs), rhs)[1](cotangent)
+            drhs, cotangent = residuals.tie(drhs, cotangent)
+        (dlhs,) = jax.linear_transpose(lambda lhs: stock(lhs, rhs), like_lhs)(cotangent)
+        return dlhs, drhs, None, dsink, None
 
-    op.defvjp(forward, backward)
-    return op(lhs, rhs, code, seed)
+    like_lhs = jax.ShapeDtypeStruct(lhs.shape, lhs.dtype)
+    op.defvjp(forward, backward, symbolic_zeros=True)
+    return op(lhs, rhs, code, sink, seed)
+
+
+def _is_argument(leaf: typing.Any) -> bool:
+    return hasattr(leaf, "perturbed")
+
+
+def _is_perturbed(argument: typing.Any) -> bool:
+    """Whether a gradient is asked for with respect to an argument of a custom forward rule."""
+    leaves = jax.tree.leaves(argument, is_leaf=_is_argument)
+    return any(leaf.perturbed for leaf in leaves)

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 from jaxcomp import residuals
 from jaxcomp.codecs import Codec
 from jaxcomp.codecs.codec import Seed
+from jaxcomp.ops.sensitivity import Sink, check_sink, importance, sensitivity
 
 Stats = tuple[Array, Array]
 
@@ -28,6 +29,7 @@ def batch_norm(
     mask: Array | None = None,
     codec: Codec | None = None,
     seed: Seed = None,
+    sink: Sink | None = None,
 ) -> tuple[Float[Array, "..."], Float[Array, " features"], Float[Array, " features"]]:
     """Batch normalisation by the batch's own statistics, its input kept as `codec` stores it.
 
@@ -52,6 +54,7 @@ def batch_norm(
         mask: True where a value counts for the statistics; broadcastable to `x`.
         codec: How `x` is stored; None leaves differentiation to JAX.
         seed: Redraws the rounding noise of the codec.
+        sink: Takes the samples' sensitivity as its gradient; see `ops.Sink`. Not without a codec.
 
     Returns:
         The normalised array in the dtype of `x`, `scale` and `bias` together, and the mean and the
@@ -72,22 +75,103 @@ def batch_norm(
         raise ValueError(f"axis={axis}: x of shape {x.shape} has no such axis")
     feature = axis % x.ndim
     axes = tuple(i for i in range(x.ndim) if i != feature)
-    norm = Norm(axes, epsilon, use_fast_variance, axis_name, axis_index_groups)
+    norm = Norm(axes, axes, epsilon, use_fast_variance, axis_name, axis_index_groups)
+    return _coded(norm, feature, x, scale, bias, mask, codec, seed, sink)
+
+
+def layer_norm(
+    x: Float[Array, "*batch features"],
+    scale: Float[Array, " features"] | None,
+    bias: Float[Array, " features"] | None,
+    *,
+    epsilon: float = 1e-6,
+    use_fast_variance: bool = True,
+    axis_name: str | None = None,
+    axis_index_groups: typing.Any = None,
+    mask: Array | None = None,
+    codec: Codec | None = None,
+    seed: Seed = None,
+    sink: Sink | None = None,
+) -> Float[Array, "*batch features"]:
+    """Layer normalisation over the last axis, its input kept as `codec` stores it.
+
+    The result is bit-identical to that of `flax.nnx.LayerNorm`. Mean and variance of each token are
+    kept exactly, in float32; the backward pass is the exact one with these statistics at the
+    decoded `x`, biased as `batch_norm`'s is: by the code's variance (in units of the token's)
+    divided by the number of features.
+
+    Args:
+        x: Activations; axis 0 is the batch.
+        scale: Multiplies the normalised values, or None.
+        bias: Is added to them, or None.
+        epsilon: Added to the variance.
+        use_fast_variance: Whether the variance is E[x^2] - E[x]^2, in one pass.
+        axis_name: Mesh or `vmap` axis over which statistics are averaged too, as `batch_norm`.
+        axis_index_groups: Groups of indices within that axis.
+        mask: True where a value counts for the statistics; broadcastable to `x`.
+        codec: How `x` is stored; None leaves differentiation to JAX.
+        seed: Redraws the rounding noise of the codec.
+        sink: Takes the samples' sensitivity as its gradient; see `ops.Sink`. Not without a codec.
+
+    Returns:
+        The normalised array in the dtype of `x`, `scale` and `bias` together.
+
+    Raises:
+        TypeError: If `x` is not a floating-point array.
+        ValueError: If the codec cannot store the shape of `x`.
+
+    Example:
+        >>> from jaxcomp import Quantize
+        >>> x = jnp.array([[0.0, 2.0]])
+        >>> layer_norm(x, None, None, codec=Quantize(bits=4)).round(2).tolist()
+        [[-1.0, 1.0]]
+    """
+    last = x.ndim - 1
+    others = tuple(range(last))
+    norm = Norm((last,), others, epsilon, use_fast_variance, axis_name, axis_index_groups)
+    return _coded(norm, last, x, scale, bias, mask, codec, seed, sink)[0]
+
+
+def _coded(
+    norm: "Norm",
+    feature: int,
+    x: Array,
+    scale: Array | None,
+    bias: Array | None,
+    mask: Array | None,
+    codec: Codec | None,
+    seed: Seed,
+    sink: Sink | None,
+) -> tuple[Array, Array, Array]:
+    """Normalised array, mean and variance; `x` waits with its `feature` axis moved to the end."""
+    axes = norm.axes
 
     def stock(
-        x: Array, scale: Array | None, bias: Array | None, mask: Array | None, seed: Seed
+        x: Array,
+        scale: Array | None,
+        bias: Array | None,
+        mask: Array | None,
+        sink: Sink | None,
+        seed: Seed,
     ) -> tuple[Array, Array, Array]:
         mean, var = norm.statistics(x, mask)
         return norm.normalize(x, mean, norm.clip(var), scale, bias), mean, norm.clip(var)
 
     if codec is None:
-        return stock(x, scale, bias, mask, seed)
-    codec.check((*(x.shape[i] for i in axes), x.shape[feature]), x.dtype)
+        return stock(x, scale, bias, mask, sink, seed)
+    codec.check((*x.shape[:feature], *x.shape[feature + 1 :], x.shape[feature]), x.dtype)
+    check_sink(sink, x.shape)
 
     def forward(
-        x: Array, scale: Array | None, bias: Array | None, mask: Array | None, seed: Seed
+        x: Array,
+        scale: Array | None,
+        bias: Array | None,
+        mask: Array | None,
+        sink: Sink | None,
+        seed: Seed,
     ) -> tuple[tuple[Array, Array, Array], typing.Any]:
-        x, code = residuals.keep(x, codec.encode(jnp.moveaxis(x, feature, -1), seed), codec)
+        coded = codec.encode(jnp.moveaxis(x, feature, -1), seed, importance(sink))
+        x, code = residuals.keep(x, coded, codec)
         mean, var = norm.statistics(x, mask)
         y = norm.normalize(x, mean, norm.clip(var), scale, bias)
         kept = residuals.name((mean, var), codec)
@@ -100,6 +184,7 @@ def batch_norm(
         dy, dmean, dvar = cotangents
         x = residuals.decode_after(jnp.moveaxis(dy, feature, -1), code, codec.decode)
         x = jnp.moveaxis(x, -1, feature)
+        dsink = None if sink is None else norm_sensitivity(x, dy, var)
         clipped, transpose_clip = jax.vjp(norm.clip, var)
         _, transpose = jax.vjp(norm.normalize, x, mean, clipped, scale, bias)
         dx, dmean_y, dvar_y, dscale, dbias = transpose(dy)
@@ -112,19 +197,25 @@ def batch_norm(
 
         _, transpose = jax.vjp(centred, x)
         (dx_statistics,) = transpose((dmean + dmean_y, *transpose_clip(dvar + dvar_y)))
-        return dx + dx_statistics, dscale, dbias, None, None
+        return dx + dx_statistics, dscale, dbias, None, dsink, None
+
+    def norm_sensitivity(x: Array, dy: Array, var: Array) -> Sink:
+        factor = lax.rsqrt(jnp.expand_dims(norm.clip(var), axes) + norm.epsilon)
+        h, dy = (jnp.moveaxis(a, feature, -1) for a in (x * factor, dy))
+        return sensitivity(h, dy, 1 / h.shape[-1])
 
     op = jax.custom_vjp(stock)
     op.defvjp(forward, backward)
-    return op(x, scale, bias, mask, seed)
+    return op(x, scale, bias, mask, sink, seed)
 
 
 @dataclasses.dataclass(frozen=True)
 class Norm:
-    """Batch normalisation as Flax computes it.
+    """Normalisation as Flax computes it.
 
     Attributes:
         axes: The axes that statistics are taken over.
+        scaled: The axes along which scale and bias are the same.
         epsilon: Added to the variance.
         use_fast_variance: Whether the variance is E[x^2] - E[x]^2, in one pass.
         axis_name: Mesh or `vmap` axis over which statistics are averaged too.
@@ -132,6 +223,7 @@ class Norm:
     """
 
     axes: tuple[int, ...]
+    scaled: tuple[int, ...]
     epsilon: float
     use_fast_variance: bool
     axis_name: str | None = None
@@ -161,10 +253,10 @@ class Norm:
         x = x - jnp.expand_dims(mean, self.axes)
         factor = lax.rsqrt(jnp.expand_dims(var, self.axes) + self.epsilon)
         if scale is not None:
-            factor *= jnp.expand_dims(scale, self.axes)
+            factor *= jnp.expand_dims(scale, self.scaled)
         x *= factor
         if bias is not None:
-            x += jnp.expand_dims(bias, self.axes)
+            x += jnp.expand_dims(bias, self.scaled)
         return x.astype(dtype)
 
     def average(self, means: tuple[Array, ...]) -> tuple[Array, ...]:

@@ -110,7 +110,7 @@ def norm_act(
         raise ValueError(f"residual of shape {value(residual).shape}: expected {x.shape}, as x")
     shape, dtype, bits = x.shape, x.dtype, codec.bits
     axes = tuple(range(x.ndim - 1))
-    norm = Norm(axes, epsilon, use_fast_variance, axis_name, axis_index_groups)
+    norm = Norm(axes, axes, epsilon, use_fast_variance, axis_name, axis_index_groups)
     codec = SignAware(bits, signed=relu and residual is None)
 
     def wide(channels: Array) -> Array:

@@ -126,12 +126,10 @@ class _Window:
         empty = jnp.zeros((len(cotangent), *counts, cotangent.shape[-1]), cotangent.dtype)
         phases = dict.fromkeys(itertools.product(*map(range, strides)), empty)
         for i, start in reversed(list(enumerate(self.starts))):  # in the windows' own order
-            shifts = [start[j] // self.strides[j] for j in spatial]
-            after = [
-                count - self.out[j] - shift
-                for j, count, shift in zip(spatial, counts, shifts, strict=True)
-            ]
-            config = [(0, 0, 0), *((b, a, 0) for b, a in zip(shifts, after)), (0, 0, 0)]
+            config = [(0, 0, 0)] * cotangent.ndim
+            for j, count in zip(spatial, counts, strict=True):
+                shift = start[j] // self.strides[j]
+                config[j] = shift, count - self.out[j] - shift, 0
             part = lax.pad(jnp.where(index == i, cotangent, zero), zero, config)
             phases[tuple(start[j] % self.strides[j] for j in spatial)] += part
         for axis in reversed(spatial):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxcomp import AvgPool, Cast, Encoded, Exact, Packed, Quantize
+from jaxcomp import AvgPool, Cast, Encoded, Exact, Packed, PerSample, Quantize
 from jaxcomp.codecs.codec import array_nbytes
 from tests.helpers import (
     DTYPES,
@@ -25,6 +25,7 @@ CODECS = [
     AvgPool(2),
     *(Quantize(bits) for bits in (1, 2, 3, 4, 8)),
     Quantize(2, "row", "nearest"),
+    PerSample((4, 1)),
 ]
 each_codec = pytest.mark.parametrize("codec", CODECS, ids=str)
 # One for each way of storing: 3 bits are native ones of 2 and single bits in bytes.

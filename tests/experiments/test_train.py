@@ -87,6 +87,19 @@ def test_resumed_run_equals_unbroken_one(tiny, tmp_path, monkeypatch, way, stop)
     assert resumed.history.test_accuracy == unbroken.history.test_accuracy
 
 
+def test_resumed_run_goes_on_with_its_plan(tiny, tmp_path, monkeypatch):
+    """Bits are planned at step 2; the run stops at 3 and would plan again at 4."""
+    config = dataclasses.replace(CONFIG, way="actnn", plan_steps=2)
+    unbroken = train(config, tmp_path / "unbroken")
+    assert "2" in unbroken.history.plans or "0" in unbroken.history.plans
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "load", lambda name, data_dir: interrupted_at(3))
+        train(config, tmp_path / "broken")
+    resumed = train(config, tmp_path / "broken", resume=True)
+    assert_identical(resumed.state, unbroken.state)
+    assert resumed.history.plans == unbroken.history.plans
+
+
 def test_checkpoints_every_so_many_steps(tiny, tmp_path, monkeypatch):
     saved = []
     save = Checkpoints.save

@@ -101,3 +101,38 @@ def test_what_is_no_codec(codec):
     for layer in (jc.nn.ReLU, functools.partial(jc.nn.Linear, 2, 2, rngs=nnx.Rngs(0))):
         with without_type_checks(), pytest.raises(TypeError, match="expected a codec such as"):
             layer(codec=codec)
+
+
+@pytest.mark.parametrize(
+    ("stock", "ours"),
+    [
+        (nnx.gelu, jc.nn.GELU(codec=jc.Quantize(bits=2))),
+        (lambda x: nnx.gelu(x, approximate=False), jc.nn.GELU(False, codec=jc.Quantize(bits=2))),
+        (nnx.silu, jc.nn.SiLU(codec=jc.Quantize(bits=2))),
+    ],
+)
+def test_smooth_activations_are_flax_own(stock, ours, assert_same):
+    x = jnp.linspace(-4.0, 4.0, 60).reshape(3, 20)
+    assert_same(jax.jit(ours)(x), jax.jit(stock)(x))
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("source", ["constructor", "rngs", "stream", "key"])
+def test_dropout_is_flax_own(rate, source, assert_same):
+    x = jnp.ones((4, 30))
+
+    def run(kind, **codec):
+        rngs = nnx.Rngs(dropout=3)
+        layer = kind(rate, rngs=rngs if source == "constructor" else None, **codec)
+        given = {"rngs": rngs, "stream": rngs["dropout"], "key": jax.random.key(3)}
+        kwargs = {} if source == "constructor" else {"rngs": given[source]}
+        return [layer(x, deterministic=False, **kwargs) for _ in range(2)], layer(
+            x, deterministic=True, **kwargs
+        )
+
+    assert_same(run(jc.nn.Dropout, codec=jc.Packed(bits=1)), run(nnx.Dropout))
+
+
+def test_dropout_without_numbers_is_an_error():
+    with pytest.raises(ValueError, match="rngs: expected some"):
+        jc.nn.Dropout(0.5, codec=jc.Packed(bits=1))(jnp.ones(3), deterministic=False)

@@ -40,6 +40,17 @@ CONVS = {
         (2, 8, 8, 4),
     ),
 }
+TRANSPOSED = {
+    "plain": ((3, 3), {}, (2, 8, 8, 4)),
+    "no bias, strides": ((3, 2), {"use_bias": False, "strides": (2, 1)}, (2, 8, 8, 4)),
+    "1d": (3, {"strides": 2, "padding": "VALID"}, (2, 9, 4)),
+    "kernel dilation": ((3, 3), {"kernel_dilation": 2}, (2, 5, 5, 4)),
+    "padding": ((3, 3), {"padding": [(1, 2), (0, 1)]}, (2, 5, 5, 4)),
+    "mask": ((3, 3), {"mask": MASK}, (2, 8, 8, 4)),
+    "batch dimensions": ((3, 3), {}, (2, 3, 6, 6, 4)),
+    "no batch dimension": ((3, 3), {}, (6, 6, 4)),
+    "bfloat16": ((3, 3), {"dtype": jnp.bfloat16}, (2, 8, 8, 4)),
+}
 LINEARS = {
     "plain": ({}, (5, 4)),
     "no bias": ({"use_bias": False}, (5, 4)),
@@ -81,6 +92,10 @@ def _conv(name: str, codec: jc.Codec) -> Layers:
     return _pair(nnx.Conv, jc.nn.Conv, *CONVS[name], codec=codec)
 
 
+def _transposed(name: str, codec: jc.Codec) -> Layers:
+    return _pair(nnx.ConvTranspose, jc.nn.ConvTranspose, *TRANSPOSED[name], codec=codec)
+
+
 def _linear(name: str, codec: jc.Codec) -> Layers:
     return _pair(nnx.Linear, jc.nn.Linear, *LINEARS[name], codec=codec)
 
@@ -88,8 +103,11 @@ def _linear(name: str, codec: jc.Codec) -> Layers:
 every_layer = pytest.mark.parametrize(
     "make",
     [functools.partial(_conv, name) for name in CONVS]
+    + [functools.partial(_transposed, name) for name in TRANSPOSED]
     + [functools.partial(_linear, name) for name in LINEARS],
-    ids=[f"conv, {name}" for name in CONVS] + [f"linear, {name}" for name in LINEARS],
+    ids=[f"conv, {name}" for name in CONVS]
+    + [f"transposed, {name}" for name in TRANSPOSED]
+    + [f"linear, {name}" for name in LINEARS],
 )
 
 
@@ -350,3 +368,31 @@ def test_noise_is_drawn_anew_when_parameters_change(kind: str) -> None:
     np.testing.assert_array_equal(first, again)
     weight[...] = weight[...] + 1e-6
     assert np.abs(gradient() - first).max() > 1e-3 * np.abs(first).max()
+
+
+def test_circular_transposed_convolutions_have_no_coded_form() -> None:
+    layer = jc.nn.ConvTranspose(4, 6, (3, 3), padding="CIRCULAR", rngs=nnx.Rngs(0))
+    assert layer(jnp.ones((2, 5, 5, 4))).shape == (2, 5, 5, 6)
+    with pytest.raises(ValueError, match="has no form for padding='CIRCULAR'"):
+        layer.check_codec(CODEC)
+
+
+@pytest.mark.parametrize("kind", ["conv", "linear", "transposed"])
+def test_a_sink_takes_its_statistic_and_changes_nothing_else(kind: str) -> None:
+    make = {"conv": _conv, "linear": _linear, "transposed": _transposed}[kind]
+    _, layer, x = make("plain", CODEC)
+
+    def run(layer: nnx.Module) -> typing.Any:
+        graphdef, sinks, rest = nnx.split(layer, jc.nn.Sink, ...)
+
+        def loss(sinks: nnx.State, x: jax.Array) -> jax.Array:
+            return (nnx.merge(graphdef, sinks, rest, copy=True)(x) ** 2).sum()
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1)))(sinks, x)
+
+    value, (_, dx) = run(layer)
+    layer.sink = jc.nn.Sink(jnp.ones((len(x), 6)))
+    value_with, (statistic, dx_with) = run(layer)
+    assert value == value_with
+    np.testing.assert_allclose(dx_with, dx, rtol=1e-5, atol=1e-5)
+    assert np.all(np.asarray(statistic["sink"][...])[:, :2] > 0)

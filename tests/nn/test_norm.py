@@ -163,3 +163,30 @@ def test_running_statistics_survive_remat_and_grad() -> None:
         *results,
     )
     assert not np.array_equal(results[0][1]["mean"][...], jnp.zeros(5))
+
+
+LAYER_NORMS: dict[str, dict[str, typing.Any]] = {
+    "plain": {},
+    "epsilon, slow variance": {"epsilon": 1e-2, "use_fast_variance": False},
+    "no scale": {"use_scale": False},
+    "neither": {"use_bias": False, "use_scale": False},
+    "bfloat16": {"dtype": jnp.bfloat16},
+    "bfloat16 parameters": {"param_dtype": jnp.bfloat16},
+}
+
+
+@pytest.mark.parametrize("name", LAYER_NORMS)
+def test_layer_norm_is_flax_own(name: str, assert_same: typing.Any, apply: typing.Any) -> None:
+    options = LAYER_NORMS[name]
+    stock = nnx.LayerNorm(5, **options, rngs=nnx.Rngs(0))
+    ours = jc.nn.LayerNorm(5, **options, codec=CODEC, rngs=nnx.Rngs(0))
+    assert_same(nnx.state(ours), nnx.state(stock))
+    (x,) = _inputs(options.get("dtype", jnp.float32), 1)
+    assert_same(apply(ours, x), apply(stock, x))
+    assert_same(apply(ours, x, mask=jnp.asarray(MASK)), apply(stock, x, mask=jnp.asarray(MASK)))
+
+
+def test_layer_norm_over_other_axes_has_no_coded_form() -> None:
+    layer = jc.nn.LayerNorm(5, reduction_axes=(-2, -1), rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="expected reduction_axes=-1 and feature_axes=-1"):
+        layer.check_codec(CODEC)

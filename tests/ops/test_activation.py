@@ -1,10 +1,23 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from jaxcomp import ops
-from tests.helpers import DTYPES, assert_same_bits, collectives, normal, shard, stored_shapes
+from jaxcomp import Exact, Quantize, ops
+from tests.helpers import (
+    DTYPES,
+    assert_close,
+    assert_same_bits,
+    assert_unbiased,
+    collectives,
+    normal,
+    shard,
+    stored_shapes,
+    without_type_checks,
+)
 
 
 def pull(fn):
@@ -49,3 +62,70 @@ def test_second_derivative_is_that_of_stock():
         return jax.jit(lambda x: jax.jvp(gradient, (x,), (x,)))(normal((3, 5)))
 
     assert_same_bits(second(ops.relu), second(jax.nn.relu))
+
+
+SMOOTH = {
+    "gelu": (ops.gelu, jax.nn.gelu),
+    "exact gelu": (
+        functools.partial(ops.gelu, approximate=False),
+        functools.partial(jax.nn.gelu, approximate=False),
+    ),
+    "silu": (ops.silu, jax.nn.silu),
+}
+
+
+@pytest.mark.parametrize("case", SMOOTH)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_smooth_activations_keep_their_derivative(case, dtype):
+    op, stock = SMOOTH[case]
+    x, dy = 3 * normal((4, 5, 6), dtype), normal((4, 5, 6), dtype, 1)
+    codec = Quantize(bits=4)
+    coded = functools.partial(op, codec=codec, seed=3)
+    assert_same_bits(jax.jit(coded)(x), jax.jit(stock)(x))
+    _, derivative = jax.jvp(stock, (x,), (jnp.ones_like(x),))
+    decoded = codec.decode(codec.encode(derivative, 3))
+    rtol = 4 * float(jnp.finfo(dtype).eps)
+    # A derivative that is rounded otherwise may have its code rounded otherwise.
+    _, pull_coded = jax.vjp(coded, x)
+    assert_close(pull_coded(dy)[0], dy * decoded, rtol)
+    exact = functools.partial(op, codec=Exact())
+    assert_close(pull(exact)(x, dy), pull(stock)(x, dy), rtol)
+    (stored,) = {name for shape, name in stored_shapes(coded, x) if shape == x.shape}
+    assert stored == "uint4"
+
+
+def test_gradient_of_a_smooth_activation_is_unbiased():
+    x = jnp.linspace(-3.0, 3.0, 42).reshape(2, 21)
+
+    def gradient(seed):
+        return jax.grad(lambda x: ops.gelu(x, codec=Quantize(bits=1), seed=seed).sum())(x)
+
+    draws = jax.jit(jax.vmap(gradient))(jnp.arange(2000))
+    exact = jax.vmap(jax.vmap(jax.grad(jax.nn.gelu)))(x)
+    noisy = np.ptp(np.asarray(draws), axis=0) > 0  # not the extremes, which are stored
+    assert noisy.sum() > 30
+    assert_unbiased(np.asarray(draws)[:, noisy], exact[noisy])
+
+
+@pytest.mark.parametrize("broadcast", [(), (1, 2)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dropout_has_the_bits_of_flax(broadcast, dtype):
+    x, dy = normal((4, 5, 6, 3), dtype), normal((4, 5, 6, 3), dtype, 1)
+    key = jax.random.key(7)
+    layer = nnx.Dropout(0.3, broadcast_dims=broadcast, deterministic=False)
+
+    def ours(x):
+        return ops.dropout(x, key, 0.3, broadcast)
+
+    def stock(x):
+        return layer(x, rngs=key)
+
+    assert_same_bits(pull(ours)(x, dy), pull(stock)(x, dy))
+    (shape, name) = stored_shapes(ours, x)[0]
+    assert name == "uint8" and np.prod(shape) <= x.size // 3
+
+
+@pytest.mark.parametrize("rate", [-0.1, 1.0])
+def test_dropout_of_all_is_an_error(rate):
+    with without_type_checks(), pytest.raises(ValueError, match=f"rate={rate}: expected"):
+        ops.dropout(jnp.ones(3), jax.random.key(0), rate)

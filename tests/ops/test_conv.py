@@ -165,3 +165,51 @@ def test_window_larger_than_the_map_is_an_error_at_the_call():
 def test_integers_are_an_error():
     with without_type_checks(), pytest.raises(TypeError, match="got x of dtype int32"):
         conv(X.astype(jnp.int32), W.astype(jnp.int32), Quantize(2))
+
+
+TRANSPOSED = {
+    "1d": ((2, 7, 3), (3, 3, 5), dict(strides=(2,), padding="SAME")),
+    "2d": ((2, 6, 5, 3), (3, 3, 3, 5), dict(strides=(2, 1), padding="VALID")),
+    "3d": ((2, 4, 3, 4, 2), (2, 2, 2, 2, 3), dict(strides=(2, 2, 2), padding="SAME")),
+    "dilated": (
+        (2, 6, 5, 3),
+        (3, 3, 3, 5),
+        dict(strides=(1, 1), padding="SAME", rhs_dilation=(2, 1)),
+    ),
+    "transposed kernel": (
+        (2, 6, 5, 3),
+        (3, 3, 5, 3),
+        dict(strides=(2, 2), padding=((1, 2), (0, 1)), transpose_kernel=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("case", TRANSPOSED)
+def test_conv_transpose(case, dtype):
+    shape, kernel, options = TRANSPOSED[case]
+    lhs, rhs = normal(shape, dtype), normal(kernel, dtype, 1)
+    codec = Quantize(bits=2)
+    check_bilinear(
+        functools.partial(ops.conv_transpose, codec=codec, seed=1, **options),
+        functools.partial(jax.lax.conv_transpose, **options),
+        lhs,
+        rhs,
+        codec.decode(codec.encode(lhs, 1)),
+    )
+
+
+def test_a_frozen_kernel_keeps_nothing_of_the_input():
+    x, w = normal((4, 6, 6, 3)), normal((3, 3, 3, 5))
+
+    def conv(x, w):
+        layout = ("NHWC", "HWIO", "NHWC")
+        return ops.conv_general_dilated(
+            x, w, (1, 1), "SAME", dimension_numbers=layout, codec=Quantize(bits=2)
+        )
+
+    assert stored_shapes(lambda x: conv(x, w), x) == [(w.shape, "float32")]
+    assert any(shape[0] == 4 for shape, _ in stored_shapes(lambda w: conv(x, w), w))
+    cotangent = normal((4, 6, 6, 5), seed=2)
+    (frozen,) = jax.vjp(lambda x: conv(x, w), x)[1](cotangent)
+    assert_same_bits(frozen, jax.vjp(conv, x, w)[1](cotangent)[0])

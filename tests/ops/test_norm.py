@@ -297,3 +297,57 @@ def test_window_larger_than_the_map_is_an_error():
 def test_integers_are_an_error():
     with without_type_checks(), pytest.raises(TypeError, match="got x of dtype int32"):
         batch_norm(X.astype(jnp.int32), None, None, codec=Cast())
+
+
+def layer_norm_oracle(decoded, scale, mean, var, dy):
+    """The gradients in float64: statistics of each token of `x`, everything else at `decoded`."""
+    decoded, dy = as_float(decoded), as_float(dy)
+    inverse = (as_float(var)[..., None] + EPSILON) ** -0.5
+    h = (decoded - as_float(mean)[..., None]) * inverse
+    dh = dy * (1.0 if scale is None else as_float(scale))
+    others = tuple(range(dy.ndim - 1))
+    dx = inverse * (dh - dh.mean(-1, keepdims=True) - h * (dh * h).mean(-1, keepdims=True))
+    return dx, (dy * h).sum(others), dy.sum(others)
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("parameters", [True, False])
+@pytest.mark.parametrize("shape", [(4, 7, 16), (5, 8)])
+def test_layer_norm(shape, parameters, fast):
+    x = normal(shape) * 2 + 1
+    scale, bias = (normal(shape[-1:], seed=i) if parameters else None for i in (1, 2))
+    codec, dy = Quantize(bits=4), normal(shape, seed=3)
+    layer = nnx.LayerNorm(
+        shape[-1],
+        epsilon=EPSILON,
+        use_scale=parameters,
+        use_bias=parameters,
+        use_fast_variance=fast,
+        rngs=nnx.Rngs(0),
+    )
+    if parameters:
+        layer.scale, layer.bias = nnx.Param(scale), nnx.Param(bias)
+
+    def op(x, scale, bias):
+        return ops.layer_norm(
+            x, scale, bias, epsilon=EPSILON, use_fast_variance=fast, codec=codec, seed=5
+        )
+
+    assert_same_bits(jax.jit(op)(x, scale, bias), jax.jit(layer)(x))
+    _, gradient = jax.vjp(op, x, scale, bias)
+    decoded = codec.decode(codec.encode(x, 5))
+    expected = layer_norm_oracle(decoded, scale, x.mean(-1), x.var(-1), dy)
+    for got, want in zip(gradient(dy), expected, strict=True):
+        if got is not None:
+            assert_close(got, want.astype(np.float32), 1e-4)
+    stored = stored_shapes(op, x, scale, bias)
+    assert (x.shape, "uint4") in stored and (x.shape, "float32") not in stored
+
+
+def test_layer_norm_on_eight_devices_does_not_communicate():
+    x = shard(normal((16, 5, 8)))
+
+    def gradient(x):
+        return jax.grad(lambda x: (ops.layer_norm(x, None, None, codec=Quantize(2)) ** 2).sum())(x)
+
+    assert collectives(gradient, x) == set()

@@ -1,0 +1,53 @@
+"""Plans of a run's bits, now and then between its steps."""
+
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+
+from experiments.config import TrainConfig
+from experiments.data import Dataset
+from experiments.run import Run, of_model
+from jaxcomp import training
+from jaxcomp.bits import BitPlanner
+
+
+def loss(model: nnx.Module, batch: Any) -> jax.Array:
+    """The mean cross-entropy, for gradients' statistics."""
+    images, labels = batch
+    return optax.softmax_cross_entropy_with_integer_labels(model(images), labels).mean()
+
+
+class Planner:
+    """Keeps a run's bits to its plans, if its configuration asks for any."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        dataset: Dataset,
+        plans: dict[str, dict[str, list[int]]],
+    ) -> None:
+        """Goes on from ``plans``, a record by step, which grows with each plan."""
+        self.config, self.dataset, self.plans = config, dataset, plans
+        self.planner = BitPlanner(loss, every=config.plan_steps or 1)
+        self.planner.taken = {int(step): plan for step, plan in plans.items()}
+
+    def restored(self, run: Run) -> Run:
+        """The run with the bits of the last plan."""
+        if not self.plans:
+            return run
+        self.planner.restore(run.model)
+        return of_model(run.model, self.config, self.dataset)
+
+    def planned(self, run: Run, state: training.TrainState, step: int, batch: Any) -> Run:
+        """The run with new bits, where a plan is due and better."""
+        if self.config.plan_steps is None or step % self.config.plan_steps:
+            return run
+        model = run.model
+        model.train()
+        nnx.update(model, state.params, state.model_state)
+        if not self.planner.update(model, batch, step):
+            return run
+        self.plans[str(step)] = self.planner.taken[step]
+        return of_model(model, self.config, self.dataset)

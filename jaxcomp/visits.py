@@ -1,0 +1,57 @@
+"""Watches which modules of a model are called, and on what."""
+
+import math
+import re
+import types
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxcomp.nn.coded import Coded
+from jaxcomp.ops import Activation, value
+
+_MARK = "module:"
+_OF_RESULT = ("norm_act", "max_pool")  # kinds
+
+
+def watched(model: nnx.Module, called: dict[str, int]) -> nnx.Module:
+    """A copy of a model that notes its modules' calls, and marks what they compute.
+
+    Args:
+        model: Any model.
+        called: Takes, by path, the elements of what each called module stores: of its first
+            argument, or of its result if it is of a kind that stores that.
+    """
+    model = nnx.clone(model)
+    for path, module in list(nnx.iter_modules(model)):
+        if callable(module):
+            name = "/".join(map(str, path))
+            module.__class__ = _watched(type(module), name, called)
+    return model
+
+
+def _watched(kind: type[nnx.Module], path: str, called: dict[str, int]) -> type[nnx.Module]:
+    def call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+        with jax.named_scope(_MARK + path.replace("/", ".")):
+            called.setdefault(path, 0)
+            result = kind.__call__(self, *args, **kwargs)
+        stored = result if getattr(self, "kind", "") in _OF_RESULT else args[:1]
+        leaves = jax.tree.leaves(stored, is_leaf=lambda x: isinstance(x, Activation))
+        called[path] += sum(math.prod(value(leaf).shape) for leaf in leaves)
+        return result
+
+    return types.new_class(
+        kind.__name__, (kind,), exec_body=lambda body: body.update(__call__=call)
+    )
+
+
+def modules_of(scope: str) -> list[str]:
+    """The paths of the modules in whose calls a value was made, from outside in."""
+    return [path.replace(".", "/") for path in re.findall(rf"{_MARK}([\w.]*)", scope)]
+
+
+def coded_modules(model: nnx.Module) -> dict[str, Coded]:
+    """The `jaxcomp.nn` modules of a model by path."""
+    modules = nnx.iter_modules(model)
+    return {"/".join(map(str, path)): m for path, m in modules if isinstance(m, Coded)}
