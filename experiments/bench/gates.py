@@ -72,6 +72,30 @@ def _batch_norm(codec: jc.Codec) -> Layer:
     return lambda x, weights: jc.ops.batch_norm(x, *weights, codec=codec)[0]
 
 
+def _layer_norm(codec: jc.Codec) -> Layer:
+    return lambda x, weights: jc.ops.layer_norm(x, *weights, codec=codec)
+
+
+def _norm_act(codec: Any) -> Layer:
+    def layer(x: jax.Array, weights: Any) -> jax.Array:
+        unit, *_ = jc.ops.norm_act(x, *weights, codec=codec)
+        return unit.value
+
+    return layer
+
+
+def _gelu(codec: jc.Codec) -> Layer:
+    return lambda x, weights: jc.ops.gelu(x, codec=codec)
+
+
+def _dropout(codec: jc.Codec) -> Layer:
+    def layer(x: jax.Array, weights: Any) -> jax.Array:
+        key = jax.random.key(weights[0][0].astype(jnp.int32))  # no constant, which XLA would fold
+        return jc.ops.dropout(x, key, 0.5)
+
+    return layer
+
+
 def _relu(codec: jc.Codec) -> Layer:
     return lambda x, weights: jc.ops.relu(x)
 
@@ -82,9 +106,20 @@ def _max_pool(codec: Any) -> Layer:
 
 CHANNELS = MAP[-1]
 GATES = {
-    "conv": Gate((*FLOATS, jc.AvgPool(2)), MAP, ((3, 3, CHANNELS, CHANNELS),), _conv),
+    "conv": Gate(
+        (*FLOATS, jc.AvgPool(2), jc.DualPrecision(), jc.PerSample((4, 2, 1, 1))),
+        MAP,
+        ((3, 3, CHANNELS, CHANNELS),),
+        _conv,
+    ),
     "dot": Gate(FLOATS, TOKENS, ((TOKENS[-1], TOKENS[-1]),), _dot),
     "batch_norm": Gate(FLOATS, MAP, ((CHANNELS,), (CHANNELS,)), _batch_norm),
+    "norm_act": Gate(
+        tuple(jc.SignAware(bits) for bits in (2, 3, 4)), MAP, ((CHANNELS,), (CHANNELS,)), _norm_act
+    ),
+    "layer_norm": Gate(FLOATS, TOKENS, ((TOKENS[-1],), (TOKENS[-1],)), _layer_norm),
+    "gelu": Gate(FLOATS, TOKENS, (), _gelu),
+    "dropout": Gate((jc.Packed(1),), TOKENS, ((1,),), _dropout),
     "relu": Gate((jc.Packed(1),), MAP, (), _relu),
     "max_pool": Gate((jc.Packed(2), jc.Packed(4)), MAP, (), _max_pool),
 }

@@ -179,7 +179,9 @@ def _fraction_used(module: Module, computation: Computation, name: str, user: In
     if opcode == "fusion":
         (fused,) = (module.computations[c] for c in user.called["calls"])
         places = [k for k, operand in enumerate(user.operands) if operand == name]
-        return min(1.0, sum(_fraction_read(module, fused, fused.parameters[k]) for k in places))
+        known: dict[tuple[str, bool], float] = {}
+        parts = (_fraction_read(module, fused, fused.parameters[k], known) for k in places)
+        return min(1.0, sum(parts))
     if is_first and opcode in _SLICES:
         return _result(user).elements / max(1, computation.instructions[name].arrays[0].elements)
     if is_first and opcode == "scatter":
@@ -196,25 +198,33 @@ def _result(instruction: Instruction) -> Array:
 
 
 def _fraction_read(
-    module: Module, fused: Computation, value: Instruction, computed: bool = False
+    module: Module,
+    fused: Computation,
+    value: Instruction,
+    known: dict[tuple[str, bool], float],
+    computed: bool = False,
 ) -> float:
     """The part of `value` that a fused computation needs, from 0 to 1.
 
-    A value that is computed in the fusion is no buffer: an update of it needs all of it.
+    A value that is computed in the fusion is no buffer: an update of it needs all of it. `known`
+    takes each answer once, however many ways lead to a value.
     """
+    if (value.name, computed) in known:
+        return known[value.name, computed]
     total = 0.0
     for user in fused.users[value.name]:
         updates = user.opcode in _UPDATES and user.operands[0] == value.name
-        if updates and computed:
-            return 1.0
         passes_on = user.opcode in _ELEMENTWISE or (updates and not _leaves(fused, user))
-        if user.opcode in _ARITHMETIC and not user.is_root:
-            total += _fraction_read(module, fused, user, computed=True)
+        if updates and computed:
+            total = 1.0
+        elif user.opcode in _ARITHMETIC and not user.is_root:
+            total += _fraction_read(module, fused, user, known, computed=True)
         elif passes_on and not user.is_root:
-            total += _fraction_read(module, fused, user, computed)
+            total += _fraction_read(module, fused, user, known, computed)
         else:
             total += _fraction_used(module, fused, value.name, user)
-    return min(1.0, total)
+    known[value.name, computed] = min(1.0, total)
+    return known[value.name, computed]
 
 
 def _leaves(fused: Computation, instruction: Instruction) -> bool:

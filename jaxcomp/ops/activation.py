@@ -170,6 +170,7 @@ def dropout(
         return masked(x, draw(key))
 
     def forward(x: Array, key: Array) -> tuple[Array, Encoded]:
+        key, x = residuals.tie(key, x)  # else all layers' numbers may be drawn before the first
         kept = draw(key)
         return residuals.keep(masked(x, kept), MASK.encode(kept), MASK)
 

@@ -206,3 +206,10 @@ def test_tpu_text_counts_padding_but_not_vmem():
 
 def test_cycles_are_none_where_xla_gives_none():
     assert estimated_cycles(text(jnp.sin, X)) is None
+
+
+def test_a_fusion_with_many_ways_through_it_is_counted_at_once():
+    """Random bits: every round reads both words of the one before, so ways double 20 times."""
+    key = jax.random.key(0)
+    drawn = text(lambda x: jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0), X)
+    assert hbm_traffic(drawn) >= 2 * X.nbytes
