@@ -8,6 +8,8 @@ from jaxcomp import policies as policies
 from jaxcomp import recipes as recipes
 from jaxcomp import training as training
 from jaxcomp import ways as ways
+from jaxcomp.bits import BitPlanner as BitPlanner
+from jaxcomp.bits import plan_bits as plan_bits
 from jaxcomp.codecs import AvgPool as AvgPool
 from jaxcomp.codecs import Cast as Cast
 from jaxcomp.codecs import Codec as Codec
@@ -24,3 +26,5 @@ from jaxcomp.rules import Plan as Plan
 from jaxcomp.rules import Rule as Rule
 from jaxcomp.rules import Rules as Rules
 from jaxcomp.rules import apply as apply
+from jaxcomp.stored import Storage as Storage
+from jaxcomp.stored import storage as storage

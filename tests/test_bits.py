@@ -8,8 +8,8 @@ import pytest
 from flax import nnx
 
 import jaxcomp as jc
+from jaxcomp import storage
 from jaxcomp.bits import BitPlanner, Needs, plan_bits, sensitivities
-from jaxcomp.storage import storage
 
 WIDTHS = (1, 2, 4, 8)
 

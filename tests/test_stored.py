@@ -4,9 +4,9 @@ import pytest
 from flax import nnx
 
 import jaxcomp as jc
+from jaxcomp import storage
 from jaxcomp.memory import declared_residual_bytes
 from jaxcomp.models import resnet
-from jaxcomp.storage import storage
 
 X = jax.ShapeDtypeStruct((16, 28, 28, 1), jnp.float32)
 
