@@ -150,8 +150,9 @@ def plan_bits(
     Example:
         >>> from jaxcomp.nn import Linear
         >>> model = nnx.Sequential(Linear(4, 2, codec=Quantize(2), rngs=nnx.Rngs(0)))
-        >>> rules = plan_bits(lambda m, x: m(x).sum(), model, jnp.ones((8, 4)), bits=4)
-        >>> rules[0].codec.bits
+        >>> x = jax.random.normal(jax.random.key(0), (8, 4))
+        >>> rules = plan_bits(lambda m, x: m(x).sum(), model, x, bits=4)
+        >>> rules[0].codec.bits  # one layer, whose samples are alike
         4
     """
     needs = Needs.measure(loss, model, batch, run)
@@ -327,7 +328,7 @@ class BitPlanner:
             return False
         needs = Needs.measure(self.loss, model, batch, self.run)
         widths = needs.allocate(self.bits)
-        if self.taken and needs.variance(widths) > 0.9 * needs.variance(needs.widths_of(model)):
+        if self.taken and needs.variance(widths) >= 0.9 * needs.variance(needs.widths_of(model)):
             return False
         self.taken[step] = dict(zip(needs.paths, widths.tolist(), strict=True))
         self.restore(model)

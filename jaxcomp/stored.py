@@ -105,7 +105,7 @@ def storage(model: nnx.Module, *inputs: Any, strict: bool = False) -> Storage:
         >>> from jaxcomp import Quantize
         >>> from jaxcomp.nn import Linear
         >>> model = Linear(64, 4, codec=Quantize(bits=4), rngs=nnx.Rngs(0))
-        >>> found = storage(model, jax.ShapeDtypeStruct((32, 64), jnp.float32))
+        >>> found = storage(model, jax.ShapeDtypeStruct((32, 64), jax.numpy.float32))
         >>> found.stored_bytes, found.bits_per_element  # codes and two extremes a sample
         (1280, 5.0)
     """
