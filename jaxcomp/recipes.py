@@ -61,7 +61,8 @@ def fused(bits: int = 4) -> Rules:
 def division(window: int = 8, bits: int = 2) -> Rules:
     """DIVISION: means of windows in bfloat16 and the rest in a few bits, in every operation.
 
-    Wang et al., ICML 2023 (arXiv:2208.04187). Masks and indices are exact and packed.
+    Wang et al., ICML 2023 (arXiv:2208.04187). Windows lie on the map, those of linear
+    layers and layer norms along the features. Masks and indices are exact and packed.
 
     Args:
         window: Edge of a window.
@@ -71,10 +72,12 @@ def division(window: int = 8, bits: int = 2) -> Rules:
         The rules.
 
     Example:
-        >>> division()[0].codec
-        DualPrecision(window=8, bits=2)
+        >>> division()[-3].codec
+        DualPrecision(window=8, bits=2, along='map')
     """
-    return everywhere(DualPrecision(window, bits))
+    features = DualPrecision(window, bits, along="features")
+    along_features = Rule(features, op="dot|layer_norm", required=False)
+    return along_features, *everywhere(DualPrecision(window, bits))
 
 
 Level = Literal["L0", "L1", "L2", "L3"]

@@ -82,3 +82,9 @@ def test_levels_of_actnn():
     assert recipes.actnn("L0") == recipes.everywhere(jc.Exact())
     with without_type_checks(), pytest.raises(ValueError, match="level='L9': expected one of"):
         recipes.from_spec("actnn:level=L9")
+
+
+def test_windows_of_linear_layers_lie_along_their_features():
+    rules = recipes.division()
+    assert _decide(rules, "dot") == jc.DualPrecision(along="features")
+    assert _decide(rules, "conv") == jc.DualPrecision(along="map")

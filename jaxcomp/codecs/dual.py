@@ -1,6 +1,7 @@
 """Low frequencies in bfloat16, the rest in a few random-rounded bits."""
 
 import dataclasses
+import math
 import typing
 
 import jax.numpy as jnp
@@ -11,6 +12,8 @@ from jaxcomp.codecs import packing
 from jaxcomp.codecs.codec import Codec, Seed
 from jaxcomp.codecs.pool import AvgPool
 from jaxcomp.codecs.quantize import Quantize
+
+Along = typing.Literal["map", "features"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,12 +29,13 @@ class DualPrecision(Codec):
     the windows where they do not divide the map; here the last ones are smaller.
 
     Attributes:
-        window: Edge of the window along each axis but the first (batch) and the last (channels);
-            along the last, for arrays of fewer than 3 axes. Of a smaller map it is all.
+        window: Edge of the window; of a smaller map it is all.
         bits: Bits of a code of the difference: 1, 2, 3, 4 or 8.
+        along: The axes of a window: "map", each but the first (batch) and the last (channels), or
+            "features", the last. Of arrays of fewer than 3 axes it is the last.
 
     Raises:
-        ValueError: If `window` is not a positive integer or `bits` is none of these.
+        ValueError: If `window` is not a positive integer or another attribute is none of these.
 
     Example:
         >>> codec = DualPrecision(window=8, bits=2)
@@ -43,15 +47,18 @@ class DualPrecision(Codec):
 
     window: int = 8
     bits: int = 2
+    along: Along = "map"
     name: typing.ClassVar[str] = "dual_precision"
     unbiased = True
 
     def __post_init__(self) -> None:
         AvgPool(self.window)
         packing.check_bits(self.bits)
+        if self.along not in typing.get_args(Along):
+            raise ValueError(f"along={self.along!r}: expected one of {typing.get_args(Along)}")
 
     def _encode(self, x: Array, seed: Seed) -> tuple[Array, ...]:
-        features = _as_map(x.shape)
+        features = self._as_map(x.shape)
         pool = self._pool(features)
         (means,) = pool._encode(x.reshape(features), None)
         means = means.astype(jnp.bfloat16)
@@ -61,7 +68,7 @@ class DualPrecision(Codec):
 
     def _decode(self, arrays: tuple[Array, ...], shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         means, *rest = arrays
-        features = _as_map(shape)
+        features = self._as_map(shape)
         low = self._pool(features)._decode((means.astype(jnp.float32),), features, jnp.float32)
         high = self._rest._decode(tuple(rest), shape, jnp.float32)
         return (low.reshape(shape) + high).astype(dtype)
@@ -73,7 +80,8 @@ class DualPrecision(Codec):
     def _pool(self, features: tuple[int, ...]) -> AvgPool:
         return AvgPool(max(1, min(self.window, *features[1:-1])))
 
-
-def _as_map(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape with an axis for the batch, axes to pool along, and one for channels."""
-    return shape if len(shape) > 2 else (*(1, *shape)[-2:], 1) if shape else (1, 1, 1)
+    def _as_map(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape with an axis for the batch, axes to pool along, and one for channels."""
+        if self.along == "map" and len(shape) > 2:
+            return shape
+        return (math.prod(shape[:-1]), *(shape[-1:] or (1,)), 1)

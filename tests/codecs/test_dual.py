@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 
 from jaxcomp import DualPrecision, Quantize
-from tests.helpers import DTYPES, as_float, assert_unbiased, collectives, normal, shard
+from tests.helpers import (
+    DTYPES,
+    as_float,
+    assert_unbiased,
+    collectives,
+    normal,
+    shard,
+    without_type_checks,
+)
 
 SHAPES = st.lists(st.integers(0, 11), max_size=5).map(tuple)
 
@@ -55,6 +63,20 @@ def test_rest_is_taken_from_the_windows_of_a_map_that_they_do_not_divide():
     rows = jnp.repeat(jnp.array([1.0, 2.0]), jnp.array([8, 6]), total_repeat_length=14)
     x = (rows[:, None] * rows[None])[None, :, :, None]
     np.testing.assert_array_equal(round_trip(DualPrecision(8, 1), x), x)
+
+
+def test_windows_along_the_features():
+    x = jnp.repeat(normal((2, 5, 3)), 4, axis=-1)  # constant along each 4 features of a token
+    codec = DualPrecision(4, 1, along="features")
+    np.testing.assert_array_equal(round_trip(codec, jnp.round(x)), jnp.round(x))
+    assert np.any(np.asarray(round_trip(DualPrecision(4, 1), jnp.round(x))) != jnp.round(x))
+    tokens = Quantize(1).nbytes(x.shape, x.dtype)
+    assert codec.nbytes(x.shape, x.dtype) == 2 * 2 * 5 * 3 + tokens
+
+
+def test_other_axes_are_an_error():
+    with without_type_checks(), pytest.raises(ValueError, match="along='rows': expected one of"):
+        DualPrecision(along="rows")
 
 
 def test_less_noise_than_quantization_alone_of_a_smooth_map():
