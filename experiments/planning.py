@@ -3,20 +3,23 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import nnx
 
 from experiments.config import TrainConfig
 from experiments.data import Dataset
 from experiments.run import Run, of_model
-from jaxcomp import training
+from jaxcomp import Quantize, training
 from jaxcomp.bits import BitPlanner
+from jaxcomp.ways import Way
 
 
 def loss(model: nnx.Module, batch: Any) -> jax.Array:
     """The mean cross-entropy, for gradients' statistics."""
     images, labels = batch
-    return optax.softmax_cross_entropy_with_integer_labels(model(images), labels).mean()
+    logits = model(images).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
 class Planner:
@@ -28,9 +31,19 @@ class Planner:
         dataset: Dataset,
         plans: dict[str, dict[str, list[int]]],
     ) -> None:
-        """Goes on from ``plans``, a record by step, which grows with each plan."""
+        """Goes on from ``plans``, a record by step, which grows with each plan.
+
+        Raises:
+            ValueError: plans are asked for, and the way does not quantize.
+        """
         self.config, self.dataset, self.plans = config, dataset, plans
-        self.planner = BitPlanner(loss, every=config.plan_steps or 1)
+        codecs = [rule.codec for rule in Way.parse(config.way).rules]
+        bits = [codec.bits for codec in codecs if isinstance(codec, Quantize)]
+        if config.plan_steps is not None and not bits:
+            raise ValueError(
+                f"plan_steps={config.plan_steps}: expected a way that quantizes, not {config.way}"
+            )
+        self.planner = BitPlanner(loss, bits=max(bits, default=2), every=config.plan_steps or 1)
         self.planner.taken = {int(step): plan for step, plan in plans.items()}
 
     def restored(self, run: Run) -> Run:

@@ -66,7 +66,8 @@ def sensitivities(
     Args:
         loss: From a model and a batch to a scalar, in training.
         model: A model of `jaxcomp.nn` layers; it is not changed.
-        batch: Any pytree of arrays, axis 0 the examples.
+        batch: Any pytree of arrays, axis 0 the examples, as it is in every layer. It is stored
+            exactly, so where the plain step does not fit, take a part of a batch.
 
     Returns:
         By path, in each sample's row, what `ops.Sink` says, of the gradient of all parameters.
@@ -81,10 +82,10 @@ def sensitivities(
         >>> found["layers/0"].shape
         (8, 6)
     """
-    sizes = {leaf.shape[0] for leaf in jax.tree.leaves(batch)}
-    if len(sizes) != 1:
+    sizes = {leaf.shape[:1] for leaf in jax.tree.leaves(batch)}
+    if len(sizes) != 1 or () in sizes:
         raise ValueError(f"batch: expected arrays of one size of axis 0; it has {sorted(sizes)}")
-    (size,) = sizes
+    ((size,),) = sizes
     layers = _planned(model)
     probed = nnx.clone(model)
     apply(probed, (Rule(Exact(), required=False),))
@@ -119,8 +120,8 @@ def sensitivities(
         noise = split(path)[2]
         noisy = [vector(gradient(p, noise, rest, batch)[0]) for p in drawn]
         total = np.mean([np.square(a - b).sum() for a, b in zip(noisy, exact, strict=True)])
-        own = (found[path][:, 1] * found[path][:, 2 + WIDTHS.index(_PROBED)]).sum()
-        found[path][:, 1] *= total / own if own else 1.0
+        own = found[path][:, 2 + WIDTHS.index(_PROBED)].sum()
+        found[path][:, 2:] *= total / own if own else 1.0
     return found
 
 
@@ -176,8 +177,8 @@ class Needs:
     @classmethod
     def measure(cls, loss: Loss, model: nnx.Module, batch: Any, run: int) -> "Needs":
         """Measures them on a batch; see `plan_bits`."""
-        if not 1 <= run <= 256:
-            raise ValueError(f"run={run}: expected 1 to 256")
+        if not isinstance(run, int) or not 1 <= run <= 256:
+            raise ValueError(f"run={run}: expected an integer from 1 to 256")
         found = sensitivities(loss, model, batch)
         size = len(next(iter(found.values())))
         if size < run:
@@ -185,6 +186,7 @@ class Needs:
         called: dict[str, int] = {}
         graphdef, state = nnx.split(watched(model, called))
         jax.eval_shape(lambda s, b: loss(nnx.merge(graphdef, s, copy=True), b), state, batch)
+        found = {path: samples for path, samples in found.items() if called.get(path)}
         needs = []
         for path, samples in found.items():
             if not np.isfinite(samples).all():
@@ -192,7 +194,7 @@ class Needs:
             runs = samples[: size - size % run].reshape(-1, run, COLUMNS)
             order = np.argsort(-runs[..., 0], axis=1, kind="stable")[..., None]
             ranked = np.take_along_axis(runs, order, axis=1)
-            needs.append((ranked[..., 1:2] * ranked[..., 2:]).sum(0))
+            needs.append(ranked[..., 2:].sum(0))
         elements = np.array([called[path] for path in found])
         return cls(tuple(found), np.array(needs), elements)
 
@@ -231,7 +233,7 @@ class Needs:
             if width > WIDTHS[0]:
                 narrower = WIDTHS[WIDTHS.index(width) - 1]
                 heapq.heappush(queue, growth(layer, -rank, narrower))
-        return widths
+        return -np.sort(-widths, axis=1)
 
     def variance(self, widths: Int[np.ndarray, "layers ranks"]) -> float:
         """Predicted variance of the parameters' gradient with these widths."""
@@ -263,10 +265,20 @@ def _rules(model: nnx.Module, widths: dict[str, list[int]]) -> Rules:
 
 def _planned(model: nnx.Module) -> list[str]:
     """The paths of the layers that have a sink and store by a codec of so many bits."""
+    modules = coded_modules(model)
+    covered = {
+        f"{path}/{name}".lstrip("/")
+        for path, module in modules.items()
+        if module.codec is not None
+        for name in module.covers
+    }
     layers = [
         path
-        for path, module in coded_modules(model).items()
-        if module.kind in PerSample.kinds and isinstance(module.codec, Quantize | PerSample)
+        for path, module in modules.items()
+        if module.kind in PerSample.kinds
+        and isinstance(module.codec, Quantize | PerSample)
+        and path not in covered
+        and (module.kind.endswith("norm") or isinstance(getattr(module, "kernel", None), nnx.Param))
     ]
     if not layers:
         raise ValueError("model: expected layers that store by Quantize or PerSample")
@@ -290,7 +302,7 @@ class BitPlanner:
         taken: The widths of each plan by path, by the step at which it was taken.
 
     Raises:
-        ValueError: If `every` or `most` is not positive.
+        ValueError: If `every` or `most` is not positive, or `bits` or `run` out of its range.
 
     Example:
         >>> from jaxcomp.nn import Linear
@@ -307,6 +319,8 @@ class BitPlanner:
     ) -> None:
         if every < 1 or most < 1:
             raise ValueError(f"every={every}, most={most}: expected positive numbers")
+        if not 1 <= bits <= 8 or not 1 <= run <= 256:
+            raise ValueError(f"bits={bits}, run={run}: expected 1 to 8, and 1 to 256")
         self.loss, self.bits, self.run, self.every, self.most = loss, bits, run, every, most
         self.taken: dict[int, dict[str, list[int]]] = {}
 

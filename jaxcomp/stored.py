@@ -154,7 +154,7 @@ def _bytes(
     graphdef, params, rest = split_model(watched(model, called))
 
     def run(params: Any, rest: Any, *inputs: Any) -> Any:
-        return nnx.merge(graphdef, params, rest, copy=True)(*inputs)
+        return nnx.merge(graphdef, params, jax.lax.stop_gradient(rest), copy=True)(*inputs)
 
     shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (params, rest))
     program = jax.make_jaxpr(run)(*shapes, *inputs)

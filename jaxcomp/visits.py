@@ -33,10 +33,12 @@ def watched(model: nnx.Module, called: dict[str, int]) -> nnx.Module:
 
 def _watched(kind: type[nnx.Module], path: str, called: dict[str, int]) -> type[nnx.Module]:
     def call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
-        with jax.named_scope(_MARK + path.replace("/", ".")):
+        with jax.named_scope(_MARK + path.encode().hex()):
             called.setdefault(path, 0)
             result = kind.__call__(self, *args, **kwargs)
-        stored = result if getattr(self, "kind", "") in _OF_RESULT else args[:1]
+        stored = (
+            result if getattr(self, "kind", "") in _OF_RESULT else [*args, *kwargs.values()][:1]
+        )
         leaves = jax.tree.leaves(stored, is_leaf=lambda x: isinstance(x, Activation))
         called[path] += sum(math.prod(value(leaf).shape) for leaf in leaves)
         return result
@@ -48,7 +50,7 @@ def _watched(kind: type[nnx.Module], path: str, called: dict[str, int]) -> type[
 
 def modules_of(scope: str) -> list[str]:
     """The paths of the modules in whose calls a value was made, from outside in."""
-    return [path.replace(".", "/") for path in re.findall(rf"{_MARK}([\w.]*)", scope)]
+    return [bytes.fromhex(path).decode() for path in re.findall(rf"{_MARK}([0-9a-f]*)", scope)]
 
 
 def coded_modules(model: nnx.Module) -> dict[str, Coded]:

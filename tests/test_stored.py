@@ -80,3 +80,18 @@ def test_in_evaluation_nothing_is_stored_for_norms():
     assert not any(m.op == "norm_act" and m.stored_bytes for m in found.modules) or (
         found.stored_bytes != training.stored_bytes
     )
+
+
+def test_paths_may_be_any_text():
+    def linear():
+        return jc.nn.Linear(4, 4, codec=jc.Quantize(bits=2), rngs=nnx.Rngs(0))
+
+    class Named(nnx.Module):
+        def __init__(self):
+            self.layers = nnx.Dict({"res-1": linear(), "a.b": linear()})
+
+        def __call__(self, x):
+            return self.layers["a.b"](self.layers["res-1"](x))
+
+    found = storage(Named(), jax.ShapeDtypeStruct((8, 4), jnp.float32))
+    assert [m.path for m in found.modules] == ["layers/res-1", "layers/a.b"]

@@ -82,12 +82,17 @@ class PerSample(Codec):
         needs = jnp.where(jnp.isnan(needs), -1.0, needs).reshape(-1, len(self.bits))
         order = jnp.argsort(needs, axis=1, descending=True, stable=True)
         stored = [order.astype(jnp.uint8)]
-        for bits, ranks in self._classes():
+        classes = self._classes()
+        # A seed for each, since they count their elements anew.
+        seeds = jnp.asarray(0 if seed is None else seed, jnp.uint32) + jnp.arange(
+            len(classes) + 1, dtype=jnp.uint32
+        ) * jnp.uint32(0x9E3779B9)
+        for i, (bits, ranks) in enumerate(classes):
             chosen = (_take(a, order[:, ranks]) for a in ranked)
             x_class, low_class, high_class = (a.reshape(-1, *a.shape[2:]) for a in chosen)
-            stored += Quantize(bits).encode_between(x_class, low_class, high_class, seed)
+            stored += Quantize(bits).encode_between(x_class, low_class, high_class, seeds[i])
         if whole < x.shape[0]:
-            stored += self._rest.encode(x[whole:], seed).arrays
+            stored += self._rest.encode(x[whole:], seeds[-1]).arrays
         return tuple(stored)
 
     def _decode(self, arrays: tuple[Array, ...], shape: tuple[int, ...], dtype: DTypeLike) -> Array:

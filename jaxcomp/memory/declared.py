@@ -30,6 +30,7 @@ _SAME_VALUE = {
     "optimization_barrier",
     "reshape",
     "sharding_constraint",
+    "stop_gradient",
     "squeeze",
     "transpose",
 }

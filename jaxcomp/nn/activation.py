@@ -45,6 +45,9 @@ class ReLU(Coded, nnx.Module):
 class GELU(Coded, nnx.Module):
     """`flax.nnx.gelu` that keeps its derivative as `codec` stores it.
 
+    It has no parameters to draw its noise by: a value that comes back at the same place of the same
+    shape, such as a padding's zero, is rounded the same way.
+
     Args:
         approximate: Whether to use the tanh form, as `flax.nnx.gelu`.
         codec: How the derivative is stored; None leaves the function as it is in Flax.
@@ -68,7 +71,7 @@ class GELU(Coded, nnx.Module):
 
 
 class SiLU(Coded, nnx.Module):
-    """`flax.nnx.silu` that keeps its derivative as `codec` stores it.
+    """`flax.nnx.silu` that keeps its derivative as `codec` stores it; its noise is as `GELU`'s.
 
     Args:
         codec: How the derivative is stored; None leaves the function as it is in Flax.

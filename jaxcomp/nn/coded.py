@@ -1,6 +1,7 @@
 """What modules whose operation has a coded form share."""
 
 import contextlib
+import contextvars
 import dataclasses
 import functools
 import typing
@@ -10,6 +11,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from jaxcomp.codecs import Codec, noise
+from jaxcomp.ops import Activation
 
 R = typing.TypeVar("R")
 
@@ -49,16 +51,6 @@ class Coded:
         if self.kind not in codec.kinds:
             raise ValueError(f"codec={codec}: stores for {', '.join(codec.kinds)}, not {self.kind}")
 
-    @contextlib.contextmanager
-    def using(self, name: str, op: Callable[..., Array]) -> Iterator[None]:
-        """Puts an operation in place of the module's own while it is called."""
-        own = getattr(self, name)
-        setattr(self, name, op)
-        try:
-            yield
-        finally:
-            setattr(self, name, own)
-
     def with_sink(self, op: Callable[..., R]) -> Callable[..., R]:
         """An operation that takes the module's sink, if it has one."""
         return op if self.sink is None else functools.partial(op, sink=self.sink[...])
@@ -79,4 +71,25 @@ class CodedOp:
     def __call__(self, x: Array, kernel: Array, *args: typing.Any, **kwargs: typing.Any) -> Array:
         """Calls the operation with the codec; its noise is drawn anew when the kernel changes."""
         seed = None if self.codec is None else noise.fingerprint(kernel)
-        return self.op(x, kernel, *args, codec=self.codec, seed=seed, **kwargs)
+        activation, given = _GIVEN.get()
+        lhs = x if activation is None else dataclasses.replace(activation, value=x)
+        return self.op(lhs, kernel, *args, codec=self.codec, seed=seed, **given, **kwargs)
+
+
+_Given = tuple[Activation | None, dict[str, typing.Any]]
+_GIVEN: contextvars.ContextVar[_Given] = contextvars.ContextVar("given", default=(None, {}))
+
+
+@contextlib.contextmanager
+def giving(activation: Activation | None, **arguments: typing.Any) -> Iterator[None]:
+    """Gives a `CodedOp` that Flax's layer calls what that does not pass on.
+
+    Args:
+        activation: Whose code goes with the operation's input; None if the input has none.
+        **arguments: Of the operation.
+    """
+    token = _GIVEN.set((activation, arguments))
+    try:
+        yield
+    finally:
+        _GIVEN.reset(token)

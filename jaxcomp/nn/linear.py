@@ -1,8 +1,7 @@
 """Flax's linear layers with a compressed input."""
 
-import dataclasses
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 from flax import nnx
@@ -11,7 +10,7 @@ from jaxtyping import Array, Float
 
 from jaxcomp import ops
 from jaxcomp.codecs import Codec, noise
-from jaxcomp.nn.coded import Coded, CodedOp
+from jaxcomp.nn.coded import Coded, CodedOp, giving
 from jaxcomp.ops import Activation, value
 
 
@@ -42,13 +41,9 @@ class Conv(Coded, nnx.Conv):
         self, inputs: Float[Array, "..."] | Activation, out_sharding: typing.Any = None
     ) -> Float[Array, "..."]:
         """Convolves `inputs`; of an `Activation` with a code, that waits for the backward pass."""
-        if isinstance(inputs, Activation) and inputs.code is not None:
-            op = _with_code_of(inputs)
-        elif self.sink is not None:
-            op = self.with_sink(self.conv_general_dilated)
-        else:
-            return super().__call__(value(inputs), out_sharding)
-        with self.using("conv_general_dilated", op):
+        activation = inputs if isinstance(inputs, Activation) and inputs.code is not None else None
+        sink = {} if activation or self.sink is None else {"sink": self.sink[...]}
+        with giving(activation, **sink):
             return super().__call__(value(inputs), out_sharding)
 
     @property
@@ -61,14 +56,6 @@ class Conv(Coded, nnx.Conv):
     def codec(self, codec: Codec | None) -> None:
         self.check_codec(codec)
         self.conv_general_dilated = CodedOp(ops.conv_general_dilated, codec)
-
-
-def _with_code_of(activation: Activation) -> Callable[..., Array]:
-    def conv(value: Array, kernel: Array, *args: typing.Any, **kwargs: typing.Any) -> Array:
-        carried = dataclasses.replace(activation, value=value)
-        return ops.conv_general_dilated(carried, kernel, *args, **kwargs)
-
-    return conv
 
 
 class ConvTranspose(Coded, nnx.ConvTranspose):
@@ -157,9 +144,7 @@ class Linear(Coded, nnx.Linear):
         self, inputs: Float[Array, "..."], out_sharding: typing.Any = None
     ) -> Float[Array, "..."]:
         """Multiplies `inputs`, as Flax does."""
-        if self.sink is None:
-            return super().__call__(inputs, out_sharding)
-        with self.using("dot_general", self.with_sink(self.dot_general)):
+        with giving(None, **({} if self.sink is None else {"sink": self.sink[...]})):
             return super().__call__(inputs, out_sharding)
 
     @property

@@ -148,7 +148,7 @@ def dropout(
         Zero where dropped, and elsewhere `x / (1 - rate)`.
 
     Raises:
-        ValueError: If `rate` is not in this range.
+        ValueError: If `rate` is not in this range, or `broadcast_dims` not among the axes.
 
     Example:
         >>> float(dropout(jnp.ones(1000), jax.random.key(0), 0.5).max())
@@ -156,6 +156,8 @@ def dropout(
     """
     if not 0 <= rate < 1:
         raise ValueError(f"rate={rate}: expected at least 0 and below 1")
+    if not all(-x.ndim <= axis < x.ndim for axis in broadcast_dims):
+        raise ValueError(f"broadcast_dims={broadcast_dims}: expected axes of x of shape {x.shape}")
     dims = {axis % x.ndim for axis in broadcast_dims}
     shape = tuple(1 if axis in dims else n for axis, n in enumerate(x.shape))
 

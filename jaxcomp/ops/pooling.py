@@ -145,8 +145,9 @@ class _Window:
 
     @staticmethod
     def _interleave(maps: list[Array], axis: int) -> Array:
-        stacked = jnp.stack(maps, axis + 1)
-        return stacked.reshape(*stacked.shape[:axis], -1, *stacked.shape[axis + 2 :])
+        shape = maps[0].shape
+        size = shape[axis] * len(maps)
+        return jnp.stack(maps, axis + 1).reshape(*shape[:axis], size, *shape[axis + 1 :])
 
     def _tap(self, x: Array, start: tuple[int, ...]) -> Array:
         limit = [

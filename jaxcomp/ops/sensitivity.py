@@ -11,11 +11,11 @@ COLUMNS = 2 + len(WIDTHS)
 Sink = Float[Array, "batch columns"]
 """An argument whose gradient is a statistic of the backward pass.
 
-Its gradient with respect to the loss holds for each sample the squared ranges of its input, a
-factor, and the variance of its code with 1, 2, 4 and 8 bits; the factor times the variance is what
-the sample adds to the variance of the parameter's gradient. Of its own values an operation reads
-the second column: the samples' importance to its codec, such as the factors that were found when
-they were last seen, or ones.
+Its gradient with respect to the loss holds for each sample the squared ranges of its input, the
+squared norm of what its code is multiplied by, and what it adds to the variance of the parameter's
+gradient with codes of 1, 2, 4 and 8 bits. Of its own values an operation reads the second column:
+the samples' importance to its codec, such as the norms that were found when they were last seen, or
+ones.
 """
 
 
@@ -35,8 +35,7 @@ def sensitivity(
         uses: How often each of its values meets each of the cotangent's channels, on average.
 
     Returns:
-        Squared ranges are summed over channels, variances averaged over a channel's values and
-        then summed. Of arrays of fewer than 3 axes a sample is a channel.
+        The gradient. Squared ranges are summed over the groups of `Quantize`.
     """
     low, high = (extreme.astype(jnp.float32) for extreme in Quantize().extremes(x))
     span = high - low
@@ -51,7 +50,8 @@ def sensitivity(
         level = place * (2**bits - 1)
         part = level - jnp.floor(level)
         step = span / (2**bits - 1)
-        columns.append((part * (1 - part) * jnp.square(step)).sum(axes) / positions)
+        variance = (part * (1 - part) * jnp.square(step)).sum(axes) / positions
+        columns.append(variance * columns[1])
     return jnp.stack(columns, axis=-1)
 
 

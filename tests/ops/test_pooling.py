@@ -129,3 +129,8 @@ def test_another_codec_is_an_error():
     message = "expected Packed, since an index is stored exactly"
     with without_type_checks(), pytest.raises(TypeError, match=message):
         ops.max_pool(jnp.ones((1, 8, 8, 1)), (2, 2), codec=Quantize(4))
+
+
+def test_empty_batch():
+    gradient = jax.grad(lambda x: ops.max_pool(x, (2, 2), (2, 2)).sum())(jnp.ones((0, 4, 4, 1)))
+    assert gradient.shape == (0, 4, 4, 1)
