@@ -25,7 +25,7 @@ from jaxcomp.gradients import moved, vector
 from jaxcomp.nn import Sink
 from jaxcomp.ops.sensitivity import COLUMNS
 from jaxcomp.rules import Rule, Rules, apply
-from jaxcomp.visits import coded_modules, watched
+from jaxcomp.visits import coded_modules, covered, watched
 
 Loss = Callable[[Any, Any], jax.Array]  # of a model and a batch
 
@@ -187,6 +187,8 @@ class Needs:
         graphdef, state = nnx.split(watched(model, called))
         jax.eval_shape(lambda s, b: loss(nnx.merge(graphdef, s, copy=True), b), state, batch)
         found = {path: samples for path, samples in found.items() if called.get(path)}
+        if not found:
+            raise ValueError("loss: calls none of the model's layers that are to be planned")
         needs = []
         for path, samples in found.items():
             if not np.isfinite(samples).all():
@@ -266,18 +268,13 @@ def _rules(model: nnx.Module, widths: dict[str, list[int]]) -> Rules:
 def _planned(model: nnx.Module) -> list[str]:
     """The paths of the layers that have a sink and store by a codec of so many bits."""
     modules = coded_modules(model)
-    covered = {
-        f"{path}/{name}".lstrip("/")
-        for path, module in modules.items()
-        if module.codec is not None
-        for name in module.covers
-    }
+    hidden = covered(modules)
     layers = [
         path
         for path, module in modules.items()
         if module.kind in PerSample.kinds
         and isinstance(module.codec, Quantize | PerSample)
-        and path not in covered
+        and path not in hidden
         and (module.kind.endswith("norm") or isinstance(getattr(module, "kernel", None), nnx.Param))
     ]
     if not layers:

@@ -10,7 +10,7 @@ from jaxcomp.codecs import Codec, Exact, Packed
 from jaxcomp.memory import declared_residuals
 from jaxcomp.rules import Rule, apply
 from jaxcomp.training import split_model
-from jaxcomp.visits import coded_modules, modules_of, watched
+from jaxcomp.visits import coded_modules, covered, modules_of, watched
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,12 +112,7 @@ def storage(model: nnx.Module, *inputs: Any, strict: bool = False) -> Storage:
     exact = nnx.clone(model)
     apply(exact, (Rule(Exact(), required=False),))
     coded = coded_modules(model)
-    hidden = {
-        f"{path}/{name}".lstrip("/")
-        for path, module in coded.items()
-        if module.codec is not None
-        for name in module.covers
-    }
+    hidden = covered(coded)
     called: dict[str, int] = {}
     after, before = (
         _bytes(m, inputs, called_by, hidden) for m, called_by in ((model, called), (exact, {}))

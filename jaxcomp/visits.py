@@ -53,6 +53,16 @@ def modules_of(scope: str) -> list[str]:
     return [bytes.fromhex(path).decode() for path in re.findall(rf"{_MARK}([0-9a-f]*)", scope)]
 
 
+def covered(modules: dict[str, Coded]) -> set[str]:
+    """The paths of the modules that store nothing, since one that covers them has a codec."""
+    return {
+        f"{path}/{name}".lstrip("/")
+        for path, module in modules.items()
+        if module.codec is not None
+        for name in module.covers
+    }
+
+
 def coded_modules(model: nnx.Module) -> dict[str, Coded]:
     """The `jaxcomp.nn` modules of a model by path."""
     modules = nnx.iter_modules(model)
