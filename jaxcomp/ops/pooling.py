@@ -45,7 +45,8 @@ def max_pool(
 
     Raises:
         ValueError: If `x` has not one axis for batch, one for channels and one for each of the
-            window's, if a window does not fit in the padded map, or if `codec` has too few bits.
+            window's, if `strides` or `padding` is not for such a window, if a window does not fit
+            in the padded map, or if `codec` has too few bits.
         TypeError: If `codec` is not `Packed`.
 
     Example:
@@ -63,6 +64,12 @@ def max_pool(
     if size > 2**codec.bits:
         raise ValueError(f"codec={codec}: a window of {size} values needs more bits for its index")
     strides = strides or (1,) * len(window_shape)
+    if len(strides) != len(window_shape) or min(strides) < 1:
+        raise ValueError(f"strides={strides}: expected a positive one for each of {window_shape}")
+    if not isinstance(padding, str) and (
+        len(padding) != len(window_shape) or min(map(min, padding)) < 0
+    ):
+        raise ValueError(f"padding={padding}: expected (low, high) for each of {window_shape}")
     window = _Window(x.shape, window_shape, strides, padding)
 
     @jax.custom_vjp

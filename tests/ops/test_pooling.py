@@ -134,3 +134,17 @@ def test_another_codec_is_an_error():
 def test_empty_batch():
     gradient = jax.grad(lambda x: ops.max_pool(x, (2, 2), (2, 2)).sum())(jnp.ones((0, 4, 4, 1)))
     assert gradient.shape == (0, 4, 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"strides": (2,)}, r"strides=\(2,\): expected a positive one"),
+        ({"strides": (0, 1)}, r"strides=\(0, 1\): expected a positive one"),
+        ({"padding": [(0, 0)]}, r"padding=\[\(0, 0\)\]: expected \(low, high\)"),
+        ({"padding": [(-1, 0), (0, 0)]}, "expected \\(low, high\\) for each of"),
+    ],
+)
+def test_strides_and_padding_that_do_not_fit_are_an_error(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        ops.max_pool(jnp.ones((1, 4, 4, 1)), (2, 2), **kwargs)
