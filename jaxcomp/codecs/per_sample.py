@@ -38,7 +38,7 @@ class PerSample(Codec):
     Example:
         >>> codec = PerSample(bits=(4, 2, 1, 1))
         >>> 8 * codec.nbytes((4, 64, 64, 8), jnp.float32) / (4 * 64 * 64 * 8)  # with metadata
-        2.0159912109375
+        2.015869140625
     """
 
     bits: tuple[int, ...] = (4, 2, 1, 1)

@@ -54,6 +54,7 @@ class GELU(Coded, nnx.Module):
 
     Example:
         >>> import jax.numpy as jnp
+        >>> from jaxcomp import Quantize
         >>> GELU(codec=Quantize(bits=2))(jnp.array([0.0])).tolist()
         [0.0]
     """
@@ -78,6 +79,7 @@ class SiLU(Coded, nnx.Module):
 
     Example:
         >>> import jax.numpy as jnp
+        >>> from jaxcomp import Quantize
         >>> SiLU(codec=Quantize(bits=2))(jnp.array([0.0])).tolist()
         [0.0]
     """
