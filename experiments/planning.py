@@ -2,24 +2,14 @@
 
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import optax
 from flax import nnx
 
 from experiments.config import TrainConfig
 from experiments.data import Dataset
-from experiments.run import Run, of_model
+from experiments.run import Run, cross_entropy, of_model
 from jaxcomp import Quantize, training
 from jaxcomp.bits import BitPlanner
 from jaxcomp.ways import Way
-
-
-def loss(model: nnx.Module, batch: Any) -> jax.Array:
-    """The mean cross-entropy, for gradients' statistics."""
-    images, labels = batch
-    logits = model(images).astype(jnp.float32)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
 class Planner:
@@ -43,7 +33,9 @@ class Planner:
             raise ValueError(
                 f"plan_steps={config.plan_steps}: expected a way that quantizes, not {config.way}"
             )
-        self.planner = BitPlanner(loss, bits=max(bits, default=2), every=config.plan_steps or 1)
+        self.planner = BitPlanner(
+            cross_entropy, bits=max(bits, default=2), every=config.plan_steps or 1
+        )
         self.planner.taken = {int(step): plan for step, plan in plans.items()}
 
     def restored(self, run: Run) -> Run:
@@ -51,7 +43,7 @@ class Planner:
         if not self.plans:
             return run
         self.planner.restore(run.model)
-        return of_model(run.model, self.config, self.dataset)
+        return of_model(run.model, run.state, self.config, self.dataset)
 
     def planned(self, run: Run, state: training.TrainState, step: int, batch: Any) -> Run:
         """The run with new bits, where a plan is due and better."""
@@ -63,4 +55,4 @@ class Planner:
         if not self.planner.update(model, batch, step):
             return run
         self.plans[str(step)] = self.planner.taken[step]
-        return of_model(model, self.config, self.dataset)
+        return of_model(model, state, self.config, self.dataset)

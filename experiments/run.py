@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
@@ -75,26 +76,39 @@ def build(config: TrainConfig, dataset: Dataset) -> Run:
             rngs=nnx.Rngs(config.seed),
         )
     )
-    return of_model(model, config, dataset)
+    state = replicate(training.init_state(model, _optimizer(config, dataset)))
+    return of_model(model, state, config, dataset)
 
 
-def of_model(model: nnx.Module, config: TrainConfig, dataset: Dataset) -> Run:
+def of_model(
+    model: nnx.Module, state: training.TrainState, config: TrainConfig, dataset: Dataset
+) -> Run:
     """The run of a model as it is, whose codecs may have changed since :func:`build`.
 
     Raises:
         ValueError: as :func:`build`.
     """
-    optimizer = training.sgd(
+    loss_fn = training.make_loss(model, config.label_smoothing)
+    micro_batches = Way.parse(config.way).micro_batches
+    train_step = training.make_train_step(loss_fn, _optimizer(config, dataset), micro_batches)
+    train_step.trace(state, *abstract_batch(config.batch, dataset.image_shape))
+    return Run(model, state, loss_fn, train_step, training.make_eval_step(model))
+
+
+def _optimizer(config: TrainConfig, dataset: Dataset) -> optax.GradientTransformation:
+    return training.sgd(
         learning_rate(config, count_epoch_steps(config, dataset)),
         momentum=config.momentum,
         nesterov=config.nesterov,
         weight_decay=config.weight_decay,
     )
-    loss_fn = training.make_loss(model, config.label_smoothing)
-    state = replicate(training.init_state(model, optimizer))
-    train_step = training.make_train_step(loss_fn, optimizer, Way.parse(config.way).micro_batches)
-    train_step.trace(state, *abstract_batch(config.batch, dataset.image_shape))
-    return Run(model, state, loss_fn, train_step, training.make_eval_step(model))
+
+
+def cross_entropy(model: nnx.Module, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """The mean cross-entropy of a batch of images and labels, for gradients' statistics."""
+    images, labels = batch
+    logits = model(images).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
 def evaluate(run: Run, state: training.TrainState, dataset: Dataset, batch: int) -> float:

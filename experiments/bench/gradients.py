@@ -11,7 +11,6 @@ from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
-import optax
 import typer
 from flax import nnx
 from rich.progress import track
@@ -21,7 +20,7 @@ from experiments.bench.memory import Out, Ways
 from experiments.config import TrainConfig
 from experiments.data import load
 from experiments.record import describe_environment, write_json, write_table
-from experiments.run import build
+from experiments.run import build, cross_entropy
 from jaxcomp.models import resnet
 from jaxcomp.ways import Way
 
@@ -61,11 +60,6 @@ def main(
         )
     )
 
-    def loss(model: nnx.Module, batch: Any) -> jax.Array:
-        images, labels = batch
-        logits = model(images)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-
     rows: list[dict[str, Any]] = []
     for name in track(way or list(WAYS), "checking"):
         model = Way.parse(name)(
@@ -73,7 +67,7 @@ def main(
         )
         for trained, state in zip((0, steps), states, strict=True):
             nnx.update(model, state.params, state.model_state)
-            report = jc.check_gradients(loss, model, fresh, draws)
+            report = jc.check_gradients(cross_entropy, model, fresh, draws)
             figures = {"row": name, "steps": trained, "noise_over_sgd": report.noise_over_sgd}
             rows.append(figures | dataclasses.asdict(report))
     content = describe_environment() | {"batch": batch, "draws": draws, "rows": rows}

@@ -55,31 +55,35 @@ def tabulate(
 ) -> None:
     """Compiles each way and prints the table; memory.json and memory.md grow with every row."""
     console = Console()
-    rows = [row for row in _rows(out / "memory.json") if row.name not in ways] if add else []
-    text = ""
-    for way in ways:
-        try:
-            table = memory.compare(
-                make_step,
-                [way],
-                batch=batch,
-                target=target,
-                largest_batch=max_batch,
-                progress=lambda name: console.status(f"compiling {name}"),
-            )
-        except (ValueError, ImportError) as error:
-            raise typer.BadParameter(str(error)) from error
-        rows += table.rows
-        table = dataclasses.replace(table, rows=tuple(rows))
+    kept = [row for row in _rows(out / "memory.json") if row.name not in ways] if add else []
+
+    def save(table: memory.Comparison) -> str:
+        table = dataclasses.replace(table, rows=(*kept, *table.rows))
         content = describe_environment() | {"model": model, "batch": batch} | table.to_dict()
         write_json(out / "memory.json", content)
         text = f"{model}, batch {batch}:\n\n{table}\n\n    {content['command']}\n"
         (out / "memory.md").write_text(text)
-    console.print(text, highlight=False, soft_wrap=True)
+        return text
+
+    try:
+        table = memory.compare(
+            make_step,
+            ways,
+            batch=batch,
+            target=target,
+            largest_batch=max_batch,
+            progress=lambda name: console.status(f"compiling {name}"),
+            save=save,
+        )
+    except (ValueError, ImportError) as error:
+        raise typer.BadParameter(str(error)) from error
+    console.print(save(table), highlight=False, soft_wrap=True)
 
 
 def _rows(path: Path) -> list[Row]:
     """The rows of an earlier table, which tells their figures by name."""
+    if not path.exists():
+        raise typer.BadParameter(f"add: {path} is not there yet")
     rows = []
     for figures in json.loads(path.read_text())["rows"]:
         own, report = ({f.name for f in dataclasses.fields(kind)} for kind in (Row, MemoryReport))

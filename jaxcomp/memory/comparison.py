@@ -128,6 +128,7 @@ def compare(
     largest_batch: bool = False,
     timelines: bool = False,
     progress: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+    save: Callable[[Comparison], Any] | None = None,
 ) -> Comparison:
     """Compiles a training step several ways for a device, here or not, and tabulates its memory.
 
@@ -146,6 +147,7 @@ def compare(
             compilations (`max_batch`).
         timelines: whether each row has its timeline, too.
         progress: is entered with a row's name while the row is compiled.
+        save: is called with the table so far after each row, which may take minutes.
 
     Returns:
         The table. A row that does not fit the model, that `make_step` does not apply, or whose
@@ -199,6 +201,8 @@ def compare(
                 done.append(row(way))
             except (CompileError, ValueError) as error:
                 done.append(Row(way.spec, batch, None, error=str(error)))
+        if save is not None:
+            save(Comparison(where.name, usable, tuple(_without_copies(done))))
     return Comparison(where.name, usable, tuple(_without_copies(done)))
 
 

@@ -30,8 +30,8 @@ _SAME_VALUE = {
     "optimization_barrier",
     "reshape",
     "sharding_constraint",
-    "stop_gradient",
     "squeeze",
+    "stop_gradient",
     "transpose",
 }
 # Equations that take a part of their first operand; of an argument it can be taken again.
