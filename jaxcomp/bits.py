@@ -23,9 +23,10 @@ from jaxcomp.codecs.codec import Seed
 from jaxcomp.codecs.per_sample import WIDTHS
 from jaxcomp.gradients import moved, vector
 from jaxcomp.nn import Sink
+from jaxcomp.nn.coded import coded_modules, covered
 from jaxcomp.ops.sensitivity import COLUMNS
 from jaxcomp.rules import Rule, Rules, apply
-from jaxcomp.visits import coded_modules, covered, watched
+from jaxcomp.visits import watched
 
 Loss = Callable[[Any, Any], jax.Array]  # of a model and a batch
 
@@ -108,15 +109,14 @@ def sensitivities(
 
         return jax.grad(of, (0, 1))(params, sinks)
 
-    drawn = [moved(params, draw) for draw in range(_DRAWS)]
-    exact = [vector(gradient(p, no_noise, rest, batch)[0]) for p in drawn]
     _, statistics = gradient(params, no_noise, rest, batch)
     nnx.update(probed, statistics)
     filled = {path: typing.cast(Sink, modules[path].sink) for path in layers}
     found = {path: np.array(sink[...], np.float64) for path, sink in filled.items()}
-    for path in layers:
-        if not modules[path].kind.endswith("norm"):
-            continue
+    norms = [path for path in layers if modules[path].kind.endswith("norm")]
+    drawn = [moved(params, draw) for draw in range(_DRAWS)] if norms else []
+    exact = [vector(gradient(p, no_noise, rest, batch)[0]) for p in drawn]
+    for path in norms:
         noise = split(path)[2]
         noisy = [vector(gradient(p, noise, rest, batch)[0]) for p in drawn]
         total = np.mean([np.square(a - b).sum() for a, b in zip(noisy, exact, strict=True)])
@@ -156,8 +156,9 @@ def plan_bits(
         >>> rules[0].codec.bits  # one layer, whose samples are alike
         4
     """
+    _check(bits, run)
     needs = Needs.measure(loss, model, batch, run)
-    return needs.rules(model, needs.allocate(bits))
+    return _rules(model, needs.by_path(needs.allocate(bits)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,8 +178,6 @@ class Needs:
     @classmethod
     def measure(cls, loss: Loss, model: nnx.Module, batch: Any, run: int) -> "Needs":
         """Measures them on a batch; see `plan_bits`."""
-        if not isinstance(run, int) or not 1 <= run <= 256:
-            raise ValueError(f"run={run}: expected an integer from 1 to 256")
         found = sensitivities(loss, model, batch)
         size = len(next(iter(found.values())))
         if size < run:
@@ -203,16 +202,11 @@ class Needs:
     def allocate(self, bits: int | float) -> Int[np.ndarray, "layers ranks"]:
         """Widths of 1, 2, 4 or 8 bits, not increasing along the ranks; see `plan_bits`.
 
-        Raises:
-            ValueError: If `bits` is out of its range.
-
         Example:
             >>> needs = np.array([[[900.0, 100, 4, 0], [9, 1, 0.04, 0]]])
             >>> Needs(("a",), needs, np.array([8])).allocate(bits=3).tolist()
             [[4, 2]]
         """
-        if not 1 <= bits <= 8:
-            raise ValueError(f"bits={bits}: expected a mean of 1 to 8")
         # A rank gets no less than those after it.
         needs = np.flip(np.maximum.accumulate(np.flip(self.needs, 1), axis=1), 1)
         share = self.elements / needs.shape[1]
@@ -248,9 +242,16 @@ class Needs:
         codecs = [typing.cast(Quantize | PerSample, modules[path].codec) for path in self.paths]
         return np.stack([np.broadcast_to(codec.bits, self.needs.shape[1]) for codec in codecs])
 
-    def rules(self, model: nnx.Module, widths: Int[np.ndarray, "layers ranks"]) -> Rules:
-        """A rule for each layer."""
-        return _rules(model, dict(zip(self.paths, widths.tolist(), strict=True)))
+    def by_path(self, widths: Int[np.ndarray, "layers ranks"]) -> dict[str, list[int]]:
+        """Each layer's widths under its path."""
+        return dict(zip(self.paths, widths.tolist(), strict=True))
+
+
+def _check(bits: int | float, run: int) -> None:
+    if not 1 <= bits <= 8:
+        raise ValueError(f"bits={bits}: expected a mean of 1 to 8")
+    if not isinstance(run, int) or not 1 <= run <= 256:
+        raise ValueError(f"run={run}: expected an integer from 1 to 256")
 
 
 def _rules(model: nnx.Module, widths: dict[str, list[int]]) -> Rules:
@@ -316,8 +317,7 @@ class BitPlanner:
     ) -> None:
         if every < 1 or most < 1:
             raise ValueError(f"every={every}, most={most}: expected positive numbers")
-        if not 1 <= bits <= 8 or not 1 <= run <= 256:
-            raise ValueError(f"bits={bits}, run={run}: expected 1 to 8, and 1 to 256")
+        _check(bits, run)
         self.loss, self.bits, self.run, self.every, self.most = loss, bits, run, every, most
         self.taken: dict[int, dict[str, list[int]]] = {}
 
@@ -341,7 +341,7 @@ class BitPlanner:
         widths = needs.allocate(self.bits)
         if self.taken and needs.variance(widths) >= 0.9 * needs.variance(needs.widths_of(model)):
             return False
-        self.taken[step] = dict(zip(needs.paths, widths.tolist(), strict=True))
+        self.taken[step] = needs.by_path(widths)
         self.restore(model)
         return True
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from flax import nnx
 
 from jaxcomp.codecs import Codec, Exact
-from jaxcomp.nn.coded import Coded
+from jaxcomp.nn.coded import coded_modules, covered_paths
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,17 +113,14 @@ def apply(model: nnx.Module, rules: Rules) -> Plan:
     """
     if not isinstance(rules, Sequence) or not all(isinstance(rule, Rule) for rule in rules):
         raise TypeError(f"rules={rules!r}: expected a tuple of Rule, as a recipe returns")
-    coded = [
-        ("/".join(map(str, path)), module)
-        for path, module in nnx.iter_modules(model)
-        if isinstance(module, Coded)
-    ]
+    modules = coded_modules(model)
     used = set()
     decisions = {}
     covered: set[str] = set()
-    for path, module in sorted(coded, key=lambda item: item[0].count("/")):  # from outside in
+    for path in sorted(modules, key=lambda path: path.count("/")):  # from outside in
         if path in covered:
             continue
+        module = modules[path]
         codec = module.codec or Exact()
         matching = (i for i, rule in enumerate(rules) if rule.matches(path, module.kind))
         for i in itertools.islice(matching, 1):
@@ -134,15 +131,19 @@ def apply(model: nnx.Module, rules: Rules) -> Plan:
             except ValueError as error:
                 raise ValueError(f"{rules[i]} matches {path}: {error}") from error
         if not isinstance(codec, Exact):
-            covered.update(f"{path}/{name}".lstrip("/") for name in module.covers)
+            covered |= covered_paths(path, module)
         decisions[path] = Decision(path, module.kind, codec)
     for i, rule in enumerate(rules):
         if rule.required and i not in used:
-            kinds = ", ".join(sorted({module.kind for _, module in coded})) or "no coded modules"
+            kinds = (
+                ", ".join(sorted({module.kind for module in modules.values()}))
+                or "no coded modules"
+            )
             raise ValueError(
                 f"{rule} matches nothing, or only what an earlier rule took; the model has: {kinds}"
             )
-    decided = [(module, decisions[path]) for path, module in coded if path in decisions]
-    for module, decision in decided:
-        module.codec = None if isinstance(decision.codec, Exact) else decision.codec
-    return Plan(tuple(decision for _, decision in decided))
+    decided = [decisions[path] for path in modules if path in decisions]
+    for decision in decided:
+        exact = isinstance(decision.codec, Exact)
+        modules[decision.path].codec = None if exact else decision.codec
+    return Plan(tuple(decided))

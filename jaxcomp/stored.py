@@ -8,9 +8,10 @@ from flax import nnx
 
 from jaxcomp.codecs import Codec, Exact, Packed
 from jaxcomp.memory import declared_residuals
+from jaxcomp.nn.coded import coded_modules, covered
 from jaxcomp.rules import Rule, apply
 from jaxcomp.training import split_model
-from jaxcomp.visits import coded_modules, covered, modules_of, watched
+from jaxcomp.visits import modules_of, watched
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxcomp.nn.coded import Coded
 from jaxcomp.ops import Activation, value
 
 _MARK = "module:"
@@ -51,19 +50,3 @@ def _watched(kind: type[nnx.Module], path: str, called: dict[str, int]) -> type[
 def modules_of(scope: str) -> list[str]:
     """The paths of the modules in whose calls a value was made, from outside in."""
     return [bytes.fromhex(path).decode() for path in re.findall(rf"{_MARK}([0-9a-f]*)", scope)]
-
-
-def covered(modules: dict[str, Coded]) -> set[str]:
-    """The paths of the modules that store nothing, since one that covers them has a codec."""
-    return {
-        f"{path}/{name}".lstrip("/")
-        for path, module in modules.items()
-        if module.codec is not None
-        for name in module.covers
-    }
-
-
-def coded_modules(model: nnx.Module) -> dict[str, Coded]:
-    """The `jaxcomp.nn` modules of a model by path."""
-    modules = nnx.iter_modules(model)
-    return {"/".join(map(str, path)): m for path, m in modules if isinstance(m, Coded)}

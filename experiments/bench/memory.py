@@ -55,11 +55,14 @@ def tabulate(
 ) -> None:
     """Compiles each way and prints the table; memory.json and memory.md grow with every row."""
     console = Console()
-    kept = [row for row in _rows(out / "memory.json") if row.name not in ways] if add else []
+    described: dict[str, object] = {"model": model, "batch": batch}
+    named = described | ({} if target is None else {"target": target})
+    kept = _rows(out / "memory.json", named) if add else []
+    kept = [row for row in kept if row.name not in ways]
 
     def save(table: memory.Comparison) -> str:
         table = dataclasses.replace(table, rows=(*kept, *table.rows))
-        content = describe_environment() | {"model": model, "batch": batch} | table.to_dict()
+        content = describe_environment() | described | table.to_dict()
         write_json(out / "memory.json", content)
         text = f"{model}, batch {batch}:\n\n{table}\n\n    {content['command']}\n"
         (out / "memory.md").write_text(text)
@@ -80,12 +83,15 @@ def tabulate(
     console.print(save(table), highlight=False, soft_wrap=True)
 
 
-def _rows(path: Path) -> list[Row]:
-    """The rows of an earlier table, which tells their figures by name."""
+def _rows(path: Path, described: dict[str, object]) -> list[Row]:
+    """The rows of an earlier table of the same step, which tells their figures by name."""
     if not path.exists():
         raise typer.BadParameter(f"add: {path} is not there yet")
+    table = json.loads(path.read_text())
+    if {key: table[key] for key in described} != described:
+        raise typer.BadParameter(f"add: {path} is not of {described}")
     rows = []
-    for figures in json.loads(path.read_text())["rows"]:
+    for figures in table["rows"]:
         own, report = ({f.name for f in dataclasses.fields(kind)} for kind in (Row, MemoryReport))
         known = None if figures["error"] else {k: v for k, v in figures.items() if k in report}
         rest = {k: v for k, v in figures.items() if k in own}

@@ -29,8 +29,7 @@ class ReLU(Coded, nnx.Module):
     kind = "relu"
 
     def __init__(self, codec: Packed | None = None) -> None:
-        self.check_codec(codec)
-        self.codec = codec
+        super().__init__(codec=codec)
 
     def check_codec(self, codec: Codec | None) -> None:
         """Raises an error unless the codec is a mask's: `Packed(bits=1)`, `Exact()` or None."""
@@ -62,9 +61,8 @@ class GELU(Coded, nnx.Module):
     kind = "gelu"
 
     def __init__(self, approximate: bool = True, codec: Codec | None = None) -> None:
+        super().__init__(codec=codec)
         self.approximate = approximate
-        self.check_codec(codec)
-        self.codec = codec
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """Returns x times the normal distribution's value at x."""
@@ -87,8 +85,7 @@ class SiLU(Coded, nnx.Module):
     kind = "silu"
 
     def __init__(self, codec: Codec | None = None) -> None:
-        self.check_codec(codec)
-        self.codec = codec
+        super().__init__(codec=codec)
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """Returns x times its sigmoid."""
@@ -113,13 +110,6 @@ class Dropout(Coded, nnx.Dropout):
     """
 
     kind = "dropout"
-
-    def __init__(
-        self, *args: typing.Any, codec: Packed | None = None, **kwargs: typing.Any
-    ) -> None:
-        super().__init__(*args, **kwargs)
-        self.check_codec(codec)
-        self.codec = codec
 
     def check_codec(self, codec: Codec | None) -> None:
         """Raises an error unless the codec is a mask's: `Packed(bits=1)`, `Exact()` or None."""
@@ -178,8 +168,7 @@ class MaxPool(Coded, nnx.Module):
         self.window_shape = window_shape
         self.strides = strides
         self.padding = padding
-        self.check_codec(codec)
-        self.codec = codec
+        super().__init__(codec=codec)
 
     def check_codec(self, codec: Codec | None) -> None:
         """Raises an error unless the codec can hold the index of every value of a window."""

@@ -3,7 +3,6 @@
 import contextlib
 import contextvars
 import dataclasses
-import functools
 import typing
 from collections.abc import Callable, Iterator
 
@@ -12,8 +11,6 @@ from jaxtyping import Array
 
 from jaxcomp.codecs import Codec, noise
 from jaxcomp.ops import Activation
-
-R = typing.TypeVar("R")
 
 
 class Sink(nnx.Variable[Array]):
@@ -37,6 +34,11 @@ class Coded:
     codec: Codec | None
     sink: Sink | None = None
 
+    def __init__(self, *args: typing.Any, codec: Codec | None = None, **kwargs: typing.Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.check_codec(codec)
+        self.codec = codec
+
     def check_codec(self, codec: Codec | None) -> None:
         """Raises an error if the module cannot store by a codec.
 
@@ -51,9 +53,26 @@ class Coded:
         if self.kind not in codec.kinds:
             raise ValueError(f"codec={codec}: stores for {', '.join(codec.kinds)}, not {self.kind}")
 
-    def with_sink(self, op: Callable[..., R]) -> Callable[..., R]:
-        """An operation that takes the module's sink, if it has one."""
-        return op if self.sink is None else functools.partial(op, sink=self.sink[...])
+    def sink_argument(self) -> dict[str, typing.Any]:
+        """The sink as a keyword argument of an operation, if there is one."""
+        return {} if self.sink is None else {"sink": self.sink[...]}
+
+
+def covered(modules: dict[str, Coded]) -> set[str]:
+    """The paths of the modules that store nothing, since one that covers them has a codec."""
+    coding = ((path, module) for path, module in modules.items() if module.codec is not None)
+    return {name for path, module in coding for name in covered_paths(path, module)}
+
+
+def covered_paths(path: str, module: Coded) -> set[str]:
+    """The paths of the modules that a module at `path` covers."""
+    return {f"{path}/{name}".lstrip("/") for name in module.covers}
+
+
+def coded_modules(model: nnx.Module) -> dict[str, Coded]:
+    """The `jaxcomp.nn` modules of a model by path."""
+    modules = nnx.iter_modules(model)
+    return {"/".join(map(str, path)): m for path, m in modules if isinstance(m, Coded)}
 
 
 @dataclasses.dataclass(frozen=True)

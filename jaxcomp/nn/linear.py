@@ -34,16 +34,15 @@ class Conv(Coded, nnx.Conv):
     kind = "conv"
 
     def __init__(self, *args: typing.Any, codec: Codec | None = None, **kwargs: typing.Any) -> None:
-        super().__init__(*args, conv_general_dilated=ops.conv_general_dilated, **kwargs)
-        self.codec = codec
+        op = ops.conv_general_dilated
+        super().__init__(*args, conv_general_dilated=op, codec=codec, **kwargs)
 
     def __call__(
         self, inputs: Float[Array, "..."] | Activation, out_sharding: typing.Any = None
     ) -> Float[Array, "..."]:
         """Convolves `inputs`; of an `Activation` with a code, that waits for the backward pass."""
         activation = inputs if isinstance(inputs, Activation) and inputs.code is not None else None
-        sink = {} if activation or self.sink is None else {"sink": self.sink[...]}
-        with giving(activation, **sink):
+        with giving(activation, **({} if activation else self.sink_argument())):
             return super().__call__(value(inputs), out_sharding)
 
     @property
@@ -77,11 +76,6 @@ class ConvTranspose(Coded, nnx.ConvTranspose):
 
     kind = "conv"
 
-    def __init__(self, *args: typing.Any, codec: Codec | None = None, **kwargs: typing.Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.check_codec(codec)
-        self.codec = codec
-
     def check_codec(self, codec: Codec | None) -> None:
         """Raises an error if the layer cannot store by a codec."""
         super().check_codec(codec)
@@ -98,7 +92,7 @@ class ConvTranspose(Coded, nnx.ConvTranspose):
         seed = noise.fingerprint(kernel)
         variables = inputs.reshape(-1, *inputs.shape[-rank:]), kernel, bias
         x, kernel, bias = self.promote_dtype(variables, dtype=self.dtype)
-        y = self.with_sink(ops.conv_transpose)(
+        y = ops.conv_transpose(
             x,
             kernel,
             _for_each_axis(self.strides, rank - 1),
@@ -109,13 +103,15 @@ class ConvTranspose(Coded, nnx.ConvTranspose):
             preferred_element_type=self.preferred_element_type,
             codec=self.codec,
             seed=seed,
+            **self.sink_argument(),
         )
         y = y if bias is None else y + jnp.expand_dims(bias, range(rank))
         return y.reshape(*inputs.shape[:-rank], *y.shape[1:])
 
 
 def _for_each_axis(value: int | Sequence[int] | None, axes: int) -> tuple[int, ...]:
-    return (value or 1,) * axes if value is None or isinstance(value, int) else tuple(value)
+    value = 1 if value is None else value
+    return (value,) * axes if isinstance(value, int) else tuple(value)
 
 
 class Linear(Coded, nnx.Linear):
@@ -137,14 +133,13 @@ class Linear(Coded, nnx.Linear):
     kind = "dot"
 
     def __init__(self, *args: typing.Any, codec: Codec | None = None, **kwargs: typing.Any) -> None:
-        super().__init__(*args, dot_general=ops.dot_general, **kwargs)
-        self.codec = codec
+        super().__init__(*args, dot_general=ops.dot_general, codec=codec, **kwargs)
 
     def __call__(
         self, inputs: Float[Array, "..."], out_sharding: typing.Any = None
     ) -> Float[Array, "..."]:
         """Multiplies `inputs`, as Flax does."""
-        with giving(None, **({} if self.sink is None else {"sink": self.sink[...]})):
+        with giving(None, **self.sink_argument()):
             return super().__call__(inputs, out_sharding)
 
     @property

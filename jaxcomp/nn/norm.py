@@ -1,7 +1,5 @@
 """Flax's normalisation layers with a compressed input."""
 
-import typing
-
 import jax
 from flax import nnx
 from flax.nnx.module import first_from
@@ -32,11 +30,6 @@ class BatchNorm(Coded, nnx.BatchNorm):
 
     kind = "batch_norm"
 
-    def __init__(self, *args: typing.Any, codec: Codec | None = None, **kwargs: typing.Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.check_codec(codec)
-        self.codec = codec
-
     def __call__(
         self,
         x: Float[Array, "..."],
@@ -57,7 +50,7 @@ class BatchNorm(Coded, nnx.BatchNorm):
         seed = noise.fingerprint(*(a for a in (scale, bias) if a is not None))
         variables = x, self.mean[...], self.var[...], scale, bias
         x, _, _, scale, bias = self.promote_dtype(variables, dtype=self.dtype)
-        y, mean, var = self.with_sink(ops.batch_norm)(
+        y, mean, var = ops.batch_norm(
             x,
             scale,
             bias,
@@ -69,6 +62,7 @@ class BatchNorm(Coded, nnx.BatchNorm):
             mask=mask,
             codec=self.codec,
             seed=seed,
+            **self.sink_argument(),
         )
         self.update(mean, var)
         return y
@@ -99,11 +93,6 @@ class LayerNorm(Coded, nnx.LayerNorm):
 
     kind = "layer_norm"
 
-    def __init__(self, *args: typing.Any, codec: Codec | None = None, **kwargs: typing.Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.check_codec(codec)
-        self.codec = codec
-
     def check_codec(self, codec: Codec | None) -> None:
         """Raises an error if the layer cannot store by a codec."""
         super().check_codec(codec)
@@ -114,11 +103,12 @@ class LayerNorm(Coded, nnx.LayerNorm):
         """Normalises `x`; arguments as in `flax.nnx.LayerNorm`."""
         if self.codec is None:
             return super().__call__(x, mask=mask)
-        parameters = [None if a is None else a[...] for a in (self.scale, self.bias)]
-        seed = noise.fingerprint(*(a for a in parameters if a is not None))
-        promoted, scale, bias = self.promote_dtype((x, *parameters), dtype=self.dtype)
-        return self.with_sink(ops.layer_norm)(
-            promoted,
+        scale = None if self.scale is None else self.scale[...]
+        bias = None if self.bias is None else self.bias[...]
+        seed = noise.fingerprint(*(a for a in (scale, bias) if a is not None))
+        x, scale, bias = self.promote_dtype((x, scale, bias), dtype=self.dtype)
+        return ops.layer_norm(
+            x,
             scale,
             bias,
             epsilon=self.epsilon,
@@ -128,4 +118,5 @@ class LayerNorm(Coded, nnx.LayerNorm):
             mask=mask,
             codec=self.codec,
             seed=seed,
+            **self.sink_argument(),
         )

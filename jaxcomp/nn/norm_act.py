@@ -39,8 +39,7 @@ class NormAct(Coded, nnx.Module):
     ) -> None:
         self.norm = norm
         self.relu = ReLU() if relu else None
-        self.check_codec(codec)
-        self.codec = codec
+        super().__init__(codec=codec)
 
     def check_codec(self, codec: Codec | None) -> None:
         """Raises an error unless the codec is `SignAware`, for a norm that it can serve."""

@@ -121,11 +121,10 @@ def conv_transpose(
     strides: Sequence[int],
     padding: str | Sequence[tuple[int, int]],
     rhs_dilation: Sequence[int] | None = None,
-    dimension_numbers: None = None,
+    *,
     transpose_kernel: bool = False,
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
-    *,
     codec: Codec | None = None,
     seed: Seed = None,
     sink: Sink | None = None,
@@ -141,7 +140,6 @@ def conv_transpose(
         strides: As `lax.conv_transpose`, and so are the arguments that follow.
         padding: See there.
         rhs_dilation: See there.
-        dimension_numbers: None, for the channels last.
         transpose_kernel: See there.
         precision: See there.
         preferred_element_type: See there.
@@ -167,7 +165,6 @@ def conv_transpose(
         strides=strides,
         padding=padding,
         rhs_dilation=rhs_dilation,
-        dimension_numbers=dimension_numbers,
         transpose_kernel=transpose_kernel,
         precision=precision,
         preferred_element_type=preferred_element_type,

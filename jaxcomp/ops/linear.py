@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 from jax import lax
+from jax.custom_derivatives import CustomVJPPrimal
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -101,9 +102,8 @@ def bilinear(
     def forward(*given: typing.Any) -> typing.Any:
         values = jax.tree.map(lambda leaf: leaf.value, given, is_leaf=_is_argument)
         lhs, rhs, code, sink, seed = values
-        if not (
-            _is_perturbed(given[1]) or _is_perturbed(given[3])
-        ):  # as of a frozen kernel: nothing in the backward pass reads `lhs`
+        if not (_is_perturbed(given[1]) or _is_perturbed(given[3])):
+            # As of a frozen kernel: nothing in the backward pass reads `lhs`.
             return stock(lhs, rhs), (None, rhs)
         if code is None:
             coded = codec.encode(lhs, seed, importance(sink))
@@ -128,7 +128,7 @@ def bilinear(
 
 
 def _is_argument(leaf: typing.Any) -> bool:
-    return hasattr(leaf, "perturbed")
+    return isinstance(leaf, CustomVJPPrimal)
 
 
 def _is_perturbed(argument: typing.Any) -> bool:
