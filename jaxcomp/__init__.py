@@ -16,6 +16,7 @@ from jaxcomp.codecs import Codec as Codec
 from jaxcomp.codecs import DualPrecision as DualPrecision
 from jaxcomp.codecs import Encoded as Encoded
 from jaxcomp.codecs import Exact as Exact
+from jaxcomp.codecs import Offload as Offload
 from jaxcomp.codecs import Packed as Packed
 from jaxcomp.codecs import PerSample as PerSample
 from jaxcomp.codecs import Quantize as Quantize

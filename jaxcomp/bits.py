@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxcomp.codecs import Codec, Encoded, Exact, PerSample, Quantize
 from jaxcomp.codecs.codec import Seed
+from jaxcomp.codecs.offload import coder, waiting_with
 from jaxcomp.codecs.per_sample import WIDTHS
 from jaxcomp.gradients import moved, vector
 from jaxcomp.nn import Sink
@@ -239,8 +240,9 @@ class Needs:
     def widths_of(self, model: nnx.Module) -> Int[np.ndarray, "layers ranks"]:
         """The widths that a model has, whose runs are as long as those that were measured."""
         modules = coded_modules(model)
-        codecs = [typing.cast(Quantize | PerSample, modules[path].codec) for path in self.paths]
-        return np.stack([np.broadcast_to(codec.bits, self.needs.shape[1]) for codec in codecs])
+        codecs = [coder(modules[path].codec or Exact()) for path in self.paths]
+        widths = [typing.cast(Quantize | PerSample, codec).bits for codec in codecs]
+        return np.stack([np.broadcast_to(bits, self.needs.shape[1]) for bits in widths])
 
     def by_path(self, widths: Int[np.ndarray, "layers ranks"]) -> dict[str, list[int]]:
         """Each layer's widths under its path."""
@@ -256,14 +258,15 @@ def _check(bits: int | float, run: int) -> None:
 
 def _rules(model: nnx.Module, widths: dict[str, list[int]]) -> Rules:
     modules = coded_modules(model)
-    return tuple(
-        Rule(
-            Quantize(ranks[0]) if len(set(ranks)) == 1 else PerSample(tuple(ranks)),
-            op=modules[path].kind if path in modules else ".*",
-            path=re.escape(path),
-        )
-        for path, ranks in widths.items()
-    )
+    rules = []
+    for path, ranks in widths.items():
+        codec = Quantize(ranks[0]) if len(set(ranks)) == 1 else PerSample(tuple(ranks))
+        module = modules.get(path)
+        if module is None:
+            raise ValueError(f"model: has no layer {path}, which the plan is for")
+        now = module.codec or Exact()
+        rules.append(Rule(waiting_with(now, codec), op=module.kind, path=re.escape(path)))
+    return tuple(rules)
 
 
 def _planned(model: nnx.Module) -> list[str]:
@@ -274,7 +277,8 @@ def _planned(model: nnx.Module) -> list[str]:
         path
         for path, module in modules.items()
         if module.kind in PerSample.kinds
-        and isinstance(module.codec, Quantize | PerSample)
+        and module.codec is not None
+        and isinstance(coder(module.codec), Quantize | PerSample)
         and path not in hidden
         and (module.kind.endswith("norm") or isinstance(getattr(module, "kernel", None), nnx.Param))
     ]

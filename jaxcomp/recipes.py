@@ -2,9 +2,20 @@
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
-from jaxcomp.codecs import AvgPool, Cast, Codec, DualPrecision, Exact, Packed, Quantize, SignAware
+from jaxcomp.codecs import (
+    AvgPool,
+    Cast,
+    Codec,
+    DualPrecision,
+    Exact,
+    Offload,
+    Packed,
+    Quantize,
+    SignAware,
+)
 from jaxcomp.rules import Rule, Rules
 
 CODECS: dict[str, type[Codec]] = {
@@ -80,7 +91,30 @@ def division(window: int = 8, bits: int = 2) -> Rules:
     return along_features, *everywhere(DualPrecision(window, bits))
 
 
-Level = Literal["L0", "L1", "L2", "L3"]
+def offloaded(rules: Rules) -> Rules:
+    """The same rules with the codes in the host's pinned memory.
+
+    On a GPU the forward pass waits for each copy; a backend without such memory is an error.
+
+    Args:
+        rules: Of a recipe.
+
+    Returns:
+        The rules.
+
+    Example:
+        >>> offloaded(fused(bits=2))[0].codec
+        Offload(codec=SignAware(bits=2, signed=False))
+    """
+    return tuple(
+        rule
+        if isinstance(rule.codec, Exact | Offload)
+        else replace(rule, codec=Offload(rule.codec))
+        for rule in rules
+    )
+
+
+Level = Literal["L0", "L1", "L2", "L3", "L4"]
 
 
 def actnn(level: Level = "L3") -> Rules:
@@ -88,10 +122,11 @@ def actnn(level: Level = "L3") -> Rules:
 
     L0 stores everything exactly; L1 convolutions' inputs in 4 bits; L2 all that can be in 4 bits;
     L3 in 2 bits on average: these rules are its start, from which `jaxcomp.bits.BitPlanner` gives
-    each layer and rank of samples its own. Masks and indices are exact and packed from L2 on.
+    each layer and rank of samples its own; L4 as L3, in the host's memory. Masks and indices are
+    exact and packed from L2 on.
 
     Args:
-        level: "L0", "L1", "L2" or "L3".
+        level: "L0", "L1", "L2", "L3" or "L4".
 
     Returns:
         The rules.
@@ -109,7 +144,8 @@ def actnn(level: Level = "L3") -> Rules:
         return everywhere(Exact())
     if level == "L1":
         return (Rule(Quantize(bits=4), op="conv"),)
-    return everywhere(Quantize(bits=4 if level == "L2" else 2))
+    rules = everywhere(Quantize(bits=4 if level == "L2" else 2))
+    return offloaded(rules) if level == "L4" else rules
 
 
 RECIPES: dict[str, Callable[..., Rules]] = {
@@ -124,7 +160,7 @@ def from_spec(spec: str) -> Rules:
 
     Args:
         spec: A snake-case name with options, for example "quantize:bits=4", "avg_pool:window=2",
-            "cast:dtype=float16", "exact", "fused:bits=2".
+            "cast:dtype=float16", "exact", "fused:bits=2"; "offload:" before it is `offloaded`.
 
     Returns:
         The rules.
@@ -137,6 +173,8 @@ def from_spec(spec: str) -> Rules:
         Quantize(bits=4, group='channel', rounding='stochastic')
     """
     name, _, options = spec.partition(":")
+    if name == "offload":
+        return offloaded(from_spec(options))
     make: Callable[..., Any] | None = RECIPES.get(name, CODECS.get(name))
     if make is None:
         raise ValueError(

@@ -17,7 +17,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
-from jaxcomp.codecs import Codec, Exact
+from jaxcomp.codecs import Codec, Exact, Offload
 
 T = typing.TypeVar("T")
 C = typing.TypeVar("C")
@@ -32,6 +32,9 @@ def keep(value: T, residual: C, codec: Codec) -> tuple[T, C]:
     A gradient of the gradient would need the derivative of the codec, which has none to speak of:
     it is refused, except for `Exact`.
 
+    What `Offload` made is moved to the host's pinned memory; `tie` and `decode_after` bring it
+    back.
+
     Args:
         value: Input or result of the operation, whichever is written to memory anyway; any pytree.
         residual: What waits for the backward pass, any pytree.
@@ -44,9 +47,10 @@ def keep(value: T, residual: C, codec: Codec) -> tuple[T, C]:
         NotImplementedError: When the residual is differentiated.
     """
     if not isinstance(codec, Exact):
-        residual = _undifferentiable(residual)
+        residual = undifferentiable(residual)
     value, residual = lax.optimization_barrier((value, residual))
-    return value, name(residual, codec)
+    residual = name(residual, codec)
+    return _to_host(value, residual) if isinstance(codec, Offload) else (value, residual)
 
 
 def name(residual: C, codec: Codec) -> C:
@@ -54,12 +58,52 @@ def name(residual: C, codec: Codec) -> C:
     return jax.tree.map(lambda leaf: checkpoint_name(leaf, codec.stored_name()), residual)
 
 
+def wait(value: Array, residual: typing.Any) -> Array:
+    """An array that on a GPU is not used before residuals that `Offload` made are on the host.
+
+    XLA for GPUs puts a copy to the host off until somebody waits for it, and keeps the original
+    until then. TPUs copy at once.
+
+    Args:
+        value: What the forward pass still needs; small, or the operand of elementwise operations.
+        residual: What `keep` returned, any pytree.
+    """
+
+    def waiting(value: Array, copies: list[Array]) -> Array:
+        for copy in copies:
+            piece = jax.device_put(copy[(slice(1),) * copy.ndim], jax.memory.Space.Device)
+            piece, never = lax.optimization_barrier((piece.reshape(()), jnp.bool(False)))
+            value = jnp.where(never, piece.astype(value.dtype), value)
+        return value
+
+    copies = jax.tree.leaves(residual)
+    return lax.platform_dependent(value, copies, cuda=waiting, default=lambda value, _: value)
+
+
+def _to_host(value: T, residual: C) -> tuple[T, C]:
+    """Moves a residual to pinned host memory; the smallest array of the value waits for it."""
+    residual = jax.tree.map(lambda leaf: jax.device_put(leaf, jax.memory.Space.Host), residual)
+    leaves, tree = jax.tree.flatten(value)
+    smallest = min(range(len(leaves)), key=lambda i: leaves[i].size)
+    leaves[smallest] = wait(leaves[smallest], residual)
+    return jax.tree.unflatten(tree, leaves), residual
+
+
+def _to_device(residual: C) -> C:
+    def move(leaf: Array) -> Array:
+        on_host = jax.typeof(leaf).memory_space == jax.memory.Space.Host
+        return jax.device_put(leaf, jax.memory.Space.Device) if on_host else leaf
+
+    return jax.tree.map(move, residual)
+
+
 @jax.custom_jvp
-def _undifferentiable(residual: C) -> C:
+def undifferentiable(residual: C) -> C:
+    """The same arrays; their derivatives are an error, as `keep` says."""
     return residual
 
 
-@_undifferentiable.defjvp
+@undifferentiable.defjvp
 def _refuse(primals: tuple[C], tangents: tuple[C]) -> typing.NoReturn:
     raise NotImplementedError(
         "second derivatives through a compressed residual are not defined; use codec=Exact()"
@@ -81,7 +125,8 @@ def tie(one: C, other: T) -> tuple[C, T]:
     Returns:
         Both, to be used in place of the arguments.
     """
-    return lax.optimization_barrier((one, other))
+    one, other = lax.optimization_barrier((one, other))
+    return _to_device(one), other
 
 
 def decode_after(cotangent: Array, residual: C, decode: Callable[[C], T]) -> T:
@@ -100,6 +145,7 @@ def decode_after(cotangent: Array, residual: C, decode: Callable[[C], T]) -> T:
     """
     first = cotangent[(slice(None), *(slice(1),) * (cotangent.ndim - 1))[: cotangent.ndim]]
     residual, first, never = lax.optimization_barrier((residual, first, jnp.bool(False)))
+    residual = _to_device(residual)
     # A use of `first`, without which XLA drops it from the barrier.
     return jax.tree.map(
         lambda decoded: jnp.where(never, first.astype(decoded.dtype), decoded), decode(residual)

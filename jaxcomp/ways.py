@@ -61,8 +61,8 @@ class Way:
         Args:
             spec: `plain`, `remat` (each block), `remat:dots` (results of products and
                 convolutions are kept), `offload` (they are kept in the host's memory),
-                `accumulate:N` (N micro-batches, 2 or more), or the spec of a codec or recipe,
-                such as `quantize:bits=2`.
+                `accumulate:N` (N micro-batches, 2 or more), or the spec of a codec or recipe, such
+                as `quantize:bits=2` (or `offload:quantize:bits=2`, in the host's memory).
 
         Raises:
             ValueError: If `spec` is none of these.

@@ -79,6 +79,7 @@ def test_levels_of_actnn():
     assert set(bits["L2"].values()) == {4} and set(bits["L3"].values()) == {2}
     assert all("batch_norm" in op for level in ("L2", "L3") for op in bits[level])
     assert recipes.from_spec("actnn:level=L2") == recipes.actnn("L2")
+    assert recipes.from_spec("offload:actnn:level=L3") == recipes.actnn("L4")
     assert recipes.actnn("L0") == recipes.everywhere(jc.Exact())
     with without_type_checks(), pytest.raises(ValueError, match="level='L9': expected one of"):
         recipes.from_spec("actnn:level=L9")

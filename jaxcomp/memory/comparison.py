@@ -104,8 +104,13 @@ class Comparison:
             "| " + " | ".join(c.ljust(w) for c, w in zip(cells, widths, strict=True)) + " |"
             for cells in table
         ]
+        on_host = [
+            f"{row.name}: {format_bytes(row.report.host_temp_bytes)} in the host's memory"
+            for row in self.rows
+            if row.report and row.report.host_temp_bytes
+        ]
         failed = [f"{row.name}: {row.error}" for row in self.rows if row.error]
-        return "\n".join([*lines, "", *failed, self._verdict()])
+        return "\n".join([*lines, "", *on_host, *failed, self._verdict()])
 
     def _verdict(self) -> str:
         if self.usable_bytes is None:

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 from jaxcomp import ops
 from jaxcomp.codecs import Codec, Packed, SignAware
+from jaxcomp.codecs.offload import coder, waiting_with
 from jaxcomp.nn.coded import Coded
 from jaxcomp.ops import Activation, encode_activation, value
 
@@ -28,7 +29,7 @@ class ReLU(Coded, nnx.Module):
 
     kind = "relu"
 
-    def __init__(self, codec: Packed | None = None) -> None:
+    def __init__(self, codec: Codec | None = None) -> None:
         super().__init__(codec=codec)
 
     def check_codec(self, codec: Codec | None) -> None:
@@ -38,7 +39,7 @@ class ReLU(Coded, nnx.Module):
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """Returns max(x, 0)."""
-        return nnx.relu(x) if self.codec is None else ops.relu(x)
+        return nnx.relu(x) if self.codec is None else ops.relu(x, codec=self.codec)
 
 
 class GELU(Coded, nnx.Module):
@@ -133,11 +134,12 @@ class Dropout(Coded, nnx.Dropout):
         if source is None:
             raise ValueError("rngs: expected some in the call or the constructor")
         key = source() if isinstance(source, nnx.RngStream) else source
-        return ops.dropout(inputs, key, self.rate, self.broadcast_dims)
+        return ops.dropout(inputs, key, self.rate, self.broadcast_dims, codec=self.codec)
 
 
 def _check_mask(codec: Codec | None) -> None:
-    if isinstance(codec, Packed) and codec.bits != 1:
+    packed = codec and coder(codec)
+    if isinstance(packed, Packed) and packed.bits != 1:
         raise ValueError(f"codec={codec}: expected Packed(bits=1), since a mask has one bit")
 
 
@@ -163,7 +165,7 @@ class MaxPool(Coded, nnx.Module):
         window_shape: tuple[int, ...],
         strides: tuple[int, ...] | None = None,
         padding: str | Sequence[tuple[int, int]] = "VALID",
-        codec: Packed | None = None,
+        codec: Codec | None = None,
     ) -> None:
         self.window_shape = window_shape
         self.strides = strides
@@ -174,7 +176,8 @@ class MaxPool(Coded, nnx.Module):
         """Raises an error unless the codec can hold the index of every value of a window."""
         super().check_codec(codec)
         size = math.prod(self.window_shape)
-        if isinstance(codec, Packed) and size > 2**codec.bits:
+        packed = codec and coder(codec)
+        if isinstance(packed, Packed) and size > 2**packed.bits:
             raise ValueError(
                 f"codec={codec}: a window of {size} values needs more bits for its index; put "
                 'Rule(Packed(bits=8), op="max_pool") first, or Exact() over 256 values'
@@ -184,7 +187,9 @@ class MaxPool(Coded, nnx.Module):
         """Returns the maxima of the windows of `x`; of an `Activation` they have a code, too."""
         args = self.window_shape, self.strides, self.padding
         if isinstance(x, Activation):
-            return encode_activation(value(self(x.value)), x.unit, SignAware(x.codec.bits))
+            bits = typing.cast(SignAware, coder(x.codec)).bits
+            codec = waiting_with(x.codec, SignAware(bits))
+            return encode_activation(value(self(x.value)), x.unit, codec)
         if self.codec is None:
             return nnx.max_pool(x, *args)
-        return ops.max_pool(x, *args, codec=typing.cast(Packed, self.codec))
+        return ops.max_pool(x, *args, codec=self.codec)

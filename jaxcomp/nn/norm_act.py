@@ -6,7 +6,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxcomp import ops
-from jaxcomp.codecs import Codec, SignAware, noise
+from jaxcomp.codecs import Codec, Exact, Offload, SignAware, noise
 from jaxcomp.nn.activation import ReLU
 from jaxcomp.nn.coded import Coded
 from jaxcomp.nn.linear import Conv
@@ -35,17 +35,21 @@ class NormAct(Coded, nnx.Module):
     covers = ("norm", "relu")
 
     def __init__(
-        self, norm: BatchNorm, *, relu: bool = True, codec: SignAware | None = None
+        self, norm: BatchNorm, *, relu: bool = True, codec: SignAware | Offload | None = None
     ) -> None:
         self.norm = norm
         self.relu = ReLU() if relu else None
         super().__init__(codec=codec)
 
     def check_codec(self, codec: Codec | None) -> None:
-        """Raises an error unless the codec is `SignAware`, for a norm that it can serve."""
+        """Raises an error unless the codec is `SignAware` or `Offload` of it, for this norm."""
         super().check_codec(codec)
         norm = self.norm
-        if isinstance(codec, SignAware) and not (norm.scale and norm.bias and norm.axis == -1):
+        if (
+            codec is not None
+            and not isinstance(codec, Exact)
+            and not (norm.scale and norm.bias and norm.axis == -1)
+        ):
             raise ValueError(f"codec={codec}: expected a norm with scale and bias, and axis=-1")
 
     def __call__(self, x: Float[Array, "batch ..."], residual: Features | None = None) -> Features:
@@ -70,7 +74,7 @@ class NormAct(Coded, nnx.Module):
             use_fast_variance=norm.use_fast_variance,
             axis_name=norm.axis_name,
             axis_index_groups=norm.axis_index_groups,
-            codec=typing.cast(SignAware, self.codec),
+            codec=typing.cast(SignAware | Offload, self.codec),
             seed=seed,
         )
         norm.update(mean, var)
@@ -95,7 +99,12 @@ class ConvNormAct(NormAct):
     """
 
     def __init__(
-        self, conv: Conv, norm: BatchNorm, *, relu: bool = True, codec: SignAware | None = None
+        self,
+        conv: Conv,
+        norm: BatchNorm,
+        *,
+        relu: bool = True,
+        codec: SignAware | Offload | None = None,
     ) -> None:
         self.conv = conv
         super().__init__(norm, relu=relu, codec=codec)

@@ -1,12 +1,14 @@
 """A value that travels with its code, so that every consumer stores the same one."""
 
 import dataclasses
+import typing
 
 import jax
 from jaxtyping import Array, Float
 
 from jaxcomp import residuals
-from jaxcomp.codecs import Encoded, noise
+from jaxcomp.codecs import Codec, Encoded, noise
+from jaxcomp.codecs.offload import coder
 from jaxcomp.codecs.sign_aware import SignAware
 
 
@@ -28,7 +30,7 @@ class Activation:
     value: Float[Array, "batch ... channels"]
     unit: Float[Array, "... channels"]
     code: Encoded | None
-    codec: SignAware = dataclasses.field(metadata={"static": True})
+    codec: Codec = dataclasses.field(metadata={"static": True})
 
 
 def value(x: Float[Array, "..."] | Activation) -> Float[Array, "..."]:
@@ -43,19 +45,22 @@ def value(x: Float[Array, "..."] | Activation) -> Float[Array, "..."]:
 
 
 def encode_activation(
-    value: Float[Array, "batch ... channels"], unit: Float[Array, "... channels"], codec: SignAware
+    value: Float[Array, "batch ... channels"],
+    unit: Float[Array, "... channels"],
+    codec: Codec,
 ) -> Activation:
     """Encodes an array without negative values, such as a max pool makes of an `Activation`.
 
     Args:
         value: The array; axis 0 is the batch.
         unit: Size of typical values of each channel, float32, of the rank of `value`.
-        codec: What stores it.
+        codec: What stores it: `SignAware`, or `Offload` of it.
     """
+    sign_aware = typing.cast(SignAware, coder(codec))
 
     @jax.custom_vjp
     def op(value: Array, unit: Array) -> tuple[Array, Encoded]:
-        code = codec.encode_in_units(value, unit, noise.words(value, noise.fingerprint(unit)))
+        code = sign_aware.encode_in_units(value, unit, noise.words(value, noise.fingerprint(unit)))
         return residuals.keep(value, code, codec)
 
     def forward(value: Array, unit: Array) -> tuple[tuple[Array, Encoded], None]:

@@ -14,14 +14,14 @@ from jaxcomp.codecs.codec import Seed
 MASK = Packed(bits=1)
 
 
-@jax.custom_vjp
-def relu(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+def relu(x: Float[Array, "*shape"], *, codec: Codec = MASK) -> Float[Array, "*shape"]:
     """`jax.nn.relu` that keeps one bit per element for the backward pass.
 
     Result and gradient are bit-identical to those of `jax.nn.relu`.
 
     Args:
         x: Array of any shape.
+        codec: How the mask is stored: `Packed(bits=1)`, or `Offload` of it.
 
     Returns:
         `max(x, 0)`, in the dtype of `x`.
@@ -30,20 +30,21 @@ def relu(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
         >>> jax.vmap(jax.grad(relu))(jnp.array([-1.0, 0.0, 2.0])).tolist()
         [0.0, 0.0, 1.0]
     """
-    return jax.nn.relu(x)
 
+    @jax.custom_vjp
+    def op(x: Array) -> Array:
+        return jax.nn.relu(x)
 
-def _forward(x: Array) -> tuple[Array, Encoded]:
-    out = jax.nn.relu(x)
-    return residuals.keep(out, MASK.encode(out > 0), MASK)
+    def forward(x: Array) -> tuple[Array, Encoded]:
+        out = jax.nn.relu(x)
+        return residuals.keep(out, codec.encode(out > 0), codec)
 
+    def backward(mask: Encoded, cotangent: Array) -> tuple[Array]:
+        mask, cotangent = residuals.tie(mask, cotangent)
+        return (jnp.where(codec.decode(mask), cotangent, jnp.zeros_like(cotangent)),)
 
-def _backward(mask: Encoded, cotangent: Array) -> tuple[Array]:
-    mask, cotangent = residuals.tie(mask, cotangent)
-    return (jnp.where(MASK.decode(mask), cotangent, jnp.zeros_like(cotangent)),)
-
-
-relu.defvjp(_forward, _backward)
+    op.defvjp(forward, backward)
+    return op(x)
 
 
 def gelu(
@@ -133,6 +134,8 @@ def dropout(
     key: Key[Array, ""] | UInt32[Array, "2"],
     rate: float,
     broadcast_dims: Sequence[int] = (),
+    *,
+    codec: Codec = MASK,
 ) -> Float[Array, "*shape"]:
     """Dropout as `flax.nnx.Dropout` does it, that keeps one bit for each number it draws.
 
@@ -143,6 +146,7 @@ def dropout(
         key: Of the mask.
         rate: Probability that an element is dropped, at least 0 and below 1.
         broadcast_dims: Axes along which the mask is the same.
+        codec: How the mask is stored: `Packed(bits=1)`, or `Offload` of it.
 
     Returns:
         Zero where dropped, and elsewhere `x / (1 - rate)`.
@@ -174,11 +178,11 @@ def dropout(
     def forward(x: Array, key: Array) -> tuple[Array, Encoded]:
         key, x = residuals.tie(key, x)  # else all layers' numbers may be drawn before the first
         kept = draw(key)
-        return residuals.keep(masked(x, kept), MASK.encode(kept), MASK)
+        return residuals.keep(masked(x, kept), codec.encode(kept), codec)
 
     def backward(mask: Encoded, cotangent: Array) -> tuple[Array, None]:
         mask, cotangent = residuals.tie(mask, cotangent)
-        return masked(cotangent, MASK.decode(mask)), None
+        return masked(cotangent, codec.decode(mask)), None
 
     op.defvjp(forward, backward)
     return op(x, key)

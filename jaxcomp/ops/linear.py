@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxcomp import residuals
-from jaxcomp.codecs import Codec, Encoded
+from jaxcomp.codecs import Codec, Encoded, Offload
 from jaxcomp.codecs.codec import Seed
 from jaxcomp.ops.sensitivity import Sink, check_sink, importance, sensitivity
 
@@ -107,8 +107,10 @@ def bilinear(
             return stock(lhs, rhs), (None, rhs)
         if code is None:
             coded = codec.encode(lhs, seed, importance(sink))
-            lhs, code = residuals.keep(lhs, coded, codec)
-        return stock(lhs, rhs), (code, rhs)
+            (lhs, rhs), code = residuals.keep((lhs, rhs), coded, codec)
+        elif isinstance(codec, Offload):
+            rhs = residuals.wait(rhs, code)
+        return stock(lhs, rhs), (code, values[1])
 
     def backward(residual: typing.Any, cotangent: Array) -> typing.Any:
         code, rhs = residual

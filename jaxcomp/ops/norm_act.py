@@ -8,9 +8,10 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxcomp import residuals
-from jaxcomp.codecs import Encoded, noise, packing
+from jaxcomp.codecs import Encoded, Offload, noise, packing
 from jaxcomp.codecs.codec import Seed
 from jaxcomp.codecs.levels import Levels
+from jaxcomp.codecs.offload import coder, waiting_with
 from jaxcomp.codecs.sign_aware import SignAware, decode_normalized, encode_normalized
 from jaxcomp.ops.activated import Activation, value
 from jaxcomp.ops.norm import Norm
@@ -59,7 +60,7 @@ def norm_act(
     use_fast_variance: bool = True,
     axis_name: str | None = None,
     axis_index_groups: typing.Any = None,
-    codec: SignAware,
+    codec: SignAware | Offload,
     seed: Seed = None,
 ) -> tuple[Activation, Float[Array, " features"], Float[Array, " features"]]:
     """`relu(batch_norm(x) + residual)` with one code for it all.
@@ -87,7 +88,7 @@ def norm_act(
         use_fast_variance: Whether the variance is E[x^2] - E[x]^2, in one pass.
         axis_name: Mesh or `vmap` axis over which statistics are averaged too, as `ops.batch_norm`.
         axis_index_groups: Groups of indices within that axis.
-        codec: Bits of every code.
+        codec: Bits of every code: `SignAware`, or `Offload` of it.
         seed: Redraws the rounding noise.
 
     Returns:
@@ -105,10 +106,11 @@ def norm_act(
     """
     if residual is not None and not relu:
         raise ValueError("residual: expected None with relu=False, since there + does it")
-    codec.check(x.shape, x.dtype)
+    stored_by = codec
+    stored_by.check(x.shape, x.dtype)
     if residual is not None and value(residual).shape != x.shape:
         raise ValueError(f"residual of shape {value(residual).shape}: expected {x.shape}, as x")
-    shape, dtype, bits = x.shape, x.dtype, codec.bits
+    shape, dtype, bits = x.shape, x.dtype, typing.cast(SignAware, coder(codec)).bits
     axes = tuple(range(x.ndim - 1))
     norm = Norm(axes, axes, epsilon, use_fast_variance, axis_name, axis_index_groups)
     codec = SignAware(bits, signed=relu and residual is None)
@@ -130,7 +132,7 @@ def norm_act(
         random = noise.words(x, seed)
         h = (x.astype(jnp.float32) - wide(mean)) * lax.rsqrt(wide(var) + epsilon)
         if not relu:
-            x, coded = residuals.keep(x, uniform_code(h, random), codec)
+            x, coded = residuals.keep(x, uniform_code(h, random), stored_by)
             return (norm.normalize(x, mean, var, scale, bias), None, mean, var), coded
         y = norm.normalize(x, mean, var, scale, bias)
         y = jax.nn.relu(y if residual is None else y + residual)
@@ -140,12 +142,14 @@ def norm_act(
             codes = codec.levels.encode(units.preactivation(h), y > 0, random)
             size, offset = jnp.abs(wide(scale)), wide(bias)
             affine = size + unknown, offset - size * units.shift
-            code, own = Encoded((*packing.pack(codes, bits), *affine), y.shape, y.dtype), None
+            travelling, own = packing.pack(codes, bits), None
         else:
-            code = codec.encode_in_units(y, unit + unknown, random)
+            *packed, factor, offset = codec.encode_in_units(y, unit + unknown, random).arrays
+            affine, travelling = (factor, offset), tuple(packed)
             own = uniform_code(h, random)
-        y, (code, own) = residuals.keep(y, (code, own), codec)
-        return (y, code, mean, var), own
+        (y, affine), (travelling, own) = residuals.keep((y, affine), (travelling, own), stored_by)
+        arrays = *travelling, *residuals.name(residuals.undifferentiable(affine), stored_by)
+        return (y, Encoded(arrays, y.shape, y.dtype), mean, var), own
 
     @jax.custom_vjp
     def op(*args: typing.Any) -> typing.Any:
@@ -154,7 +158,7 @@ def norm_act(
     def forward(*args: typing.Any) -> typing.Any:
         result, own = compute(*args)
         _, code, _, var = result
-        return result, (code, own, residuals.name(var, codec), *args[1:3])
+        return result, (code, own, residuals.name(var, stored_by), *args[1:3])
 
     def backward(saved: typing.Any, cotangents: typing.Any) -> tuple[Array | None, ...]:
         code, own, var, scale, bias = saved
@@ -203,4 +207,4 @@ def norm_act(
     unit = lax.stop_gradient(unit)
     y, code, mean, var = op(x, scale, bias, residual, unit, seed)
     unit += lax.stop_gradient(wide(0 * var))  # a NaN travels on with a value that has no code, too
-    return Activation(y, unit, code, codec), mean, var
+    return Activation(y, unit, code, waiting_with(stored_by, codec)), mean, var

@@ -13,7 +13,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxcomp import residuals
-from jaxcomp.codecs import Encoded, Packed
+from jaxcomp.codecs import Codec, Encoded, Packed
+from jaxcomp.codecs.offload import coder
 
 Padding = str | Sequence[tuple[int, int]]
 
@@ -26,7 +27,7 @@ def max_pool(
     strides: tuple[int, ...] | None = None,
     padding: Padding = "VALID",
     *,
-    codec: Packed = INDEX,
+    codec: Codec = INDEX,
 ) -> Float[Array, "batch ..."]:
     """`flax.nnx.max_pool` that keeps the index of each window's maximum for the backward pass.
 
@@ -38,7 +39,7 @@ def max_pool(
         window_shape: Window along each spatial axis.
         strides: Strides of the window; None is 1 along each axis, as in Flax.
         padding: "SAME", "VALID" or (low, high) for each spatial axis.
-        codec: Bits of an index: 2^bits is at least the number of values in a window.
+        codec: `Packed`, or `Offload` of it: 2^bits is at least the number of values in a window.
 
     Returns:
         The maxima.
@@ -58,10 +59,11 @@ def max_pool(
         raise ValueError(
             f"x of shape {x.shape}: expected (batch, {len(window_shape)} spatial axes, channels)"
         )
-    if not isinstance(codec, Packed):
+    packed = coder(codec)
+    if not isinstance(packed, Packed):
         raise TypeError(f"codec={codec}: expected Packed, since an index is stored exactly")
     size = math.prod(window_shape)
-    if size > 2**codec.bits:
+    if size > 2**packed.bits:
         raise ValueError(f"codec={codec}: a window of {size} values needs more bits for its index")
     strides = strides or (1,) * len(window_shape)
     if len(strides) != len(window_shape) or min(strides) < 1:

@@ -1,0 +1,84 @@
+"""Codes that wait in the host's memory."""
+
+import dataclasses
+import typing
+
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from jaxcomp.codecs.codec import Codec, Encoded, Seed
+
+
+@dataclasses.dataclass(frozen=True)
+class Offload(Codec):
+    """Stores what another codec makes of an array in the host's pinned memory.
+
+    Operations move a code there once it is made (`residuals.offload`), and back when its gradient
+    arrives. ActNN's level L4 (Chen et al., ICML 2021, arXiv:2104.14129, section 5).
+
+    Attributes:
+        codec: Makes the code.
+
+    Raises:
+        TypeError: If `codec` is no codec, or is one that is offloaded already.
+
+    Example:
+        >>> from jaxcomp import Quantize
+        >>> Offload(Quantize(bits=4)).nbytes((2, 8, 8, 4), "float32")  # of the host's memory
+        320
+    """
+
+    codec: Codec
+    name: typing.ClassVar[str] = "offload"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.codec, Codec) or isinstance(self.codec, Offload):
+            raise TypeError(f"codec={self.codec!r}: expected a codec such as Quantize(bits=4)")
+
+    @property
+    def kinds(self) -> tuple[str, ...]:  # type: ignore[override]
+        """The kinds of operation that may store by `codec`."""
+        return self.codec.kinds
+
+    @property
+    def unbiased(self) -> bool:  # type: ignore[override]
+        """Whether `codec` is."""
+        return self.codec.unbiased
+
+    def check(self, shape: tuple[int, ...], dtype: DTypeLike) -> None:
+        """Raises an error if `codec` cannot store an array of this shape and dtype."""
+        self.codec.check(shape, dtype)
+
+    def encode(
+        self, x: Array, seed: Seed = None, importance: Float[Array, " batch"] | None = None
+    ) -> Encoded:
+        """Encodes an array; it is not moved yet."""
+        return self.codec.encode(x, seed, importance)
+
+    def _encode(self, x: Array, seed: Seed) -> tuple[Array, ...]:
+        return self.codec._encode(x, seed)
+
+    def _decode(self, arrays: tuple[Array, ...], shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+        return self.codec._decode(arrays, shape, dtype)
+
+
+def coder(codec: Codec) -> Codec:
+    """What makes a codec's codes, wherever they wait.
+
+    Example:
+        >>> from jaxcomp import Quantize
+        >>> coder(Offload(Quantize(bits=4))) == coder(Quantize(bits=4))
+        True
+    """
+    return codec.codec if isinstance(codec, Offload) else codec
+
+
+def waiting_with(other: Codec, codec: Codec) -> Codec:
+    """A codec whose codes wait where those of another do.
+
+    Example:
+        >>> from jaxcomp import Quantize
+        >>> waiting_with(Offload(Quantize(bits=4)), Quantize(bits=2))
+        Offload(codec=Quantize(bits=2, group='channel', rounding='stochastic'))
+    """
+    return Offload(codec) if isinstance(other, Offload) else codec
