@@ -3,9 +3,10 @@
     python -m experiments.bench.gates --target h100 --out experiments/results/gates-h100
 
 Every operation with every codec it takes: two stacks, of `FEWER` and of `MORE` layers, forward and
-backward. The difference of XLA's scratch memory is what the layers really keep; one layer more
-would not do, as a TPU may move a whole array to VMEM. Exits with 1 if a layer keeps more than
-`LIMIT` times what it declares.
+backward. The difference of the bytes that are alive at the peak is what the layers really keep; one
+layer more would not do, as a TPU may move a whole array to VMEM. The difference of XLA's scratch
+memory is told beside it: on a TPU that has gaps between arrays, whose size is chance. Exits with 1
+if a layer keeps more than `LIMIT` times what it declares.
 """
 
 import dataclasses
@@ -21,10 +22,13 @@ from rich.progress import track
 import jaxcomp as jc
 from experiments.bench.memory import Out, Target
 from experiments.record import describe_environment, write_json, write_table
-from jaxcomp.memory import analyze
+from jaxcomp.memory.analyze import analyze_step
+from jaxcomp.memory.targets import resolve
+from jaxcomp.memory.tracing import trace
 
 FEWER, MORE = 4, 8
 LIMIT = 1.1
+TPU_BATCH = 8  # times larger there: codes of a few MiB wait in VMEM, which no figure shows
 MAP = (512, 28, 28, 128)
 TOKENS = (1024, 128, 512)
 
@@ -128,8 +132,10 @@ GATES = {
 def measure(gate: Gate, codec: jc.Codec, target: str | None) -> dict[str, Any]:
     """What one more layer declares, keeps and moves, in bytes."""
     layer = gate.layer(codec)
+    batch, *rest = gate.shape
+    shape = (batch * (TPU_BATCH if resolve(target).platform == "tpu" else 1), *rest)
 
-    def report(layers: int) -> Any:
+    def figures(layers: int) -> dict[str, Any]:
         def loss(weights: Any, x: jax.Array, mixing: jax.Array) -> jax.Array:
             for own in weights:
                 # A product that keeps nothing, so that layers do not melt into each other.
@@ -140,20 +146,20 @@ def measure(gate: Gate, codec: jc.Codec, target: str | None) -> dict[str, Any]:
             return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
 
         weights = [[bfloat16(shape) for shape in gate.weights] for _ in range(layers)]
-        mixing = bfloat16((gate.shape[-1], gate.shape[-1]))
+        mixing = bfloat16((shape[-1], shape[-1]))
         step = jax.grad(loss, (0, 1))
-        return analyze(step, weights, bfloat16(gate.shape), mixing, target=target, xla_remat=False)
+        traced = trace(step, weights, bfloat16(shape), mixing)
+        report, timeline = analyze_step(traced, target, None, xla_remat=False, with_timeline=True)
+        assert timeline is not None and report.argument_bytes is not None  # it fits
+        return {
+            "declared_bytes": report.declared_residual_bytes,
+            "alive_bytes": timeline.peak_bytes - report.argument_bytes,
+            "temp_bytes": report.temp_bytes,
+            "hbm_traffic_bytes": report.hbm_traffic_bytes,
+        }
 
-    fewer, more = report(FEWER), report(MORE)
-
-    def slope(figure: str) -> float:
-        return (getattr(more, figure) - getattr(fewer, figure)) / (MORE - FEWER)
-
-    return {
-        "declared_bytes": slope("declared_residual_bytes"),
-        "compiled_bytes": slope("temp_bytes"),
-        "hbm_traffic_bytes": slope("hbm_traffic_bytes"),
-    }
+    fewer, more = figures(FEWER), figures(MORE)
+    return {name: (more[name] - fewer[name]) / (MORE - FEWER) for name in more}
 
 
 def main(out: Out, target: Target = None) -> None:
@@ -162,18 +168,18 @@ def main(out: Out, target: Target = None) -> None:
     rows: list[dict[str, Any]] = []
     for name, codec in track(cases, "compiling"):
         figures = measure(GATES[name], codec, target)
-        held = figures["compiled_bytes"] <= LIMIT * figures["declared_bytes"]
+        held = figures["alive_bytes"] <= LIMIT * figures["declared_bytes"]
         rows.append({"operation": name, "codec": str(codec), **figures, "held": held})
     content = describe_environment() | {"target": target, "limit": LIMIT, "rows": rows}
     write_json(out / "gates.json", content)
-    sizes = "declared MiB", "compiled MiB", "compiled / declared", "traffic MiB"
+    sizes = "declared MiB", "alive MiB", "alive / declared", "temp MiB", "traffic MiB"
     table = [["operation", "codec", *sizes]]
     for row in rows:
-        declared, compiled, traffic = (
-            row[f"{kind}_bytes"] / 2**20 for kind in ("declared", "compiled", "hbm_traffic")
+        declared, alive, temp, traffic = (
+            row[f"{kind}_bytes"] / 2**20 for kind in ("declared", "alive", "temp", "hbm_traffic")
         )
-        cells = f"{declared:.2f}", f"{compiled:.2f}", f"{compiled / declared:.2f}", f"{traffic:.1f}"
-        table.append([row["operation"], row["codec"], *cells])
+        cells = f"{declared:.2f}", f"{alive:.2f}", f"{alive / declared:.2f}", f"{temp:.2f}"
+        table.append([row["operation"], row["codec"], *cells, f"{traffic:.1f}"])
     title = f"One more layer, bfloat16, compiled for {target}:"
     typer.echo(write_table(out / "gates.md", title, table, content["command"]))
     raise typer.Exit(not all(row["held"] for row in rows))

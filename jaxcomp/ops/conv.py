@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from jaxcomp.codecs import Codec
 from jaxcomp.codecs.codec import Seed
 from jaxcomp.ops.activated import Activation
-from jaxcomp.ops.linear import bilinear
+from jaxcomp.ops.linear import Reads, bilinear
 from jaxcomp.ops.sensitivity import Sink
 
 
@@ -39,7 +39,8 @@ def conv_general_dilated(
 
     The result is bit-identical to `lax.conv_general_dilated`; the gradient of `lhs` is exact, that
     of `rhs` is the exact one at the decoded `lhs`. Accepted by Flax layers as
-    `conv_general_dilated=`. The codec sees the input channels-last, whatever its layout.
+    `conv_general_dilated=`. The codec sees the input channels-last, whatever its layout; of a
+    strided 1x1 convolution, only what that reads.
 
     Args:
         lhs: Input of 1 to 3 (or more) spatial dimensions; an `Activation` (channels last) brings
@@ -112,7 +113,17 @@ def conv_general_dilated(
 
     x = jnp.transpose(lhs, channels_last)
     uses = locations / feature_group_count
-    return bilinear(conv, codec, x, rhs, seed, code=code, sink=sink, uses=uses)
+    reads = None
+    kernel = [rhs.shape[i] for i in numbers.rhs_spec[2:]]
+    sizes = [lhs.shape[i] for i in spatial]
+    pads = padding
+    if isinstance(pads, str):
+        pads = lax.padtype_to_pads(sizes, kernel, window_strides, pads)
+    if locations == 1 and max(window_strides) > 1 and not any(map(any, pads)) and not lhs_dilation:
+        strided = (slice(None), *(slice(None, None, stride) for stride in window_strides))
+        dense = functools.partial(stock, window_strides=(1,) * len(spatial))
+        reads = Reads(lambda x: x[strided], lambda part, rhs: dense(part.transpose(restore), rhs))
+    return bilinear(conv, codec, x, rhs, seed, code=code, sink=sink, uses=uses, reads=reads)
 
 
 def conv_transpose(

@@ -76,6 +76,19 @@ def dot_general(
     return bilinear(stock, codec, lhs, rhs, seed, sink=sink)
 
 
+class Reads(typing.NamedTuple):
+    """What a product reads of its left operand.
+
+    Attributes:
+        part: Takes it from the operand, and from each array of a code that travels: these have the
+            operand's axes, but for the last one of packed codes, or size 1 along them.
+        product: Of that part and the right operand, equal to the whole product.
+    """
+
+    part: Callable[[Array], Array]
+    product: Callable[[Array, Array], Array]
+
+
 def bilinear(
     stock: Callable[[Array, Array], Array],
     codec: Codec,
@@ -86,14 +99,18 @@ def bilinear(
     code: Encoded | None = None,
     sink: Sink | None = None,
     uses: float = 1.0,
+    reads: Reads | None = None,
 ) -> Array:
     """Calls `stock(lhs, rhs)`, linear in each argument, and keeps `lhs` as `codec` stores it.
 
     With `code`, what a producer pinned, nothing is encoded: the same code waits here, too. `uses`
-    is for the statistic that `sink` takes.
+    is for the statistic that `sink` takes. Of `lhs`, only what `reads` says is stored or decoded.
     """
-    codec.check(lhs.shape, lhs.dtype)
+    part, product = Reads(lambda lhs: lhs, stock) if reads is None else reads
+    stored = jax.eval_shape(part, lhs)
+    codec.check(stored.shape, stored.dtype)
     check_sink(sink, lhs.shape)
+    travels = code is not None
 
     @jax.custom_vjp
     def op(lhs: Array, rhs: Array, code: Encoded | None, sink: Sink | None, seed: Seed) -> Array:
@@ -106,7 +123,7 @@ def bilinear(
             # As of a frozen kernel: nothing in the backward pass reads `lhs`.
             return stock(lhs, rhs), (None, rhs)
         if code is None:
-            coded = codec.encode(lhs, seed, importance(sink))
+            coded = codec.encode(part(lhs), seed, importance(sink))
             (lhs, rhs), code = residuals.keep((lhs, rhs), coded, codec)
         elif isinstance(codec, Offload):
             rhs = residuals.wait(rhs, code)
@@ -117,9 +134,11 @@ def bilinear(
         drhs = dsink = None
         if code is not None:
             code, cotangent = residuals.tie(code, cotangent)
+            if travels:
+                code = Encoded(tuple(map(part, code.arrays)), stored.shape, stored.dtype)
             decoded = codec.decode(code)
             dsink = None if sink is None else sensitivity(decoded, cotangent, uses)
-            (drhs,) = jax.vjp(lambda rhs: stock(decoded, rhs), rhs)[1](cotangent)
+            (drhs,) = jax.vjp(lambda rhs: product(decoded, rhs), rhs)[1](cotangent)
             drhs, cotangent = residuals.tie(drhs, cotangent)
         (dlhs,) = jax.linear_transpose(lambda lhs: stock(lhs, rhs), like_lhs)(cotangent)
         return dlhs, drhs, None, dsink, None

@@ -23,4 +23,4 @@ def test_h100_keeps_what_a_layer_declares(operation, codec, capsys):
     assert figures["declared_bytes"] >= codec.nbytes(gate.shape, dtype)
     with capsys.disabled():
         print(f"\nh100, {operation}, {codec}: {figures}")
-    assert figures["compiled_bytes"] <= gates.LIMIT * figures["declared_bytes"]
+    assert figures["alive_bytes"] <= gates.LIMIT * figures["declared_bytes"]

@@ -6,7 +6,8 @@ import pytest
 from flax import nnx
 from jax import lax
 
-from jaxcomp import AvgPool, Exact, Quantize, ops
+from jaxcomp import AvgPool, Exact, Quantize, SignAware, ops
+from jaxcomp.codecs.codec import array_nbytes
 from tests.helpers import (
     assert_close,
     assert_same_bits,
@@ -89,6 +90,54 @@ def test_forward_is_stock_and_backward_is_stock_at_the_decoded_lhs(case, dtype, 
     op = functools.partial(ops.conv_general_dilated, **kwargs, codec=codec, seed=7)
     stock = functools.partial(lax.conv_general_dilated, **kwargs)
     check_bilinear(op, stock, lhs, rhs, decode(lhs))
+
+
+STRIDED = {
+    "2d": ((4, 7, 6, 3), (1, 1, 3, 5), NHWC, (2, 3), "SAME", {}),
+    "channels first": ((4, 3, 6, 5), (5, 3, 1, 1), NCHW, (2, 1), ((0, 0), (0, 0)), {}),
+    "1d": ((4, 9, 3), (1, 3, 4), ("NWC", "WIO", "NWC"), (2,), "VALID", {}),
+    "groups": ((4, 5, 5, 6), (1, 1, 2, 9), NHWC, (2, 2), "SAME", {"feature_group_count": 3}),
+}
+
+
+@pytest.mark.parametrize("case", STRIDED)
+def test_strided_pointwise_convolutions_store_what_they_read(case):
+    lhs_shape, rhs_shape, layout, strides, padding, kwargs = STRIDED[case]
+    kwargs |= {"window_strides": strides, "padding": padding, "dimension_numbers": layout}
+    lhs, rhs = normal(lhs_shape), normal(rhs_shape, seed=1)
+    axes = channels_last(layout)
+    strided = (slice(None), *(slice(None, None, stride) for stride in strides))
+    codec = Quantize(2)
+
+    @jax.jit
+    def decode(x):
+        x = x.transpose(axes)
+        code = codec.encode(x[strided], 7)
+        return jnp.moveaxis(x.at[strided].set(codec.decode(code)), range(x.ndim), axes)
+
+    op = functools.partial(ops.conv_general_dilated, **kwargs, codec=codec, seed=7)
+    check_bilinear(op, functools.partial(lax.conv_general_dilated, **kwargs), lhs, rhs, decode(lhs))
+    read = tuple(-(-lhs.shape[axes[i + 1]] // stride) for i, stride in enumerate(strides))
+    nbytes = codec.nbytes((lhs.shape[0], *read, lhs.shape[axes[-1]]), lhs.dtype)
+    stored = sum(array_nbytes(*leaf) for leaf in stored_shapes(op, lhs, rhs))
+    assert stored == nbytes + rhs.nbytes
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_strided_pointwise_convolutions_decode_what_they_read(bits):
+    x, w = normal((4, 7, 6, 5)), normal((1, 1, 5, 3), seed=1)
+    activation, *_ = ops.norm_act(x, jnp.ones(5), jnp.zeros(5), codec=SignAware(bits))
+    decoded = activation.codec.decode(activation.code)
+
+    def pull(lhs):
+        def strided(w):
+            conv = lax.conv_general_dilated if lhs is decoded else ops.conv_general_dilated
+            return conv(lhs, w, (2, 2), "VALID", dimension_numbers=NHWC)
+
+        out, pull = jax.vjp(strided, w)
+        return pull(normal(out.shape, seed=2))
+
+    assert_close(pull(activation), pull(decoded))
 
 
 X, W = normal((16, 6, 5, 3)), normal((3, 3, 3, 4), seed=1)
