@@ -119,10 +119,11 @@ def conv_general_dilated(
     pads = padding
     if isinstance(pads, str):
         pads = lax.padtype_to_pads(sizes, kernel, window_strides, pads)
-    if locations == 1 and max(window_strides) > 1 and not any(map(any, pads)) and not lhs_dilation:
+    dense = not any(map(any, pads)) and set(lhs_dilation or ()) <= {1}
+    if locations == 1 and dense and max(window_strides) > 1:
         strided = (slice(None), *(slice(None, None, stride) for stride in window_strides))
-        dense = functools.partial(stock, window_strides=(1,) * len(spatial))
-        reads = Reads(lambda x: x[strided], lambda part, rhs: dense(part.transpose(restore), rhs))
+        product = functools.partial(stock, window_strides=(1,) * len(spatial))
+        reads = Reads(lambda x: x[strided], lambda part, rhs: product(part.transpose(restore), rhs))
     return bilinear(conv, codec, x, rhs, seed, code=code, sink=sink, uses=uses, reads=reads)
 
 

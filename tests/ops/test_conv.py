@@ -97,6 +97,7 @@ STRIDED = {
     "channels first": ((4, 3, 6, 5), (5, 3, 1, 1), NCHW, (2, 1), ((0, 0), (0, 0)), {}),
     "1d": ((4, 9, 3), (1, 3, 4), ("NWC", "WIO", "NWC"), (2,), "VALID", {}),
     "groups": ((4, 5, 5, 6), (1, 1, 2, 9), NHWC, (2, 2), "SAME", {"feature_group_count": 3}),
+    "as Flax": ((4, 6, 5, 3), (1, 1, 3, 4), NHWC, (2, 2), "SAME", {"lhs_dilation": (1, 1)}),
 }
 
 
