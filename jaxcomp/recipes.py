@@ -4,11 +4,22 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
-from jaxcomp.codecs import AvgPool, Cast, Codec, DualPrecision, Exact, Packed, Quantize, SignAware
+from jaxcomp.codecs import (
+    AvgPool,
+    BlockSparse,
+    Cast,
+    Codec,
+    DualPrecision,
+    Exact,
+    Packed,
+    Quantize,
+    SignAware,
+)
+from jaxcomp.codecs.block_sparse import Block
 from jaxcomp.rules import Rule, Rules
 
 CODECS: dict[str, type[Codec]] = {
-    c.name: c for c in (Exact, Cast, Quantize, AvgPool, DualPrecision)
+    c.name: c for c in (Exact, Cast, Quantize, AvgPool, DualPrecision, BlockSparse)
 }
 
 PACKED: Rules = (
@@ -119,12 +130,24 @@ RECIPES: dict[str, Callable[..., Rules]] = {
 }
 
 
+def _read_block(value: str) -> Block:
+    side, by, other = value.partition("x")
+    return (int(side), int(other)) if by else int(side)
+
+
+_READ: dict[Any, tuple[Callable[[str], Any], str]] = {
+    int: (int, "an integer"),
+    float: (float, "a number"),
+    Block: (_read_block, "an integer or two, such as 8x16"),
+}
+
+
 def from_spec(spec: str) -> Rules:
     """Reads the spec of a codec, which is then used everywhere, or of a recipe.
 
     Args:
         spec: A snake-case name with options, for example "quantize:bits=4", "avg_pool:window=2",
-            "cast:dtype=float16", "exact", "fused:bits=2".
+            "cast:dtype=float16", "block_sparse:block=8x16,density=0.25", "exact", "fused:bits=2".
 
     Returns:
         The rules.
@@ -152,10 +175,11 @@ def from_spec(spec: str) -> Rules:
             )
         if key in kwargs:
             raise ValueError(f"spec={spec!r}: option {key!r} is given twice")
+        read, kind = _READ.get(parameters[key].annotation, (str, "text"))
         try:
-            kwargs[key] = int(value) if parameters[key].annotation is int else value
+            kwargs[key] = read(value)
         except ValueError:
-            raise ValueError(f"spec={spec!r}: {key}={value!r} is not an integer") from None
+            raise ValueError(f"spec={spec!r}: {key}={value!r} is not {kind}") from None
     try:
         made = make(**kwargs)
         return everywhere(made) if isinstance(made, Codec) else made
