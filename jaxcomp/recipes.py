@@ -91,6 +91,32 @@ def division(window: int = 8, bits: int = 2) -> Rules:
     return along_features, *everywhere(DualPrecision(window, bits))
 
 
+def pruning(density: float = 0.25, block: Block = 8, rest_bits: int | None = None) -> Rules:
+    """Structured activation pruning: the largest blocks of every linear layer's input.
+
+    Barley and Fröning (arXiv:2311.16883). Biased, as `BlockSparse` is.
+
+    Args:
+        density: Part of the blocks that is kept, see `BlockSparse`.
+        block: Height and width of a block.
+        rest_bits: Bits of an element of what else waits: inputs of affine layers, LayerScale and
+            norms, derivatives of GELU and SiLU, by `Quantize`, without bias; masks and indices are
+            exact and packed. None leaves all of it as in Flax, as the paper does.
+
+    Returns:
+        The rules.
+
+    Example:
+        >>> [rule.op for rule in pruning(density=0.25, rest_bits=2)[:2]]
+        ['dot', 'affine|batch_norm|layer_norm|gelu|silu']
+    """
+    linear = Rule(BlockSparse(block, density), op="dot")
+    if rest_bits is None:
+        return (linear,)
+    others = "affine|batch_norm|layer_norm|gelu|silu"
+    return linear, Rule(Quantize(rest_bits), op=others, required=False), *PACKED
+
+
 Level = Literal["L0", "L1", "L2", "L3"]
 
 
@@ -127,6 +153,7 @@ RECIPES: dict[str, Callable[..., Rules]] = {
     "fused": fused,
     "division": division,
     "actnn": actnn,
+    "pruning": pruning,
 }
 
 
@@ -137,6 +164,7 @@ def _read_block(value: str) -> Block:
 
 _READ: dict[Any, tuple[Callable[[str], Any], str]] = {
     int: (int, "an integer"),
+    int | None: (int, "an integer"),
     float: (float, "a number"),
     Block: (_read_block, "an integer or two, such as 8x16"),
 }

@@ -117,12 +117,12 @@ def bilinear(
             code, cotangent = residuals.tie(code, cotangent)
             decoded = codec.decode(code)
             dsink = None if sink is None else sensitivity(decoded, cotangent, uses)
-            (drhs,) = jax.vjp(lambda rhs: stock(decoded, rhs), rhs)[1](cotangent)
+            (drhs,) = jax.linear_transpose(lambda rhs: stock(decoded, rhs), like_rhs)(cotangent)
             drhs, cotangent = residuals.tie(drhs, cotangent)
         (dlhs,) = jax.linear_transpose(lambda lhs: stock(lhs, rhs), like_lhs)(cotangent)
         return dlhs, drhs, None, dsink, None
 
-    like_lhs = jax.ShapeDtypeStruct(lhs.shape, lhs.dtype)
+    like_lhs, like_rhs = (jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (lhs, rhs))
     op.defvjp(forward, backward, symbolic_zeros=True)
     return op(lhs, rhs, code, sink, seed)
 
