@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import sparse
 from jax.typing import DTypeLike
-from jaxtyping import Array, Int
+from jaxtyping import Array, Integer
 
 from jaxcomp.codecs.codec import Codec, Encoded, Exact, Seed, array_nbytes
 
@@ -151,13 +151,14 @@ class BlockSparse(Codec):
         shape = self.data_shape(encoded.shape)
         return self.values.decode(Encoded(encoded.arrays[1:], shape, encoded.dtype))
 
-    def slots(self, encoded: Encoded) -> Int[Array, "batch rows columns"]:
+    def slots(self, encoded: Encoded) -> Integer[Array, "batch rows columns"]:
         """Which of its row's kept blocks each block is, counted from 1; 0 if it is dropped."""
         grid = self.grid(encoded.shape)
         indices = encoded.arrays[0].reshape(encoded.shape[0], grid.rows, grid.kept, 1)
         here = indices == jnp.arange(grid.columns, dtype=indices.dtype).reshape(1, 1, 1, -1)
-        count = jnp.arange(1, grid.kept + 1, dtype=jnp.int32).reshape(1, 1, -1, 1)
-        return jnp.where(here, count, 0).sum(2)
+        dtype = _index_dtype(grid.kept + 1)
+        count = jnp.arange(1, grid.kept + 1, dtype=dtype).reshape(1, 1, -1, 1)
+        return jnp.where(here, count, jnp.zeros_like(count)).sum(2, dtype=dtype)
 
     def _nbytes(self, shape: tuple[int, ...], dtype: DTypeLike) -> int:
         *blocks, _, _ = data = self.data_shape(shape)
@@ -174,7 +175,7 @@ class BlockSparse(Codec):
         squares = jnp.square(x.astype(jnp.float32)).sum((2, 4))
         squares = jnp.where(jnp.isnan(squares), jnp.inf, squares)
         # `lax.top_k` would gather what is spread over devices.
-        order = jnp.argsort(squares, axis=-1, descending=True, stable=True)
+        order = jnp.argsort(-squares, axis=-1, stable=True)
         chosen = jnp.sort(order[..., : grid.kept], axis=-1)
         data = jax.vmap(jax.vmap(lambda row, i: row[:, i]))(x, chosen).swapaxes(2, 3)
         data = data.reshape(batch, grid.rows * grid.kept, tall, wide)
@@ -187,7 +188,7 @@ class BlockSparse(Codec):
         (tall, wide), batch = grid.block, shape[0]
         data = self.data(encoded).reshape(batch, grid.rows, grid.kept, tall, wide)
         slots = self.slots(encoded)
-        blocks = jax.vmap(jax.vmap(lambda row, i: row[i]))(data, jnp.maximum(slots - 1, 0))
+        blocks = jax.vmap(jax.vmap(lambda row, i: row[i]))(data, jnp.maximum(slots, 1) - 1)
         blocks = jnp.where((slots > 0)[..., None, None], blocks, jnp.zeros((), dtype))
         x = blocks.swapaxes(2, 3).reshape(batch, grid.rows * tall, grid.columns * wide)
         return x[:, : grid.height, : grid.width].reshape(shape)

@@ -1,11 +1,15 @@
 """Scaling and shifting of each feature, whose input waits for the backward pass compressed."""
 
+import typing
+
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxcomp import residuals
 from jaxcomp.codecs import Codec
 from jaxcomp.codecs.codec import Seed
-from jaxcomp.ops.linear import bilinear
+from jaxcomp.ops.linear import is_argument, is_perturbed
 
 
 def affine(
@@ -38,7 +42,6 @@ def affine(
         ValueError: If the codec cannot store the shape of `x`.
 
     Example:
-        >>> import jax
         >>> from jaxcomp import Quantize
         >>> x = jnp.array([[0.0, 1.0], [3.0, 3.0]])
         >>> f = lambda scale: affine(x, scale, codec=Quantize(bits=2)).sum()
@@ -47,8 +50,46 @@ def affine(
     """
     others = tuple(range(x.ndim - 1))
 
-    def scaled(x: Array, scale: Array) -> Array:
-        return x * jnp.expand_dims(scale, others)
+    def stock(x: Array, scale: Array, bias: Array | None = None) -> Array:
+        y = x * jnp.expand_dims(scale, others)
+        return y if bias is None else y + jnp.expand_dims(bias, others)
 
-    y = scaled(x, scale) if codec is None else bilinear(scaled, codec, x, scale, seed)
-    return y if bias is None else y + jnp.expand_dims(bias, others)
+    if codec is None:
+        return stock(x, scale, bias)
+    codec.check(x.shape, x.dtype)
+    like_scale = jax.ShapeDtypeStruct(scale.shape, scale.dtype)
+
+    @jax.custom_vjp
+    def op(x: Array, scale: Array, bias: Array | None, seed: Seed) -> Array:
+        return stock(x, scale, bias)
+
+    def forward(*given: typing.Any) -> typing.Any:
+        x, scale, bias, seed = jax.tree.map(lambda a: a.value, given, is_leaf=is_argument)
+        if not is_perturbed(given[1]):  # as a frozen scale is: nothing reads `x`
+            return stock(x, scale, bias), (None, scale)
+        code = codec.encode(x, seed)
+        # Tied is what is written anyway: the operand of the product before LayerScale's sum, or of
+        # the one after an affine layer.
+        if bias is None:
+            x, code = residuals.keep(x, code, codec)
+            return stock(x, scale), (code, scale)
+        y, code = residuals.keep(stock(x, scale, bias), code, codec)
+        return y, (code, scale)
+
+    def backward(residual: typing.Any, cotangent: Array) -> typing.Any:
+        code, scale = residual
+        dscale = None
+        if code is not None:
+            decoded = residuals.decode_after(cotangent, code, codec.decode)
+            transpose = jax.linear_transpose(lambda scale: stock(decoded, scale), like_scale)
+            (dscale,) = transpose(cotangent.astype(jnp.result_type(decoded, like_scale)))
+        dbias = None if bias is None else cotangent.sum(others).astype(bias.dtype)
+        if bias is not None:
+            dscale, cotangent = residuals.tie(dscale, cotangent)
+        dx = (cotangent * jnp.expand_dims(scale, others)).astype(x.dtype)
+        if bias is None:
+            dscale, dx = residuals.tie(dscale, dx)
+        return dx, dscale, dbias, None
+
+    op.defvjp(forward, backward, symbolic_zeros=True)
+    return op(x, scale, bias, seed)

@@ -99,10 +99,10 @@ def bilinear(
         return stock(lhs, rhs)
 
     def forward(*given: typing.Any) -> typing.Any:
-        values = jax.tree.map(lambda leaf: leaf.value, given, is_leaf=_is_argument)
+        values = jax.tree.map(lambda leaf: leaf.value, given, is_leaf=is_argument)
         lhs, rhs, code, sink, seed = values
         if not (
-            _is_perturbed(given[1]) or _is_perturbed(given[3])
+            is_perturbed(given[1]) or is_perturbed(given[3])
         ):  # as of a frozen kernel: nothing in the backward pass reads `lhs`
             return stock(lhs, rhs), (None, rhs)
         if code is None:
@@ -127,11 +127,12 @@ def bilinear(
     return op(lhs, rhs, code, sink, seed)
 
 
-def _is_argument(leaf: typing.Any) -> bool:
+def is_argument(leaf: typing.Any) -> bool:
+    """Whether a leaf is what JAX gives a custom forward rule with `symbolic_zeros`."""
     return hasattr(leaf, "perturbed")
 
 
-def _is_perturbed(argument: typing.Any) -> bool:
+def is_perturbed(argument: typing.Any) -> bool:
     """Whether a gradient is asked for with respect to an argument of a custom forward rule."""
-    leaves = jax.tree.leaves(argument, is_leaf=_is_argument)
+    leaves = jax.tree.leaves(argument, is_leaf=is_argument)
     return any(leaf.perturbed for leaf in leaves)
