@@ -15,7 +15,7 @@ from jaxcomp.codecs import (
     Quantize,
     SignAware,
 )
-from jaxcomp.codecs.block_sparse import Block
+from jaxcomp.codecs.block_sparse import Block, Product
 from jaxcomp.rules import Rule, Rules
 
 CODECS: dict[str, type[Codec]] = {
@@ -91,7 +91,9 @@ def division(window: int = 8, bits: int = 2) -> Rules:
     return along_features, *everywhere(DualPrecision(window, bits))
 
 
-def pruning(density: float = 0.25, block: Block = 8, rest_bits: int | None = None) -> Rules:
+def pruning(
+    density: float = 0.25, block: Block = 8, rest_bits: int | None = None, product: Product = "auto"
+) -> Rules:
     """Structured activation pruning: the largest blocks of every linear layer's input.
 
     Barley and Fröning (arXiv:2311.16883). Biased, as `BlockSparse` is.
@@ -102,6 +104,7 @@ def pruning(density: float = 0.25, block: Block = 8, rest_bits: int | None = Non
         rest_bits: Bits of an element of what else waits: inputs of affine layers, LayerScale and
             norms, derivatives of GELU and SiLU, by `Quantize`, without bias; masks and indices are
             exact and packed. None leaves all of it as in Flax, as the paper does.
+        product: How weights' gradients are made of the blocks, see `BlockSparse`.
 
     Returns:
         The rules.
@@ -110,7 +113,7 @@ def pruning(density: float = 0.25, block: Block = 8, rest_bits: int | None = Non
         >>> [rule.op for rule in pruning(density=0.25, rest_bits=2)[:2]]
         ['dot', 'affine|batch_norm|layer_norm|gelu|silu']
     """
-    linear = Rule(BlockSparse(block, density), op="dot")
+    linear = Rule(BlockSparse(block, density, product=product), op="dot")
     if rest_bits is None:
         return (linear,)
     others = "affine|batch_norm|layer_norm|gelu|silu"

@@ -13,6 +13,7 @@ from jaxtyping import Array, Integer
 from jaxcomp.codecs.codec import Codec, Encoded, Exact, Seed, array_nbytes
 
 Block = int | tuple[int, int]
+Product = typing.Literal["auto", "dense", "rows", "triton"]
 _EXACT = Exact()
 
 
@@ -60,6 +61,11 @@ class BlockSparse(Codec):
         density: Part of the blocks in a row that is kept, rounded up to whole blocks; more than 0
             and at most 1.
         values: How the values of kept blocks are stored.
+        product: How a linear layer makes its weight's gradient of them: "dense", of the decoded
+            matrix; "rows", a product for each row of blocks, of the kept ones alone; "triton", a
+            kernel for CUDA that decodes on the chip, for one device (or inside `jax.shard_map`) and
+            blocks whose sides are powers of two; "auto", "rows" where they take less memory than
+            the decoded matrix, else "dense".
 
     Raises:
         TypeError: If `values` is not a codec.
@@ -78,6 +84,7 @@ class BlockSparse(Codec):
     block: Block = 8
     density: float = 0.25
     values: Codec = _EXACT
+    product: Product = "auto"
     name: typing.ClassVar[str] = "block_sparse"
     kinds = ("conv", "dot", "affine")
     unbiased = False
@@ -90,6 +97,10 @@ class BlockSparse(Codec):
             raise ValueError(f"density={self.density!r}: expected more than 0 and at most 1")
         if not isinstance(self.values, Codec):
             raise TypeError(f"values={self.values!r}: expected a codec such as Quantize(bits=4)")
+        if self.product not in typing.get_args(Product):
+            raise ValueError(
+                f"product={self.product!r}: expected one of {typing.get_args(Product)}"
+            )
         object.__setattr__(self, "block", sides)
 
     def check(self, shape: tuple[int, ...], dtype: DTypeLike) -> None:

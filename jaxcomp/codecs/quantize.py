@@ -107,8 +107,8 @@ class Quantize(Codec):
         A NaN comes back as one of these numbers, unlike from `encode`.
         """
         with jax.named_scope(self.stored_name()):
-            ends = (jnp.full((1,) * x.ndim, end, x.dtype) for end in (low, high))
-            return Encoded(self.encode_between(x, *ends, seed), x.shape, x.dtype)
+            least, most = (jnp.full((1,) * x.ndim, end, x.dtype) for end in (low, high))
+            return Encoded(self.encode_between(x, least, most, seed), x.shape, x.dtype)
 
     def _encode(self, x: Array, seed: Seed) -> tuple[Array, ...]:
         return self.encode_between(x, *self.extremes(x), seed)

@@ -58,8 +58,8 @@ def gelu(
     The result is bit-identical to `jax.nn.gelu`; the gradient is the cotangent times the decoded
     derivative, so it is unbiased where the codec is. `Quantize` has the bounds of all derivatives
     for the ends of its levels, whatever its groups: no pass looks for a range, and the code is made
-    in the pass that makes the result. A NaN shows in the result alone. After FewBit (Novikov et al., ICML 2023,
-    arXiv:2202.00441), whose derivative codes are rounded to nearest.
+    in the pass that makes the result. A NaN shows in the result alone. After FewBit (Novikov et
+    al., ICML 2023, arXiv:2202.00441), whose derivative codes are rounded to nearest.
 
     Args:
         x: Array; axis 0 is the batch.

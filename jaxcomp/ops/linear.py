@@ -10,14 +10,16 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxcomp import residuals
-from jaxcomp.codecs import Codec, Encoded
+from jaxcomp.codecs import BlockSparse, Codec, Encoded
 from jaxcomp.codecs.codec import Seed
+from jaxcomp.ops import block_product
 from jaxcomp.ops.sensitivity import Sink, check_sink, importance, sensitivity
 
 DotDimensionNumbers = tuple[
     tuple[Sequence[int], Sequence[int]],
     tuple[Sequence[int], Sequence[int]],
 ]
+WeightGradient = Callable[[Encoded, Array], Array]
 
 
 def dot_general(
@@ -72,7 +74,22 @@ def dot_general(
     )
     if codec is None:
         return stock(lhs, rhs)
-    return bilinear(stock, codec, lhs, rhs, seed, sink=sink)
+    gradient = _of_blocks(codec, lhs, rhs, dimension_numbers)
+    return bilinear(stock, codec, lhs, rhs, seed, sink=sink, weight_gradient=gradient)
+
+
+def _of_blocks(
+    codec: Codec, lhs: Array, rhs: Array, dimension_numbers: DotDimensionNumbers
+) -> WeightGradient | None:
+    """How the gradient of `rhs` is made of a block-sparse code, if not of the decoded `lhs`."""
+    layer = [[*map(list, axes)] for axes in dimension_numbers] == [[[lhs.ndim - 1], [0]], [[], []]]
+    if not isinstance(codec, BlockSparse) or not layer or rhs.ndim != 2:
+        return None
+    way = block_product.choose(codec, lhs.shape, rhs.shape[1], lhs.dtype.itemsize)
+    if way == "triton":
+        block_product.check_triton(codec, lhs.shape)
+    ways = {"rows": block_product.by_rows, "triton": block_product.by_triton}
+    return functools.partial(ways[way], codec) if way in ways else None
 
 
 def bilinear(
@@ -85,11 +102,13 @@ def bilinear(
     code: Encoded | None = None,
     sink: Sink | None = None,
     uses: float = 1.0,
+    weight_gradient: WeightGradient | None = None,
 ) -> Array:
     """Calls `stock(lhs, rhs)`, linear in each argument, and keeps `lhs` as `codec` stores it.
 
     With `code`, what a producer pinned, nothing is encoded: the same code waits here, too. `uses`
-    is for the statistic that `sink` takes.
+    is for the statistic that `sink` takes. `weight_gradient` makes the gradient of `rhs` of the code
+    and the cotangent, without the decoded `lhs`.
     """
     codec.check(lhs.shape, lhs.dtype)
     check_sink(sink, lhs.shape)
@@ -115,9 +134,13 @@ def bilinear(
         drhs = dsink = None
         if code is not None:
             code, cotangent = residuals.tie(code, cotangent)
-            decoded = codec.decode(code)
-            dsink = None if sink is None else sensitivity(decoded, cotangent, uses)
-            (drhs,) = jax.linear_transpose(lambda rhs: stock(decoded, rhs), like_rhs)(cotangent)
+            if sink is not None:
+                dsink = sensitivity(codec.decode(code), cotangent, uses)
+            if weight_gradient is not None:
+                drhs = weight_gradient(code, cotangent).astype(rhs.dtype)
+            else:
+                decoded = codec.decode(code)
+                (drhs,) = jax.linear_transpose(lambda rhs: stock(decoded, rhs), like_rhs)(cotangent)
             drhs, cotangent = residuals.tie(drhs, cotangent)
         (dlhs,) = jax.linear_transpose(lambda lhs: stock(lhs, rhs), like_lhs)(cotangent)
         return dlhs, drhs, None, dsink, None
