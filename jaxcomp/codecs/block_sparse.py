@@ -183,10 +183,10 @@ class BlockSparse(Codec):
         missing = grid.rows * tall - grid.height, grid.columns * wide - grid.width
         x = jnp.pad(x, ((0, 0), (0, missing[0]), (0, missing[1])))
         x = x.reshape(batch, grid.rows, tall, grid.columns, wide)
-        squares = jnp.square(x.astype(jnp.float32)).sum((2, 4))
-        squares = jnp.where(jnp.isnan(squares), jnp.inf, squares)
+        sizes = _sizes(x.astype(jnp.float32))
+        sizes = jnp.where(jnp.isnan(sizes), jnp.inf, sizes)
         # `lax.top_k` would gather what is spread over devices.
-        order = jnp.argsort(-squares, axis=-1, stable=True)
+        order = jnp.argsort(-sizes, axis=-1, stable=True)
         chosen = jnp.sort(order[..., : grid.kept], axis=-1)
         data = jax.vmap(jax.vmap(lambda row, i: row[:, i]))(x, chosen).swapaxes(2, 3)
         data = data.reshape(batch, grid.rows * grid.kept, tall, wide)
@@ -203,6 +203,11 @@ class BlockSparse(Codec):
         blocks = jnp.where((slots > 0)[..., None, None], blocks, jnp.zeros((), dtype))
         x = blocks.swapaxes(2, 3).reshape(batch, grid.rows * tall, grid.columns * wide)
         return x[:, : grid.height, : grid.width].reshape(shape)
+
+
+def _sizes(blocks: Array) -> Array:
+    """What blocks of shape (batch, rows, height, columns, width) are ranked by."""
+    return jnp.square(blocks).sum((2, 4))
 
 
 def _index_dtype(count: int) -> jnp.dtype:

@@ -107,8 +107,8 @@ def bilinear(
     """Calls `stock(lhs, rhs)`, linear in each argument, and keeps `lhs` as `codec` stores it.
 
     With `code`, what a producer pinned, nothing is encoded: the same code waits here, too. `uses`
-    is for the statistic that `sink` takes. `weight_gradient` makes the gradient of `rhs` of the code
-    and the cotangent, without the decoded `lhs`.
+    is for the statistic that `sink` takes. `weight_gradient` makes the gradient of `rhs` of the
+    code and the cotangent, without the decoded `lhs`.
     """
     codec.check(lhs.shape, lhs.dtype)
     check_sink(sink, lhs.shape)
