@@ -174,21 +174,35 @@ _READ: dict[Any, tuple[Callable[[str], Any], str]] = {
 
 
 def from_spec(spec: str) -> Rules:
-    """Reads the spec of a codec, which is then used everywhere, or of a recipe.
+    """Reads the spec of a codec, which is then used everywhere, or of a recipe; see `read`.
+
+    Raises:
+        ValueError: As `read`.
+
+    Example:
+        >>> from_spec("quantize:bits=4")[0].codec
+        Quantize(bits=4, group='channel', rounding='stochastic')
+    """
+    made = read(spec)
+    return everywhere(made) if isinstance(made, Codec) else made
+
+
+def read(spec: str) -> Codec | Rules:
+    """Reads the spec of a codec or of a recipe.
 
     Args:
         spec: A snake-case name with options, for example "quantize:bits=4", "avg_pool:window=2",
             "cast:dtype=float16", "block_sparse:block=8x16,density=0.25", "exact", "fused:bits=2".
 
     Returns:
-        The rules.
+        The codec, or the recipe's rules.
 
     Raises:
         ValueError: If the name or an option is unknown, or a value is not what it should be.
 
     Example:
-        >>> from_spec("quantize:bits=4")[0].codec
-        Quantize(bits=4, group='channel', rounding='stochastic')
+        >>> read("avg_pool:window=2")
+        AvgPool(window=2)
     """
     name, _, options = spec.partition(":")
     make: Callable[..., Any] | None = RECIPES.get(name, CODECS.get(name))
@@ -212,7 +226,6 @@ def from_spec(spec: str) -> Rules:
         except ValueError:
             raise ValueError(f"spec={spec!r}: {key}={value!r} is not {kind}") from None
     try:
-        made = make(**kwargs)
-        return everywhere(made) if isinstance(made, Codec) else made
+        return make(**kwargs)
     except (TypeError, ValueError) as error:
         raise ValueError(f"spec={spec!r}: {error}") from error
