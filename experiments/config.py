@@ -14,7 +14,7 @@ class TrainConfig:
     """All that a run's result depends on, besides the machine.
 
     Attributes:
-        model: name of a ResNet, as ``jaxcomp.models.resnet.create`` takes it.
+        model: name of a model, as ``jaxcomp.models.catalog.create`` takes it.
         dataset: name of a data set, as ``experiments.data.load`` takes it.
         data_dir: where the full data sets are; None is TFDS's own default.
         way: what the step stores, as :meth:`experiments.ways.Way.parse` takes it.

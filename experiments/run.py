@@ -12,7 +12,7 @@ from experiments.config import DTYPES, TrainConfig
 from experiments.data import Dataset
 from experiments.devices import abstract_batch, replicate, shard
 from jaxcomp import training
-from jaxcomp.models import resnet
+from jaxcomp.models import catalog
 from jaxcomp.ways import Way
 
 
@@ -68,9 +68,10 @@ def build(config: TrainConfig, dataset: Dataset) -> Run:
     way = Way.parse(config.way)
     way.check_batch(config.batch, jax.device_count())
     model = way(
-        resnet.create(
+        catalog.create(
             config.model,
             num_classes=dataset.num_classes,
+            image_size=dataset.image_shape[0],
             in_channels=dataset.image_shape[-1],
             dtype=DTYPES[config.dtype],
             rngs=nnx.Rngs(config.seed),

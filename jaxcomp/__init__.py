@@ -11,6 +11,7 @@ from jaxcomp import ways as ways
 from jaxcomp.bits import BitPlanner as BitPlanner
 from jaxcomp.bits import plan_bits as plan_bits
 from jaxcomp.codecs import AvgPool as AvgPool
+from jaxcomp.codecs import BlockSparse as BlockSparse
 from jaxcomp.codecs import Cast as Cast
 from jaxcomp.codecs import Codec as Codec
 from jaxcomp.codecs import DualPrecision as DualPrecision

@@ -27,7 +27,10 @@ def _commands() -> None:
 @app.command("memory")
 def memory_command(
     model: Annotated[
-        str, typer.Argument(help="resnet50, ..., or MODULE:FUNCTION, your own step factory.")
+        str,
+        typer.Argument(
+            help="resnet50, resmlp_s24, ..., or MODULE:FUNCTION, your own step factory."
+        ),
     ],
     rows: Annotated[
         list[str] | None,

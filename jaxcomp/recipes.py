@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args
 
 from jaxcomp.codecs import (
     AvgPool,
+    BlockSparse,
     Cast,
     Codec,
     DualPrecision,
@@ -16,10 +17,11 @@ from jaxcomp.codecs import (
     Quantize,
     SignAware,
 )
+from jaxcomp.codecs.block_sparse import Block, Product
 from jaxcomp.rules import Rule, Rules
 
 CODECS: dict[str, type[Codec]] = {
-    c.name: c for c in (Exact, Cast, Quantize, AvgPool, DualPrecision)
+    c.name: c for c in (Exact, Cast, Quantize, AvgPool, DualPrecision, BlockSparse)
 }
 
 PACKED: Rules = (
@@ -91,6 +93,35 @@ def division(window: int = 8, bits: int = 2) -> Rules:
     return along_features, *everywhere(DualPrecision(window, bits))
 
 
+def pruning(
+    density: float = 0.25, block: Block = 8, rest_bits: int | None = None, product: Product = "auto"
+) -> Rules:
+    """Structured activation pruning: the largest blocks of every linear layer's input.
+
+    Barley and Fröning (arXiv:2311.16883). Biased, as `BlockSparse` is.
+
+    Args:
+        density: Part of the blocks that is kept, see `BlockSparse`.
+        block: Height and width of a block.
+        rest_bits: Bits of an element of what else waits: inputs of affine layers, LayerScale and
+            norms, derivatives of GELU and SiLU, by `Quantize`, without bias; masks and indices are
+            exact and packed. None leaves all of it as in Flax, as the paper does.
+        product: How weights' gradients are made of the blocks, see `BlockSparse`.
+
+    Returns:
+        The rules.
+
+    Example:
+        >>> [rule.op for rule in pruning(density=0.25, rest_bits=2)[:2]]
+        ['dot', 'affine|batch_norm|layer_norm|gelu|silu']
+    """
+    linear = Rule(BlockSparse(block, density, product=product), op="dot")
+    if rest_bits is None:
+        return (linear,)
+    others = "affine|batch_norm|layer_norm|gelu|silu"
+    return linear, Rule(Quantize(rest_bits), op=others, required=False), *PACKED
+
+
 def offloaded(rules: Rules) -> Rules:
     """The same rules with the codes in the host's pinned memory.
 
@@ -152,29 +183,59 @@ RECIPES: dict[str, Callable[..., Rules]] = {
     "fused": fused,
     "division": division,
     "actnn": actnn,
+    "pruning": pruning,
+}
+
+
+def _read_block(value: str) -> Block:
+    side, by, other = value.partition("x")
+    return (int(side), int(other)) if by else int(side)
+
+
+_READ: dict[Any, tuple[Callable[[str], Any], str]] = {
+    int: (int, "an integer"),
+    int | None: (int, "an integer"),
+    float: (float, "a number"),
+    Block: (_read_block, "an integer or two, such as 8x16"),
 }
 
 
 def from_spec(spec: str) -> Rules:
-    """Reads the spec of a codec, which is then used everywhere, or of a recipe.
-
-    Args:
-        spec: A snake-case name with options, for example "quantize:bits=4", "avg_pool:window=2",
-            "cast:dtype=float16", "exact", "fused:bits=2"; "offload:" before it is `offloaded`.
-
-    Returns:
-        The rules.
+    """Reads the spec of a codec, which is then used everywhere, or of a recipe; see `read`.
 
     Raises:
-        ValueError: If the name or an option is unknown, or a value is not what it should be.
+        ValueError: As `read`.
 
     Example:
         >>> from_spec("quantize:bits=4")[0].codec
         Quantize(bits=4, group='channel', rounding='stochastic')
     """
+    made = read(spec)
+    return everywhere(made) if isinstance(made, Codec) else made
+
+
+def read(spec: str) -> Codec | Rules:
+    """Reads the spec of a codec or of a recipe.
+
+    Args:
+        spec: A snake-case name with options, for example "quantize:bits=4", "avg_pool:window=2",
+            "cast:dtype=float16", "block_sparse:block=8x16,density=0.25", "exact", "fused:bits=2";
+            "offload:" before it is `Offload` of the codec, or `offloaded`.
+
+    Returns:
+        The codec, or the recipe's rules.
+
+    Raises:
+        ValueError: If the name or an option is unknown, or a value is not what it should be.
+
+    Example:
+        >>> read("avg_pool:window=2")
+        AvgPool(window=2)
+    """
     name, _, options = spec.partition(":")
     if name == "offload":
-        return offloaded(from_spec(options))
+        made = read(options)
+        return Offload(made) if isinstance(made, Codec) else offloaded(made)
     make: Callable[..., Any] | None = RECIPES.get(name, CODECS.get(name))
     if make is None:
         raise ValueError(
@@ -190,12 +251,12 @@ def from_spec(spec: str) -> Rules:
             )
         if key in kwargs:
             raise ValueError(f"spec={spec!r}: option {key!r} is given twice")
+        parse, kind = _READ.get(parameters[key].annotation, (str, "text"))
         try:
-            kwargs[key] = int(value) if parameters[key].annotation is int else value
+            kwargs[key] = parse(value)
         except ValueError:
-            raise ValueError(f"spec={spec!r}: {key}={value!r} is not an integer") from None
+            raise ValueError(f"spec={spec!r}: {key}={value!r} is not {kind}") from None
     try:
-        made = make(**kwargs)
-        return everywhere(made) if isinstance(made, Codec) else made
+        return make(**kwargs)
     except (TypeError, ValueError) as error:
         raise ValueError(f"spec={spec!r}: {error}") from error

@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 
 from jaxcomp import recipes
-from jaxcomp.codecs import Exact
+from jaxcomp.codecs import Codec, Exact
 from jaxcomp.nn.remat import remat_blocks
 from jaxcomp.rules import Rules, apply
 
@@ -39,6 +39,7 @@ class Way:
         rules: The model's rules from path and op kind to codec; () stores everything exactly.
         remat: Whether each block of the model is recomputed in the backward pass.
         policy: What of a block is then kept or moved, as `jax.checkpoint` takes it.
+        boundary: How the input of a block then waits; None is exactly.
         micro_batches: How many parts the batch is split into; their gradients are averaged. A
             BatchNorm then normalises by the statistics of its micro-batch, so that the step is
             another function than with 1.
@@ -53,6 +54,7 @@ class Way:
     remat: bool = False
     policy: Callable[..., Any] | None = None
     micro_batches: int = 1
+    boundary: Codec | None = None
 
     @classmethod
     def parse(cls, spec: str) -> "Way":
@@ -60,9 +62,11 @@ class Way:
 
         Args:
             spec: `plain`, `remat` (each block), `remat:dots` (results of products and
-                convolutions are kept), `offload` (they are kept in the host's memory),
-                `accumulate:N` (N micro-batches, 2 or more), or the spec of a codec or recipe, such
-                as `quantize:bits=2` (or `offload:quantize:bits=2`, in the host's memory).
+                convolutions are kept), `remat:CODEC` (a block's input waits as the codec of this
+                spec stores it, such as `remat:quantize:bits=8`; biased), `offload` (results of
+                products and convolutions are kept in the host's memory), `accumulate:N` (N
+                micro-batches, 2 or more), or the spec of a codec or recipe, such as
+                `quantize:bits=2` (or `offload:quantize:bits=2`, in the host's memory).
 
         Raises:
             ValueError: If `spec` is none of these.
@@ -79,6 +83,11 @@ class Way:
                 )
             return cls(spec, micro_batches=int(argument))
         try:
+            if name == "remat":
+                codec = recipes.read(argument)
+                if not isinstance(codec, Codec):
+                    raise ValueError(f"{argument!r} is a recipe, expected a codec")
+                return cls(spec, remat=True, boundary=codec)
             return cls(spec, rules=recipes.from_spec(spec))
         except ValueError as error:
             raise ValueError(
@@ -108,7 +117,7 @@ class Way:
         if self.rules:
             apply(model, self.rules)
         if self.remat:
-            remat_blocks(model, self.policy)
+            remat_blocks(model, self.policy, self.boundary)
         return model
 
     def check_batch(self, batch: int, devices: int = 1) -> None:

@@ -20,16 +20,17 @@ def _decide(rules: tuple[jc.Rule, ...], kind: str) -> jc.Codec | None:
         ),
         ("avg_pool:window=3", jc.AvgPool(window=3)),
         ("cast:dtype=float16", jc.Cast("float16")),
+        ("block_sparse:block=8,density=0.25", jc.BlockSparse(block=8, density=0.25)),
+        ("block_sparse:block=8x16", jc.BlockSparse(block=(8, 16))),
     ],
 )
 def test_spec_is_its_codec_in_every_operation_that_can_store_by_it(
     spec: str, codec: jc.Codec
 ) -> None:
     rules = recipes.from_spec(spec)
-    everywhere = not isinstance(codec, jc.AvgPool)  # it stores the input of convolutions only
-    assert _decide(rules, "conv") == codec
-    assert _decide(rules, "dot") == (codec if everywhere else None)
-    assert _decide(rules, "batch_norm") == (codec if everywhere else None)
+    for kind in ("conv", "dot", "batch_norm"):  # with AvgPool the input of convolutions only
+        assert _decide(rules, kind) == (codec if kind in codec.kinds else None)
+    assert "conv" in codec.kinds
     assert _decide(rules, "relu") == jc.Packed(bits=1)
     assert _decide(rules, "max_pool") == jc.Packed(bits=4)
 
@@ -53,6 +54,11 @@ def test_exact_is_for_everything() -> None:
         ("quantize:bits=2.5", "bits='2.5' is not an integer"),
         ("quantize:bits", "bits='' is not an integer"),
         ("avg_pool:window=two", "window='two' is not an integer"),
+        ("block_sparse:block=8x", "block='8x' is not an integer or two"),
+        ("block_sparse:block=0", "block=0: expected a positive integer"),
+        ("block_sparse:density=some", "density='some' is not a number"),
+        ("block_sparse:density=nan", "density=nan: expected more than 0"),
+        ("block_sparse:values=exact", "values"),
         ("quantize:bits=5", "bits=5: expected one of"),
         ("quantize:bits=-2", "bits=-2: expected one of"),
         ("quantize:bits=2,bits=4", "'bits' is given twice"),

@@ -17,6 +17,10 @@ from jaxcomp.ways import Way
             "remat:dots",
             Way("remat:dots", remat=True, policy=jax.checkpoint_policies.checkpoint_dots),
         ),
+        (
+            "remat:quantize:bits=8",
+            Way("remat:quantize:bits=8", remat=True, boundary=jc.Quantize(bits=8)),
+        ),
         ("accumulate:4", Way("accumulate:4", micro_batches=4)),
         ("quantize:bits=2", Way("quantize:bits=2", rules=recipes.from_spec("quantize:bits=2"))),
     ],
@@ -34,7 +38,9 @@ def test_parse_wrong_accumulate(spec):
         Way.parse(spec)
 
 
-@pytest.mark.parametrize("spec", ["", "plane", "plain:2", "remat:conv", "quantize:bits=5"])
+@pytest.mark.parametrize(
+    "spec", ["", "plane", "plain:2", "remat:conv", "remat:fused", "quantize:bits=5"]
+)
 def test_parse_unknown(spec):
     with pytest.raises(ValueError, match=rf"way='{spec}': expected plain, remat, remat:dots, "):
         Way.parse(spec)

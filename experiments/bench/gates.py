@@ -88,6 +88,10 @@ def _norm_act(codec: Any) -> Layer:
     return layer
 
 
+def _affine(codec: jc.Codec) -> Layer:
+    return lambda x, weights: jc.ops.affine(x, *weights, codec=codec)
+
+
 def _gelu(codec: jc.Codec) -> Layer:
     return lambda x, weights: jc.ops.gelu(x, codec=codec)
 
@@ -116,12 +120,13 @@ GATES = {
         ((3, 3, CHANNELS, CHANNELS),),
         _conv,
     ),
-    "dot": Gate(FLOATS, TOKENS, ((TOKENS[-1], TOKENS[-1]),), _dot),
+    "dot": Gate((*FLOATS, jc.BlockSparse()), TOKENS, ((TOKENS[-1], TOKENS[-1]),), _dot),
     "batch_norm": Gate(FLOATS, MAP, ((CHANNELS,), (CHANNELS,)), _batch_norm),
     "norm_act": Gate(
         tuple(jc.SignAware(bits) for bits in (2, 3, 4)), MAP, ((CHANNELS,), (CHANNELS,)), _norm_act
     ),
     "layer_norm": Gate(FLOATS, TOKENS, ((TOKENS[-1],), (TOKENS[-1],)), _layer_norm),
+    "affine": Gate(FLOATS, TOKENS, ((TOKENS[-1],), (TOKENS[-1],)), _affine),
     "gelu": Gate(FLOATS, TOKENS, (), _gelu),
     "dropout": Gate((jc.Packed(1),), TOKENS, ((1,),), _dropout),
     "relu": Gate((jc.Packed(1),), MAP, (), _relu),

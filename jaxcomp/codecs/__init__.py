@@ -1,5 +1,6 @@
 """Codecs: one array -> fewer bytes -> one array."""
 
+from jaxcomp.codecs.block_sparse import BlockSparse as BlockSparse
 from jaxcomp.codecs.codec import Cast as Cast
 from jaxcomp.codecs.codec import Codec as Codec
 from jaxcomp.codecs.codec import Encoded as Encoded

@@ -87,6 +87,7 @@ class Codec(abc.ABC):
         "layer_norm",
         "gelu",
         "silu",
+        "affine",
     )
     unbiased: bool
 

@@ -20,7 +20,7 @@ _FREE = {
     "partition-id",
     "replica-id",
 }
-_ELEMENTWISE = {"bitcast", "convert", "copy", "reshape", "transpose"}
+_ELEMENTWISE = {"bitcast", "convert", "copy", "pad", "reshape", "transpose"}
 # What makes new elements, each of one element of an operand.
 _ARITHMETIC = {
     *("add", "subtract", "multiply", "divide", "remainder", "maximum", "minimum", "power"),

@@ -9,7 +9,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxcomp import training
-from jaxcomp.models import resnet
+from jaxcomp.models import catalog
 from jaxcomp.ways import Way
 
 
@@ -19,7 +19,7 @@ def classifier(
     """Makes a step factory: SGD with momentum on a batch of images of 1000 classes.
 
     Args:
-        name: The model, as `jaxcomp.models.resnet.create` takes it.
+        name: The model, as `jaxcomp.models.catalog.create` takes it.
         image: Height and width of the images.
         dtype: Dtype of the computation and the images; parameters are float32.
 
@@ -28,22 +28,24 @@ def classifier(
         (state, images, labels) as shapes.
 
     Raises:
-        ValueError: If `name` is unknown or `image` is not positive.
+        ValueError: If `name` is unknown or `image` is not positive; of the factory, if the model
+            cannot take images of this size.
 
     Example:
         >>> step, (state, images, labels) = classifier("resnet18", image=64)(Way.parse("remat"), 8)
         >>> images.shape
         (8, 64, 64, 3)
     """
-    if name not in resnet.MODELS:
-        raise ValueError(f"name={name!r}: expected one of {list(resnet.MODELS)}")
+    catalog.check_name(name)
     if image < 1:
         raise ValueError(f"image={image}: expected a positive number of pixels")
 
     def make_step(transform: Way, batch: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         model = transform(
             nnx.eval_shape(
-                lambda: resnet.create(name, num_classes=1000, dtype=dtype, rngs=nnx.Rngs(0))
+                lambda: catalog.create(
+                    name, num_classes=1000, image_size=image, dtype=dtype, rngs=nnx.Rngs(0)
+                )
             )
         )
         optimizer = training.sgd(lambda count: 0.1, momentum=0.9, nesterov=False, weight_decay=1e-4)

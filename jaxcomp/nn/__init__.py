@@ -5,6 +5,7 @@ from jaxcomp.nn.activation import Dropout as Dropout
 from jaxcomp.nn.activation import MaxPool as MaxPool
 from jaxcomp.nn.activation import ReLU as ReLU
 from jaxcomp.nn.activation import SiLU as SiLU
+from jaxcomp.nn.affine import Affine as Affine
 from jaxcomp.nn.coded import Sink as Sink
 from jaxcomp.nn.linear import Conv as Conv
 from jaxcomp.nn.linear import ConvTranspose as ConvTranspose

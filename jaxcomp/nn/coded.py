@@ -22,7 +22,7 @@ class Coded:
 
     Attributes:
         kind: Its kind of operation: "conv", "dot", "batch_norm", "layer_norm", "relu", "gelu",
-            "silu", "dropout", "max_pool" or "norm_act".
+            "silu", "affine", "dropout", "max_pool" or "norm_act".
         covers: Attributes whose modules store nothing once this one has a codec.
         codec: How it stores what waits for its backward pass; None is as in Flax.
         sink: Takes each sample's sensitivity as its gradient (`ops.Sink`), if there is a codec;

@@ -1,35 +1,50 @@
-"""`jax.checkpoint` around each block of a model."""
+"""`jax.checkpoint` around each block of a model, whose input may wait compressed."""
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxcomp import residuals
+from jaxcomp.codecs import Codec, Encoded
+from jaxcomp.training import split_model
 
-def remat_blocks(model: nnx.Module, policy: Callable[..., Any] | None = None) -> nnx.Module:
+
+def remat_blocks(
+    model: nnx.Module, policy: Callable[..., Any] | None = None, codec: Codec | None = None
+) -> nnx.Module:
     """Makes each block of a model be recomputed in the backward pass.
 
     A block is a module in a list of modules (`nnx.List`, `nnx.Sequential`, a tuple); of lists
     inside lists the outermost counts. Parameters, state and paths stay as they are.
 
+    With a codec a block's arguments wait as that stores them, and the block is recomputed and
+    differentiated at the decoded ones. That is biased even where the codec is not, as far as the
+    block is not linear.
+
     Args:
         model: The model, which is changed.
         policy: What of a block is kept instead, as `jax.checkpoint` takes it; None is nothing.
+        codec: How the arguments of a block wait; None is exactly. Not with a policy.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: If the model has no list of modules.
+        ValueError: If the model has no list of modules, or there are both a policy and a codec; in
+            the call, if the codec cannot store an argument.
 
     Example:
         >>> model = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
         >>> remat_blocks(model) is model
         True
     """
+    if policy is not None and codec is not None:
+        raise ValueError(f"codec={codec}: expected None with a policy")
     in_lists = [(path, m) for path, m in nnx.iter_modules(model) if any(map(_is_index, path))]
     paths = {path for path, _ in in_lists}
     blocks = {
@@ -43,7 +58,7 @@ def remat_blocks(model: nnx.Module, policy: Callable[..., Any] | None = None) ->
             "for each to be recomputed; it has none"
         )
     for block in blocks.values():
-        block.__class__ = _recomputed(type(block), policy)
+        block.__class__ = _recomputed(type(block), policy, codec)
     return model
 
 
@@ -55,7 +70,9 @@ def _has_arrays(value: Any) -> bool:
     return any(isinstance(leaf, jax.Array | np.ndarray) for leaf in jax.tree.leaves(value))
 
 
-def _recomputed(kind: type[nnx.Module], policy: Callable[..., Any] | None) -> type[nnx.Module]:
+def _recomputed(
+    kind: type[nnx.Module], policy: Callable[..., Any] | None, codec: Codec | None
+) -> type[nnx.Module]:
     """The class with its call under `jax.checkpoint`; an argument without arrays is a constant."""
 
     def call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
@@ -67,8 +84,50 @@ def _recomputed(kind: type[nnx.Module], policy: Callable[..., Any] | None) -> ty
             named = {key: next(rest) if _has_arrays(a) else a for key, a in kwargs.items()}
             return kind.__call__(block, *given, **named)
 
+        if codec is not None:
+            return _from_codes(run, codec, self, arrays)
         return nnx.remat(run, policy=policy)(self, *arrays)
 
     return types.new_class(
         kind.__name__, (kind,), exec_body=lambda body: body.update(__call__=call)
     )
+
+
+def _from_codes(
+    run: Callable[..., Any], codec: Codec, block: nnx.Module, arrays: Sequence[Any]
+) -> Any:
+    """Calls a block, of whose arguments the codes wait."""
+    graphdef, params, rest = split_model(block)
+
+    def pure(params: Any, rest: Any, arrays: Any) -> tuple[Any, Any]:
+        block = nnx.merge(graphdef, params, rest, copy=True)
+        out = run(block, *arrays)
+        return out, split_model(block)[2]
+
+    def forward(params: Any, rest: Any, arrays: Any) -> tuple[Any, Any]:
+        codes = jax.tree.map(lambda a: codec.encode(a) if _is_float(a) else a, arrays)
+        arrays, codes = residuals.keep(arrays, codes, codec)
+        return pure(params, rest, arrays), (params, rest, codes)
+
+    def backward(saved: Any, cotangents: Any) -> tuple[Any, ...]:
+        params, rest, codes = saved
+        codes, cotangent = residuals.tie(codes, cotangents[0])
+        arrays = jax.tree.map(
+            lambda code: codec.decode(code) if isinstance(code, Encoded) else code,
+            codes,
+            is_leaf=lambda leaf: isinstance(leaf, Encoded),
+        )
+        _, pull = jax.vjp(lambda params, arrays: pure(params, rest, arrays)[0], params, arrays)
+        dparams, darrays = pull(cotangent)
+        dparams, darrays = residuals.tie(dparams, darrays)
+        return dparams, None, darrays
+
+    op = jax.custom_vjp(pure)
+    op.defvjp(forward, backward)
+    out, changed = op(params, rest, list(arrays))
+    nnx.update(block, changed)
+    return out
+
+
+def _is_float(value: Any) -> bool:
+    return jnp.issubdtype(value.dtype, jnp.floating)

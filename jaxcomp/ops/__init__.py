@@ -7,6 +7,7 @@ from jaxcomp.ops.activation import dropout as dropout
 from jaxcomp.ops.activation import gelu as gelu
 from jaxcomp.ops.activation import relu as relu
 from jaxcomp.ops.activation import silu as silu
+from jaxcomp.ops.affine import affine as affine
 from jaxcomp.ops.conv import conv_general_dilated as conv_general_dilated
 from jaxcomp.ops.conv import conv_transpose as conv_transpose
 from jaxcomp.ops.linear import dot_general as dot_general

@@ -11,14 +11,17 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxcomp import residuals
-from jaxcomp.codecs import Codec, Encoded, Offload
+from jaxcomp.codecs import BlockSparse, Codec, Encoded, Offload
 from jaxcomp.codecs.codec import Seed
+from jaxcomp.codecs.offload import coder
+from jaxcomp.ops import block_product
 from jaxcomp.ops.sensitivity import Sink, check_sink, importance, sensitivity
 
 DotDimensionNumbers = tuple[
     tuple[Sequence[int], Sequence[int]],
     tuple[Sequence[int], Sequence[int]],
 ]
+WeightGradient = Callable[[Encoded, Array], Array]
 
 
 def dot_general(
@@ -73,7 +76,22 @@ def dot_general(
     )
     if codec is None:
         return stock(lhs, rhs)
-    return bilinear(stock, codec, lhs, rhs, seed, sink=sink)
+    gradient = _of_blocks(coder(codec), lhs, rhs, dimension_numbers)
+    return bilinear(stock, codec, lhs, rhs, seed, sink=sink, weight_gradient=gradient)
+
+
+def _of_blocks(
+    codec: Codec, lhs: Array, rhs: Array, dimension_numbers: DotDimensionNumbers
+) -> WeightGradient | None:
+    """How the gradient of `rhs` is made of a block-sparse code, if not of the decoded `lhs`."""
+    layer = [[*map(list, axes)] for axes in dimension_numbers] == [[[lhs.ndim - 1], [0]], [[], []]]
+    if not isinstance(codec, BlockSparse) or not layer or rhs.ndim != 2:
+        return None
+    way = block_product.choose(codec, lhs.shape, rhs.shape[1], lhs.dtype.itemsize)
+    if way == "triton":
+        block_product.check_triton(codec, lhs.shape)
+    ways = {"rows": block_product.by_rows, "triton": block_product.by_triton}
+    return functools.partial(ways[way], codec) if way in ways else None
 
 
 class Reads(typing.NamedTuple):
@@ -100,11 +118,14 @@ def bilinear(
     sink: Sink | None = None,
     uses: float = 1.0,
     reads: Reads | None = None,
+    weight_gradient: WeightGradient | None = None,
 ) -> Array:
     """Calls `stock(lhs, rhs)`, linear in each argument, and keeps `lhs` as `codec` stores it.
 
     With `code`, what a producer pinned, nothing is encoded: the same code waits here, too. `uses`
     is for the statistic that `sink` takes. Of `lhs`, only what `reads` says is stored or decoded.
+    `weight_gradient` makes the gradient of `rhs` of the code and the cotangent, without the decoded
+    `lhs`.
     """
     part, product = Reads(lambda lhs: lhs, stock) if reads is None else reads
     stored = jax.eval_shape(part, lhs)
@@ -117,9 +138,9 @@ def bilinear(
         return stock(lhs, rhs)
 
     def forward(*given: typing.Any) -> typing.Any:
-        values = jax.tree.map(lambda leaf: leaf.value, given, is_leaf=_is_argument)
+        values = jax.tree.map(lambda leaf: leaf.value, given, is_leaf=is_argument)
         lhs, rhs, code, sink, seed = values
-        if not (_is_perturbed(given[1]) or _is_perturbed(given[3])):
+        if not (is_perturbed(given[1]) or is_perturbed(given[3])):
             # As of a frozen kernel: nothing in the backward pass reads `lhs`.
             return stock(lhs, rhs), (None, rhs)
         if code is None:
@@ -136,23 +157,29 @@ def bilinear(
             code, cotangent = residuals.tie(code, cotangent)
             if travels:
                 code = Encoded(tuple(map(part, code.arrays)), stored.shape, stored.dtype)
-            decoded = codec.decode(code)
-            dsink = None if sink is None else sensitivity(decoded, cotangent, uses)
-            (drhs,) = jax.vjp(lambda rhs: product(decoded, rhs), rhs)[1](cotangent)
+            if sink is not None:
+                dsink = sensitivity(codec.decode(code), cotangent, uses)
+            if weight_gradient is not None:
+                drhs = weight_gradient(code, cotangent).astype(rhs.dtype)
+            else:
+                decoded = codec.decode(code)
+                transpose = jax.linear_transpose(lambda rhs: product(decoded, rhs), like_rhs)
+                (drhs,) = transpose(cotangent)
             drhs, cotangent = residuals.tie(drhs, cotangent)
         (dlhs,) = jax.linear_transpose(lambda lhs: stock(lhs, rhs), like_lhs)(cotangent)
         return dlhs, drhs, None, dsink, None
 
-    like_lhs = jax.ShapeDtypeStruct(lhs.shape, lhs.dtype)
+    like_lhs, like_rhs = (jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (lhs, rhs))
     op.defvjp(forward, backward, symbolic_zeros=True)
     return op(lhs, rhs, code, sink, seed)
 
 
-def _is_argument(leaf: typing.Any) -> bool:
+def is_argument(leaf: typing.Any) -> bool:
+    """Whether a leaf is what JAX gives a custom forward rule with `symbolic_zeros`."""
     return isinstance(leaf, CustomVJPPrimal)
 
 
-def _is_perturbed(argument: typing.Any) -> bool:
+def is_perturbed(argument: typing.Any) -> bool:
     """Whether a gradient is asked for with respect to an argument of a custom forward rule."""
-    leaves = jax.tree.leaves(argument, is_leaf=_is_argument)
+    leaves = jax.tree.leaves(argument, is_leaf=is_argument)
     return any(leaf.perturbed for leaf in leaves)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxcomp import AvgPool, Cast, Encoded, Exact, Packed, PerSample, Quantize
+from jaxcomp import AvgPool, BlockSparse, Cast, Encoded, Exact, Packed, PerSample, Quantize
 from jaxcomp.codecs.codec import array_nbytes
 from tests.helpers import (
     DTYPES,
@@ -26,11 +26,14 @@ CODECS = [
     *(Quantize(bits) for bits in (1, 2, 3, 4, 8)),
     Quantize(2, "row", "nearest"),
     PerSample((4, 1)),
+    BlockSparse((4, 1), 0.5),
 ]
 each_codec = pytest.mark.parametrize("codec", CODECS, ids=str)
 # One for each way of storing: 3 bits are native ones of 2 and single bits in bytes.
 each_storage = pytest.mark.parametrize(
-    "codec", [Cast(), AvgPool(2), Quantize(3), Quantize(4, "row")], ids=str
+    "codec",
+    [Cast(), AvgPool(2), Quantize(3), Quantize(4, "row"), BlockSparse((4, 1), 0.5, Quantize(4))],
+    ids=str,
 )
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxcomp import memory
+from jaxcomp import Quantize, memory
 from jaxcomp.nn import remat_blocks
 from tests.helpers import assert_close, assert_same_bits, normal
 
@@ -48,6 +48,39 @@ def test_values_gradients_state_and_paths_are_those_of_the_model():
     assert isinstance(rematted.blocks[0], Block)
     names = [type(m).__name__ for _, m in nnx.iter_modules(rematted)]
     assert names == [type(m).__name__ for _, m in nnx.iter_modules(plain)]
+
+
+def test_a_block_is_differentiated_at_what_its_input_is_decoded_to():
+    codec = Quantize(bits=2)
+
+    def decoded(x):
+        return codec.decode(codec.encode(x))
+
+    class Linear(nnx.Module):
+        def __init__(self):
+            self.blocks = nnx.List([nnx.Linear(4, 4, rngs=nnx.Rngs(0))])
+
+        def __call__(self, x):
+            return jnp.sin(self.blocks[0](x))
+
+    plain, coded = Linear(), remat_blocks(Linear(), codec=codec)
+    assert_same_bits(jax.jit(coded)(X), jax.jit(plain)(X))
+    kernel, bias = plain.blocks[0].kernel[...], plain.blocks[0].bias[...]
+    g = jnp.cos(plain.blocks[0](X))
+    found = gradient(coded).blocks[0]
+    assert_close((found.kernel[...], found.bias[...]), (decoded(X).T @ g, g.sum(0)))
+    dx = jax.grad(lambda x: coded(x).sum())(X)
+    assert_close(dx, g @ kernel.T)
+    assert bias.shape == (4,)
+
+
+def test_codes_of_inputs_wait_alone_and_state_changes():
+    plain, coded = Net(), remat_blocks(Net(), codec=Quantize(bits=4))
+    gradient(coded)
+    gradient(plain)
+    assert_close(nnx.state(coded, nnx.Variable), nnx.state(plain, nnx.Variable))
+    with pytest.raises(ValueError, match=r"codec=.*: expected None with a policy"):
+        remat_blocks(Net(), jax.checkpoint_policies.checkpoint_dots, Quantize(bits=4))
 
 
 def test_each_block_is_computed_again():

@@ -1,0 +1,140 @@
+"""Weight gradients of block-sparse activations: straight from the blocks, or decoded first.
+
+    python -m experiments.bench.block_sparse --out experiments/results/block_sparse
+
+Compiled for a target: FLOPs, HBM traffic and scratch memory of one weight gradient from code and
+cotangent. On the CPU at hand: time by that of "dense", each the least of several runs in turn.
+"""
+
+import functools
+import itertools
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import typer
+from rich.progress import track
+
+import jaxcomp as jc
+from experiments.bench.memory import Out, traced_for
+from experiments.record import describe_environment, write_json, write_table
+from jaxcomp.codecs.block_sparse import Product
+from jaxcomp.memory import analyze
+from jaxcomp.ops import block_product
+
+PRODUCTS: tuple[Product, ...] = ("dense", "rows", "triton")
+MATRICES = {  # batch, tokens, features, columns: linear layers of ResMLP-S24 at 224 pixels
+    "mixing": (128, 384, 196, 196),
+    "fc2": (128, 196, 1536, 384),
+}
+BLOCKS = ((8, 8), (256, 8))
+DENSITIES = (0.1, 0.5)
+RUN_BATCH = 8  # of the timed matrices, float32
+
+Gradient = Callable[[jc.Encoded, jax.Array], jax.Array]
+
+
+def gradient(codec: jc.BlockSparse, product: Product) -> Gradient:
+    """The weight's gradient as a function of code and cotangent, in float32."""
+    if product == "rows":
+        return functools.partial(block_product.by_rows, codec)
+    if product == "triton":
+        return functools.partial(block_product.by_triton, codec)
+    return lambda code, g: jnp.einsum(
+        "btc,btn->cn", codec.decode(code), g, preferred_element_type=jnp.float32
+    )
+
+
+def compiled(
+    codec: jc.BlockSparse, product: Product, shape: tuple[int, ...], target: str
+) -> dict[str, Any]:
+    """XLA's figures in bfloat16 for the target."""
+    *tokens, features, columns = shape
+    x, g = (jax.ShapeDtypeStruct((*tokens, n), jnp.bfloat16) for n in (features, columns))
+    code = jax.eval_shape(codec.encode, x)
+
+    # What is declared is found by differentiation, which the kernel has no rule for.
+    @jax.custom_vjp
+    def run(code: jc.Encoded, g: jax.Array) -> jax.Array:
+        return gradient(codec, product)(code, g)
+
+    run.defvjp(lambda code, g: (run(code, g), None), lambda _, dw: (None, None))
+    with traced_for(target):
+        report = analyze(run, code, g, target=target, xla_remat=False)
+    return {
+        "flops": report.flops,
+        "hbm_traffic_bytes": report.hbm_traffic_bytes,
+        "temp_bytes": report.temp_bytes,
+    }
+
+
+def seconds(codec: jc.BlockSparse, shape: tuple[int, ...], runs: int) -> dict[str, float]:
+    """The least time of each product that a CPU can run, taken in turn."""
+    rng = np.random.default_rng(0)
+    _, *tokens, features, columns = shape
+    x, g = (
+        jnp.asarray(rng.normal(size=(RUN_BATCH, *tokens, n)), jnp.float32)
+        for n in (features, columns)
+    )
+    code = jax.jit(codec.encode)(x)
+    products = [p for p in PRODUCTS if p != "triton"]
+    steps = {p: jax.jit(gradient(codec, p)).lower(code, g).compile() for p in products}
+    times: dict[str, list[float]] = {p: [] for p in products}
+    for _, (name, step) in itertools.product(range(runs + 1), steps.items()):
+        start = time.perf_counter()
+        jax.block_until_ready(step(code, g))
+        times[name].append(time.perf_counter() - start)
+    return {name: min(found[1:]) for name, found in times.items()}
+
+
+def main(
+    out: Out,
+    target: Annotated[str, typer.Option(help="As jaxcomp.memory.targets.")] = "h100",
+    runs: Annotated[int, typer.Option(help="Timed runs on the CPU.")] = 5,
+) -> None:
+    """Compiles and times every case; writes block_sparse.json and block_sparse.md."""
+    rows: list[dict[str, Any]] = []
+    cases = [*itertools.product(MATRICES.items(), BLOCKS, DENSITIES)]
+    for (name, shape), block, density in track(cases, "compiling"):
+        codec = jc.BlockSparse(block, density)
+        products = [p for p in PRODUCTS if p != "triton" or _powers_of_two(codec, shape)]
+        times = seconds(codec, shape, runs)
+        for product in products:
+            case = {"matrix": name, "block": block, "density": density, "product": product}
+            rows.append(case | compiled(codec, product, shape, target))
+            if product in times:
+                rows[-1]["time_over_dense"] = times[product] / times["dense"]
+        text = save(out, target, rows)
+    typer.echo(text)
+
+
+def save(out: Path, target: str, rows: list[dict[str, Any]]) -> str:
+    """Writes the rows that are there and returns their table."""
+    content = describe_environment() | {"target": target, "rows": rows}
+    write_json(out / "block_sparse.json", content)
+    table = [
+        ["matrix", "block", "density", "product", "GFLOP", "traffic MiB", "temp MiB", "CPU time"]
+    ]
+    for row in rows:
+        traffic, temp = (row[f"{kind}_bytes"] / 2**20 for kind in ("hbm_traffic", "temp"))
+        ratio = f"{row['time_over_dense']:.2f}" if "time_over_dense" in row else ""
+        figures = f"{row['flops'] / 1e9:.1f}", f"{traffic:.0f}", f"{temp:.0f}", ratio
+        side = "x".join(map(str, row["block"]))
+        table.append([row["matrix"], side, str(row["density"]), row["product"], *figures])
+    title = (
+        f"Weight gradients compiled for {target}, bfloat16, batch 128; CPU time by that of dense, "
+        f"float32, batch {RUN_BATCH}:"
+    )
+    return write_table(out / "block_sparse.md", title, table, content["command"])
+
+
+def _powers_of_two(codec: jc.BlockSparse, shape: tuple[int, ...]) -> bool:
+    return not any(side & (side - 1) for side in codec.grid(shape[:-1]).block)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,68 @@
+"""All models by name."""
+
+from typing import Any
+
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jaxcomp.models import resmlp, resnet
+from jaxcomp.rules import Rules
+
+
+def names() -> list[str]:
+    """The names that `create` knows.
+
+    Example:
+        >>> "resnet50" in names(), "resmlp_s24" in names()
+        (True, True)
+    """
+    return [*resnet.MODELS, *resmlp.MODELS]
+
+
+def check_name(name: str) -> None:
+    """Raises a ValueError unless there is a model of this name."""
+    if name not in names():
+        raise ValueError(f"name={name!r}: expected one of {names()}")
+
+
+def create(
+    name: str,
+    *,
+    num_classes: int,
+    image_size: int,
+    in_channels: int = 3,
+    rules: Rules = (),
+    dtype: DTypeLike | None = None,
+    rngs: nnx.Rngs,
+) -> nnx.Module:
+    """Makes an image classifier by name.
+
+    Args:
+        name: As `resnet.create` or `resmlp.create` takes it.
+        num_classes: Number of logits.
+        image_size: Height and width of the images; residual networks take any.
+        in_channels: Channels of the images.
+        rules: How layers store what waits for the backward pass; none: as in Flax.
+        dtype: Dtype of the computation; parameters and statistics are float32.
+        rngs: Keys for the parameters.
+
+    Returns:
+        The model, which takes images of shape (batch, image_size, image_size, channels).
+
+    Raises:
+        ValueError: If `name` is unknown, or a rule or `image_size` does not fit the model.
+
+    Example:
+        >>> model = nnx.eval_shape(
+        ...     lambda: create("resmlp_tiny", num_classes=10, image_size=28, rngs=nnx.Rngs(0))
+        ... )
+        >>> len(model.blocks)
+        6
+    """
+    check_name(name)
+    options: dict[str, Any] = dict(
+        num_classes=num_classes, in_channels=in_channels, rules=rules, dtype=dtype, rngs=rngs
+    )
+    if name in resnet.MODELS:
+        return resnet.create(name, **options)
+    return resmlp.create(name, image_size=image_size, **options)

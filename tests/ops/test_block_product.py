@@ -1,0 +1,95 @@
+"""Weight gradients that are made of blocks are those of the decoded matrix."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxcomp import BlockSparse, ops
+from jaxcomp.ops import block_product
+from tests.helpers import (
+    DTYPES,
+    assert_close,
+    check_bilinear,
+    collectives,
+    normal,
+    replicate,
+    shard,
+    without_type_checks,
+)
+
+CASES = {  # shape, columns, block
+    "blocks that do not fit": ((3, 20, 36), 24, 8),
+    "no tokens": ((5, 64), 7, (8, 16)),
+    "a map": ((2, 3, 5, 16), 70, (4, 2)),
+    "more than a tile": ((2, 50, 80), 96, 16),
+}
+
+
+def linear(x, w, codec):
+    return ops.dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())), codec=codec)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("product", ["rows", "triton"])
+def test_gradients_are_those_of_the_decoded_matrix(case, product):
+    shape, columns, block = CASES[case]
+    codec = BlockSparse(block, 0.5, product=product)
+    x, w = normal(shape), normal((shape[-1], columns), seed=1)
+    op, stock = functools.partial(linear, codec=codec), functools.partial(linear, codec=None)
+    check_bilinear(op, stock, x, w, codec.decode(codec.encode(x)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize("product", ["rows", "triton"])
+def test_narrow_floats(product, dtype):
+    """Sums are in float32, so that the result is rounded once."""
+    codec = BlockSparse(4, 0.5, product=product)
+    x, g = normal((4, 30, 24), dtype), normal((4, 30, 10), dtype, 1)
+    code = codec.encode(x)
+    gradient = {"rows": block_product.by_rows, "triton": block_product.by_triton}[product]
+    got = jax.jit(functools.partial(gradient, codec))(code, g)
+    assert got.dtype == jnp.float32
+    decoded = codec.decode(code).astype(jnp.float32)
+    assert_close(got, jnp.einsum("btc,btn->cn", decoded, g.astype(jnp.float32)), 1e-5)
+
+
+def test_tall_blocks_are_multiplied_as_they_are():
+    """FLOPs of the product fall by the density, and nothing of the dense matrix's size is made."""
+    x, w = normal((2, 64, 256)), normal((256, 8), seed=1)
+    codec = BlockSparse((64, 8), 0.25)
+    gradient = jax.grad(lambda w, codec: (linear(x, w, codec) ** 2).sum())
+    auto, dense = (
+        jax.jit(functools.partial(gradient, codec=c)).trace(w).jaxpr
+        for c in (codec, BlockSparse((64, 8), 0.25, product="dense"))
+    )
+    assert block_product.choose(codec, x.shape, 8, 4) == "rows"
+    assert block_product.choose(codec, x.shape, 256, 4) == "dense"
+    text = str(auto)
+    assert str(dense).count("f32[2,64,256]") > text.count("f32[2,64,256]")
+
+
+def test_vmap_of_grad_equals_a_loop():
+    x, w = normal((3, 4, 10, 16)), normal((16, 5), seed=1)
+    for product in ("rows", "triton"):
+        codec = BlockSparse(4, 0.5, product=product)
+        gradient = jax.grad(lambda x, w, codec=codec: jnp.sin(linear(x, w, codec)).sum(), (0, 1))
+        batched = jax.jit(jax.vmap(gradient, (0, None)))(x, w)
+        for i in range(3):
+            assert_close(jax.tree.map(lambda g, i=i: g[i], batched), gradient(x[i], w))
+
+
+def test_rows_of_a_spread_batch_are_summed_at_the_end():
+    codec = BlockSparse((8, 4), 0.5, product="rows")
+    x, w = shard(normal((16, 8, 16))), replicate(normal((16, 5), seed=1))
+    gradient = jax.grad(lambda w, x: (linear(x, w, codec) ** 2).sum())
+    assert collectives(gradient, w, x) == {"all-reduce"}
+
+
+def test_kernel_that_cannot_be_is_an_error():
+    x, w = normal((2, 12, 16)), normal((16, 5), seed=1)
+    with pytest.raises(ValueError, match=r"product='triton': expected block sides .* got \(6, 4\)"):
+        linear(x, w, BlockSparse((6, 4), 0.5, product="triton"))
+    with without_type_checks(), pytest.raises(ValueError, match="product='cuda': expected one of"):
+        BlockSparse(product="cuda")
