@@ -74,8 +74,7 @@ def by_triton(
 ) -> Float[Array, "features columns"]:
     """A kernel that reads the kept blocks and makes the dense matrix in registers, tile by tile.
 
-    It reads a part of the bytes but multiplies the zeros too, except where a whole tile was
-    dropped. For CUDA; elsewhere Pallas interprets it, which is for tests. A batch that is spread
+    It reads a part of the bytes but multiplies the zeros too. For CUDA; elsewhere Pallas interprets it, which is for tests. A batch that is spread
     over devices is gathered, but for the part of a `jax.shard_map`.
 
     Raises:
