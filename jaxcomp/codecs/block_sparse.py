@@ -1,4 +1,4 @@
-"""The blocks of largest norm of a matrix of activations, and where they were."""
+"""The blocks of largest magnitude of a matrix of activations, and where they were."""
 
 import dataclasses
 import math
@@ -39,7 +39,7 @@ class Grid(typing.NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class BlockSparse(Codec):
-    """Biased: stores the blocks of largest norm of each sample's matrix; the others become zero.
+    """Biased: stores the largest blocks of each sample's matrix; the others become zero.
 
     The matrix of a sample has a row for each token (all axes between the first, the batch, and the
     last) and a column for each feature. Each row of blocks keeps the same number, so shapes are
@@ -47,11 +47,12 @@ class BlockSparse(Codec):
     `values` stores them, exactly by default. What is dropped is missing from the weight's gradient,
     step for step in the same way.
 
-    Blocks are ranked by their sum of squares, which makes the decoded array the nearest there is.
-    Of equal blocks the first are kept. At the far edges a block that does not fit is filled up with
-    zeros, which count among the stored bytes; a matrix that is lower than a block has blocks of its
-    own height, so an array of two axes has blocks of one row. A block with a NaN or Inf comes
-    before all others: it is dropped only if more than are kept in its row have one, too.
+    Blocks are ranked by their sum of magnitudes, which was at least as near to the exact gradient
+    as the sum of squares (docs/pruning.md). Of equal blocks the first are kept. At the far edges a
+    block that does not fit is filled up with zeros, which count among the stored bytes; a matrix
+    that is lower than a block has blocks of its own height, so an array of two axes has blocks of
+    one row. A block with a NaN or Inf comes before all others: it is dropped only if more than are
+    kept in its row have one, too.
 
     Barley and Fröning, "Compressing the Backward Pass of Large-Scale Neural Architectures by
     Structured Activation Pruning" (arXiv:2311.16883), whose number of blocks is not per row.
@@ -207,7 +208,7 @@ class BlockSparse(Codec):
 
 def _sizes(blocks: Array) -> Array:
     """What blocks of shape (batch, rows, height, columns, width) are ranked by."""
-    return jnp.square(blocks).sum((2, 4))
+    return jnp.abs(blocks).sum((2, 4))
 
 
 def _index_dtype(count: int) -> jnp.dtype:

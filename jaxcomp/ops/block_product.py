@@ -74,9 +74,9 @@ def by_triton(
 ) -> Float[Array, "features columns"]:
     """A kernel that reads the kept blocks and makes the dense matrix in registers, tile by tile.
 
-    It reads a part of the bytes but multiplies the zeros too, except where a whole tile was
-    dropped. For CUDA; elsewhere Pallas interprets it, which is for tests. A batch that is spread
-    over devices is gathered, but for the part of a `jax.shard_map`.
+    It reads a part of the bytes but multiplies the zeros too. For CUDA; elsewhere Pallas interprets
+    it, which is for tests. A batch that is spread over devices is gathered, except inside a
+    `jax.shard_map`.
 
     Raises:
         ValueError: If a side of the blocks is no power of two, or an array has 2^31 elements.

@@ -19,7 +19,7 @@ def pruned(x, block, kept):
         for top in range(0, len(sample), block[0]):
             rows = slice(top, top + block[0])
             lefts = range(0, x.shape[-1], block[1])
-            norms = [np.square(sample[rows, left : left + block[1]]).sum() for left in lefts]
+            norms = [np.abs(sample[rows, left : left + block[1]]).sum() for left in lefts]
             for i in np.argsort([-norm for norm in norms], kind="stable")[:kept]:
                 columns = slice(lefts[i], lefts[i] + block[1])
                 result[rows, columns] = sample[rows, columns]
