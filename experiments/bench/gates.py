@@ -11,6 +11,7 @@ if a layer keeps more than `LIMIT` times what it declares.
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,7 +27,7 @@ from jaxcomp.memory.analyze import analyze_step
 from jaxcomp.memory.targets import resolve
 from jaxcomp.memory.tracing import trace
 
-FEWER, MORE = 4, 8
+FEWER, MORE = 3, 6
 LIMIT = 1.1
 TPU_BATCH = 8  # times larger there: codes of a few MiB wait in VMEM, which no figure shows
 MAP = (512, 28, 28, 128)
@@ -168,13 +169,19 @@ def measure(gate: Gate, codec: jc.Codec, target: str | None) -> dict[str, Any]:
 
 
 def main(out: Out, target: Target = None) -> None:
-    """Compiles every gate; writes gates.json and gates.md."""
+    """Compiles every gate; gates.json and gates.md grow with every row."""
     cases = [(name, codec) for name, gate in GATES.items() for codec in gate.codecs]
     rows: list[dict[str, Any]] = []
     for name, codec in track(cases, "compiling"):
         figures = measure(GATES[name], codec, target)
         held = figures["alive_bytes"] <= LIMIT * figures["declared_bytes"]
         rows.append({"operation": name, "codec": str(codec), **figures, "held": held})
+        table = _write(out, target, rows)
+    typer.echo(table)
+    raise typer.Exit(not all(row["held"] for row in rows))
+
+
+def _write(out: Path, target: str | None, rows: list[dict[str, Any]]) -> str:
     content = describe_environment() | {"target": target, "limit": LIMIT, "rows": rows}
     write_json(out / "gates.json", content)
     sizes = "declared MiB", "alive MiB", "alive / declared", "temp MiB", "traffic MiB"
@@ -186,8 +193,7 @@ def main(out: Out, target: Target = None) -> None:
         cells = f"{declared:.2f}", f"{alive:.2f}", f"{alive / declared:.2f}", f"{temp:.2f}"
         table.append([row["operation"], row["codec"], *cells, f"{traffic:.1f}"])
     title = f"One more layer, bfloat16, compiled for {target}:"
-    typer.echo(write_table(out / "gates.md", title, table, content["command"]))
-    raise typer.Exit(not all(row["held"] for row in rows))
+    return write_table(out / "gates.md", title, table, content["command"])
 
 
 if __name__ == "__main__":
