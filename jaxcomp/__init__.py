@@ -10,6 +10,7 @@ from jaxcomp import training as training
 from jaxcomp import ways as ways
 from jaxcomp.bits import BitPlanner as BitPlanner
 from jaxcomp.bits import plan_bits as plan_bits
+from jaxcomp.clipping import clipped as clipped
 from jaxcomp.codecs import AvgPool as AvgPool
 from jaxcomp.codecs import BlockSparse as BlockSparse
 from jaxcomp.codecs import Cast as Cast

@@ -2,6 +2,7 @@
 
 import typing
 
+import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -13,6 +14,10 @@ from jaxcomp.nn.linear import Conv
 from jaxcomp.nn.norm import BatchNorm
 
 Features = Float[Array, "batch ..."] | ops.Activation
+
+
+class Clipped(nnx.Variable[Array]):
+    """State of a unit: the part of its elements of which some code is clipped, of the last call."""
 
 
 class NormAct(Coded, nnx.Module):
@@ -33,6 +38,7 @@ class NormAct(Coded, nnx.Module):
 
     kind = "norm_act"
     covers = ("norm", "relu")
+    clipped: Clipped | None = None
 
     def __init__(
         self, norm: BatchNorm, *, relu: bool = True, codec: SignAware | Offload | None = None
@@ -78,6 +84,9 @@ class NormAct(Coded, nnx.Module):
             seed=seed,
         )
         norm.update(mean, var)
+        if self.clipped is not None:
+            share = ops.clipped(x, scale, bias, mean, var, coded, epsilon=norm.epsilon)
+            self.clipped[...] = jax.lax.stop_gradient(share)
         return coded
 
 

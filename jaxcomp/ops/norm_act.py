@@ -12,7 +12,12 @@ from jaxcomp.codecs import Encoded, Offload, noise, packing
 from jaxcomp.codecs.codec import Seed
 from jaxcomp.codecs.levels import Levels
 from jaxcomp.codecs.offload import coder, waiting_with
-from jaxcomp.codecs.sign_aware import SignAware, decode_normalized, encode_normalized
+from jaxcomp.codecs.sign_aware import (
+    SPAN,
+    SignAware,
+    decode_normalized,
+    encode_normalized,
+)
 from jaxcomp.ops.activated import Activation, value
 from jaxcomp.ops.norm import Norm
 
@@ -208,3 +213,50 @@ def norm_act(
     y, code, mean, var = op(x, scale, bias, residual, unit, seed)
     unit += lax.stop_gradient(wide(0 * var))  # a NaN travels on with a value that has no code, too
     return Activation(y, unit, code, waiting_with(stored_by, codec)), mean, var
+
+
+def clipped(
+    x: Float[Array, "batch ... features"],
+    scale: Float[Array, " features"],
+    bias: Float[Array, " features"],
+    mean: Float[Array, " features"],
+    var: Float[Array, " features"],
+    activation: Activation,
+    *,
+    epsilon: float = 1e-5,
+) -> Float[Array, ""]:
+    """The part of the elements of a `norm_act` of which some code is clipped to the last level.
+
+    Args:
+        x: Its input, and so are the arguments that follow.
+        scale: See there.
+        bias: See there.
+        mean: What it returned.
+        var: What it returned.
+        activation: What it returned.
+        epsilon: Its argument.
+
+    Returns:
+        From 0 to 1; NaN if a statistic is.
+
+    Example:
+        >>> x = jnp.zeros((100, 2)).at[0].set(1.0)  # ten standard deviations
+        >>> ones, zeros = jnp.ones(2), jnp.zeros(2)
+        >>> results = norm_act(x, ones, zeros, codec=SignAware(bits=2))
+        >>> y, mean, var = results
+        >>> round(float(clipped(x, ones, zeros, mean, var, y)), 4)
+        0.01
+    """
+    axes = tuple(range(x.ndim - 1))
+    scale, bias, mean, var = (jnp.expand_dims(a, axes) for a in (scale, bias, mean, var))
+    h = (x.astype(jnp.float32) - mean) * lax.rsqrt(var + epsilon)
+    codec = typing.cast(SignAware, coder(activation.codec))
+    if codec.signed:
+        t = Units.of(scale, bias, codec.levels).preactivation(h)
+        outside = (t < codec.levels.bottom) | (t > codec.levels.top)
+    else:
+        outside = jnp.abs(h) > SPAN
+        if activation.code is not None:
+            *_, unit, _ = activation.code.arrays
+            outside |= activation.value > codec.levels.top * unit
+    return jnp.where(outside, 1.0, 0.0 * h).mean()

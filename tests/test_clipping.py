@@ -1,0 +1,55 @@
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxcomp as jc
+from tests.helpers import as_float, normal
+
+
+class Block(nnx.Module):
+    """A unit whose result is added to that of another."""
+
+    def __init__(self):
+        self.first = jc.nn.NormAct(jc.nn.BatchNorm(3, rngs=nnx.Rngs(0)), codec=jc.SignAware(4))
+        self.second = jc.nn.NormAct(jc.nn.BatchNorm(3, rngs=nnx.Rngs(0)), codec=jc.SignAware(4))
+        self.unused = jc.nn.NormAct(jc.nn.BatchNorm(3, rngs=nnx.Rngs(0)), codec=jc.SignAware(4))
+
+    def __call__(self, x):
+        return self.second(x, self.first(x))
+
+
+def normalized(x):
+    return (x - x.mean((0, 1, 2))) / np.sqrt(x.var((0, 1, 2)) + 1e-5)
+
+
+def test_counts_what_no_level_reaches():
+    x = normal((32, 9, 9, 3)).at[0, 0].multiply(50).at[3, :2].multiply(-20)
+    h = normalized(as_float(x))
+    levels = jc.SignAware(4, signed=True).levels
+    first = (h > levels.top) | (h < levels.bottom)
+    unit = np.sqrt(1.0 + 1.0)  # of a norm with scale 1 and no bias, and of what is added
+    top = jc.SignAware(4).levels.top
+    second = (np.abs(h) > 4) | (np.maximum(h + np.maximum(h, 0), 0) > top * unit)
+    found = jc.clipped(Block(), x)
+    assert 0 < first.mean() < second.mean() < 0.1
+    np.testing.assert_allclose(found["first"], first.mean(), atol=1e-4)
+    np.testing.assert_allclose(found["second"], second.mean(), atol=1e-4)
+    assert np.isnan(found["unused"])
+
+
+def test_a_value_that_is_not_finite_shows():
+    x = normal((4, 3, 3, 3)).at[0, 0, 0, 0].set(jnp.nan)
+    assert np.isnan(jc.clipped(Block(), x)["first"])
+
+
+def test_the_model_is_not_changed():
+    model = Block()
+    jc.clipped(model, normal((4, 3, 3, 3)))
+    assert model.first.clipped is None
+    assert not model.first.norm.mean[...].any()
+
+
+def test_a_model_without_such_codes_is_an_error():
+    with pytest.raises(ValueError, match="expected nn"):
+        jc.clipped(nnx.Sequential(jc.nn.BatchNorm(3, rngs=nnx.Rngs(0))), normal((4, 3)))
