@@ -5,14 +5,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 
-from jaxcomp.transform.programs import evaluate, flat, structs
+from jaxcomp.transform.programs import Program, closed, evaluate, flat, structs
 
 _COMPARED = {"max": lax.gt_p, "min": lax.lt_p}
 
 
-def with_alternatives(forward: ClosedJaxpr) -> tuple[ClosedJaxpr, dict[Any, Any]]:
+def with_alternatives(forward: Program) -> tuple[Program, dict[Any, Any]]:
     """Adds to a program the values of some equations, made in a way that is affine or open.
 
     The greater of two values is selected by a mask, which is exact where the values are not. What
@@ -42,10 +42,10 @@ def with_alternatives(forward: ClosedJaxpr) -> tuple[ClosedJaxpr, dict[Any, Any]
     kept = traced.jaxpr.outvars[: count - 2 * first]
     added = traced.jaxpr.outvars[count - 2 * first :]
     same = dict(zip(added[::2], added[1::2], strict=True))
-    return ClosedJaxpr(traced.jaxpr.replace(outvars=kept, debug_info=None), traced.consts), same
+    return closed(traced.jaxpr.replace(outvars=kept), traced.consts), same
 
 
-def _calls_opened(forward: ClosedJaxpr) -> tuple[ClosedJaxpr, int]:
+def _calls_opened(forward: Program) -> tuple[Program, int]:
     pairs: list[tuple[Any, Any]] = []
 
     def open_call(equation: JaxprEqn, values: list[Any], results: list[Any]) -> None:

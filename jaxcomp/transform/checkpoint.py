@@ -9,13 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import jaxpr_as_fun
 
 from jaxcomp.codecs.codec import Seed
 from jaxcomp.transform import stages
 from jaxcomp.transform.decisions import Policy, check_policy
 from jaxcomp.transform.plan import CheckpointPlan
-from jaxcomp.transform.programs import structs
+from jaxcomp.transform.programs import Program, closed, structs
 from jaxcomp.transform.scheme import Scheme, scheme
 
 
@@ -74,7 +74,7 @@ class Checkpointed:
 
     def _trace(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[ClosedJaxpr, list[Any], list[int], Any]:
+    ) -> tuple[Program, list[Any], list[int], Any]:
         """The function as a program without constants, its flat arguments, the coded ones."""
         count = len(args)
         coded, static = (
@@ -91,12 +91,12 @@ class Checkpointed:
         traced, shape = jax.make_jaxpr(run, return_shape=True)(dynamic, kwargs)
         constants = len(traced.consts)
         opened = traced.jaxpr.replace(
-            constvars=[], invars=[*traced.jaxpr.constvars, *traced.jaxpr.invars], debug_info=None
+            constvars=[], invars=[*traced.jaxpr.constvars, *traced.jaxpr.invars]
         )
         positions = [i for i, arg in enumerate(args) if i not in static for _ in _leaves(arg)]
         chosen = [constants + i for i, number in enumerate(positions) if number in coded]
         leaves = [*traced.consts, *_leaves((dynamic, kwargs))]
-        return ClosedJaxpr(opened, []), leaves, chosen, jax.tree.structure(shape)
+        return closed(opened, []), leaves, chosen, jax.tree.structure(shape)
 
 
 def _leaves(tree: Any) -> list[Any]:
@@ -110,7 +110,7 @@ def _positions(name: str, numbers: tuple[int, ...], count: int) -> set[int]:
 
 
 def _with_backward_pass(
-    program: ClosedJaxpr, coded: list[int], policy: Policy
+    program: Program, coded: list[int], policy: Policy
 ) -> Callable[..., list[Any]]:
     """The program as a function of a seed and of its arguments."""
     results = structs(program.jaxpr.outvars)
@@ -207,11 +207,15 @@ def checkpoint(
     check_policy(policy)
     if not callable(fn):
         raise TypeError(f"fn={fn!r}: expected a function")
-    numbers = []
-    for name, given in (("coded_argnums", coded_argnums), ("static_argnums", static_argnums)):
-        try:
-            several = given if isinstance(given, Sequence) else (given,)
-            numbers.append(tuple(map(operator.index, several)))
-        except TypeError as error:
-            raise TypeError(f"{name}={given!r}: expected an integer or a sequence") from error
-    return Checkpointed(fn, policy, *numbers, seed)
+    coded, static = (
+        _numbers("coded_argnums", coded_argnums),
+        _numbers("static_argnums", static_argnums),
+    )
+    return Checkpointed(fn, policy, coded, static, seed)
+
+
+def _numbers(name: str, given: int | Sequence[int]) -> tuple[int, ...]:
+    try:
+        return tuple(map(operator.index, given if isinstance(given, Sequence) else (given,)))
+    except TypeError as error:
+        raise TypeError(f"{name}={given!r}: expected an integer or a sequence of them") from error

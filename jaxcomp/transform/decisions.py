@@ -68,18 +68,18 @@ def decide(policy: Policy, graph: Graph, roles: Mapping[Any, str]) -> dict[Any, 
     decisions = {}
     values = []
     for variable in (*arguments, *graph.made_by):
-        equation = graph.made_by.get(variable)
+        made_by = graph.made_by.get(variable)
         named = names.get(variable, [])
         value = Value(
             variable.aval.shape,
             variable.aval.dtype,
-            equation.primitive.name if equation is not None else "",
+            made_by.primitive.name if made_by is not None else "",
             tuple(dict.fromkeys(str(e.params["name"]) for e in named)),
-            roles.get(variable, "other") if equation is not None else "input",
-            source(equation),
+            roles.get(variable, "other") if made_by is not None else "input",
+            source(made_by),
         )
         values.append(value)
-        decisions[variable] = _decide(policy, value, equation, named, hits)
+        decisions[variable] = _decide(policy, value, made_by, named, hits)
     if isinstance(policy, CodecPolicy):
         _check_hits(policy, hits, values)
     return decisions

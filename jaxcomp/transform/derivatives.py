@@ -12,6 +12,7 @@ from jax.extend.core import JaxprEqn
 from jaxcomp.transform.algebra import ELEMENTWISE, tangents_of
 from jaxcomp.transform.programs import (
     Linearized,
+    Values,
     apply,
     evaluate,
     flat,
@@ -68,7 +69,7 @@ def merge(linearized: Linearized, costly: Costly) -> Linearized:
 
     def forward_with_derivatives(*arguments: Any) -> list[Any]:
         made = evaluate(forward.jaxpr, forward.consts, arguments)
-        env = dict(zip(linear.invars, made[linearized.results :], strict=False))
+        env: Values = dict(zip(linear.invars, made[linearized.results :], strict=False))
         for equation in linear.eqns:
             if not tangents.intersection(equation.outvars):
                 values = [read(env, atom) for atom in equation.invars]
@@ -82,13 +83,13 @@ def merge(linearized: Linearized, costly: Costly) -> Linearized:
         return [*made[: linearized.results], *coefficients]
 
     def shortened(*given: Any) -> list[Any]:
-        env = dict(zip(needed, given, strict=False))
+        env: Values = dict(zip(needed, given, strict=False))
         derivatives = dict(zip(start_of, given[len(needed) :], strict=False))
         env |= dict(zip(linear.invars[count:], given[len(needed) + len(start_of) :], strict=True))
         for equation in linear.eqns:
             (*_, out) = equation.outvars
             if out in start_of:
-                tangent = env[start_of[out]].astype(out.aval.dtype)
+                tangent = env[start_of[out]].astype(derivatives[out].dtype)
                 env[out] = lax.mul(tangent, derivatives[out])
             elif out in tangents and out not in inside:
                 values = [read(env, atom) for atom in equation.invars]
@@ -129,7 +130,7 @@ def _chains(linear: Any, tangents: set[Any]) -> dict[Any, _Chain]:
 
 def _is_elementwise(equation: JaxprEqn, operands: list[Any]) -> bool:
     (out, *others) = equation.outvars
-    avals = [out.aval, *(a.aval for a in operands)]
+    avals: list[Any] = [out.aval, *(a.aval for a in operands)]
     real = all(jnp.issubdtype(aval.dtype, jnp.floating) for aval in avals)
     same_shape = len({aval.shape for aval in avals}) == 1
     return equation.primitive.name in ELEMENTWISE and not others and real and same_shape

@@ -3,8 +3,8 @@
 import dataclasses
 import functools
 import math
+import operator
 import os
-import typing
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
@@ -83,27 +83,33 @@ class Graph:
             operands = variables(equation.invars)
             if equation.primitive.name in REDUCTIONS and operands:
                 (out, *_) = equation.outvars
-                if operands[0].aval.size >= _REDUCED * out.aval.size:
+                if operands[0].aval.size >= _REDUCED * _size(out):
                     found.update(equation.outvars)
-            elif is_cheap(equation) and found.intersection(operands):
-                if all(v in found or v in self.free for v in operands):
-                    found.update(equation.outvars)
+            elif (
+                is_cheap(equation)
+                and found.intersection(operands)
+                and all(v in found or v in self.free for v in operands)
+            ):
+                found.update(equation.outvars)
         return found
 
     def roles(self, uses: Mapping[Any, str]) -> dict[Any, str]:
-        """The role of every value, from the roles of those that the backward pass reads."""
+        """The role of every value, from the roles of those that the backward pass reads.
+
+        What these are affine in has their role, too.
+        """
         found = dict(uses)
-        for equation in reversed(self.jaxpr.eqns):
-            for out in equation.outvars:
-                again = None if isinstance(out, DropVar) else self.again(out)
-                role = found.get(out)
-                if again is None or role is None or role not in _PASSED_ON:
-                    continue
-                for operand in variables(again[0].invars):
-                    lossy = functools.partial(typing.cast(Any, _is), operand)
-                    if is_cheap(again[0]) and is_affine(again[0], lossy):
-                        if _PASSED_ON.index(role) < _rank(found.get(operand)):
-                            found[operand] = role
+        for value in reversed(self.order):
+            role = found.get(value)
+            again = self.again(value)
+            if role is None or again is None or not is_cheap(again[0]):
+                continue
+            for operand in variables(again[0].invars):
+                if (
+                    is_affine(again[0], functools.partial(operator.is_, operand))
+                    and found.get(operand) != "operand"
+                ):
+                    found[operand] = role
         for value in self.made_by:
             if value.aval.dtype == jnp.bool:
                 found[value] = "mask"
@@ -114,15 +120,8 @@ class Graph:
         return found
 
 
-_PASSED_ON = ["operand", "derivative"]
-
-
-def _rank(role: str | None) -> int:
-    return _PASSED_ON.index(role) if role in _PASSED_ON else len(_PASSED_ON)
-
-
-def _is(value: Any, other: Any) -> bool:
-    return value is other
+def _size(atom: Any) -> int:
+    return int(atom.aval.size)
 
 
 def nbytes(aval: Any) -> int:
@@ -134,14 +133,14 @@ def nbytes(aval: Any) -> int:
 
 def plain_nbytes(aval: Any) -> int:
     """Bytes of a value as JAX stores it."""
-    if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended):
+    if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
         return math.prod(aval.shape) * int(aval.dtype.itemsize)
     return array_nbytes(aval.shape, aval.dtype)
 
 
 def source(equation: JaxprEqn | None) -> str:
     """`file:line` of the innermost code outside of JAX and this package that made an equation."""
-    traceback = None if equation is None else equation.source_info.traceback
+    traceback: Any = None if equation is None else equation.source_info.traceback
     for frame in traceback.frames if traceback else ():
         if not frame.file_name.startswith(_LIBRARIES) and os.path.isabs(frame.file_name):
             return f"{os.path.basename(frame.file_name)}:{frame.line_num}"

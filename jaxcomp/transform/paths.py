@@ -94,8 +94,9 @@ def assign(
 def _summed(path: _Path, equation: JaxprEqn, tangents: Set[Any]) -> _Path:
     """The path after an equation that may be a part of a mean."""
     if equation.primitive.name == "reduce_sum" and path.copies:
-        (operand,), (out,) = equation.invars, equation.outvars
-        count = operand.aval.size // max(1, out.aval.size)
+        atoms: list[Any] = [*equation.invars, *equation.outvars]
+        sizes = [math.prod(atom.aval.shape) for atom in atoms]
+        count = sizes[0] // max(1, sizes[-1])
         return dataclasses.replace(path, summed=path.summed * count)
     scale = _scale(equation)
     if path.summed >= AVERAGED and scale is not None and scale * path.summed < 1.01:

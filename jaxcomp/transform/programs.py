@@ -2,17 +2,19 @@
 
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
+import jax.extend.core
 import jax.numpy as jnp
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
 # Calls that are looked through, by the parameter that holds what is called.
 CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr"}
 _BARRIER = "optimization_barrier"
 
+Program: TypeAlias = Any  # a jaxpr with its constants, in whichever class this JAX has for it
 Values = dict[Any, Any]
 Visit = Callable[[JaxprEqn, list[Any], list[Any]], None]
 
@@ -27,6 +29,11 @@ def variables(atoms: Sequence[Any]) -> list[Any]:
     return list(dict.fromkeys(a for a in atoms if not isinstance(a, Literal | DropVar)))
 
 
+def closed(jaxpr: Jaxpr, constants: Sequence[Any]) -> Program:
+    """A jaxpr with its constants."""
+    return vars(jax.extend.core)["ClosedJaxpr"](jaxpr, constants)
+
+
 def apply(jaxpr: Jaxpr, equation: JaxprEqn, values: Sequence[Any]) -> list[Any]:
     """Evaluates one equation of a program, under its own name scope and source line."""
     pairs = zip(equation.invars, values, strict=True)
@@ -39,9 +46,8 @@ def apply(jaxpr: Jaxpr, equation: JaxprEqn, values: Sequence[Any]) -> list[Any]:
         outvars=results,
         eqns=[equation],
         effects=equation.effects,
-        debug_info=None,
     )
-    made = iter(jaxpr_as_fun(ClosedJaxpr(alone, []))(*[operands[v] for v in given]))
+    made = iter(jaxpr_as_fun(closed(alone, []))(*[operands[v] for v in given]))
     return [None if isinstance(v, DropVar) else next(made) for v in equation.outvars]
 
 
@@ -121,7 +127,7 @@ def _key(equation: JaxprEqn, values: list[Any]) -> Hashable | None:
     return key
 
 
-def flat(program: ClosedJaxpr, visit: Visit | None = None) -> ClosedJaxpr:
+def flat(program: Program, visit: Visit | None = None) -> Program:
     """The same program with calls looked through and equal equations once."""
     return jax.make_jaxpr(
         lambda *arguments: evaluate(program.jaxpr, program.consts, arguments, visit)
@@ -148,8 +154,8 @@ class Linearized:
         smooth: The results that have a tangent.
     """
 
-    forward: ClosedJaxpr
-    linear: ClosedJaxpr
+    forward: Program
+    linear: Program
     results: int
     active: tuple[int, ...]
     smooth: tuple[int, ...]
@@ -161,7 +167,7 @@ class Linearized:
         return list(self.forward.jaxpr.outvars[self.results :][:count])
 
 
-def linearize(program: ClosedJaxpr, active: Sequence[int]) -> Linearized:
+def linearize(program: Program, active: Sequence[int]) -> Linearized:
     """Takes the derivative of a program with respect to some of its arguments.
 
     Every coefficient of the linear program is computed in the forward one, at the exact values.
@@ -171,7 +177,7 @@ def linearize(program: ClosedJaxpr, active: Sequence[int]) -> Linearized:
     results = structs(program.jaxpr.outvars)
     smooth = [i for i, r in enumerate(results) if jnp.issubdtype(r.dtype, jnp.inexact)]
     function = jaxpr_as_fun(program)
-    linear: list[ClosedJaxpr] = []
+    linear: list[Program] = []
 
     def both(*values: Any) -> Any:
         def at(*chosen: Any) -> Any:
@@ -187,14 +193,14 @@ def linearize(program: ClosedJaxpr, active: Sequence[int]) -> Linearized:
 
     forward = flat(jax.make_jaxpr(both)(*arguments))
     opened = linear[0].jaxpr
-    closed = ClosedJaxpr(
-        opened.replace(constvars=[], invars=[*opened.constvars, *opened.invars], debug_info=None),
+    whole = closed(
+        opened.replace(constvars=[], invars=[*opened.constvars, *opened.invars]),
         [],
     )
-    return Linearized(forward, flat(closed), len(results), tuple(active), tuple(smooth))
+    return Linearized(forward, flat(whole), len(results), tuple(active), tuple(smooth))
 
 
-def transpose(linearized: Linearized) -> ClosedJaxpr:
+def transpose(linearized: Linearized) -> Program:
     """The backward program: from coefficients and the results' cotangents to the arguments'."""
     linear = linearized.linear
     count = len(linear.jaxpr.invars) - len(linearized.active)

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr
 
 from jaxcomp.codecs import Codec, Packed
 from jaxcomp.policies import CodecPolicy
@@ -19,6 +18,7 @@ from jaxcomp.transform.derivatives import merge
 from jaxcomp.transform.graph import Graph, nbytes, plain_nbytes
 from jaxcomp.transform.programs import (
     Linearized,
+    Program,
     apply,
     is_variable,
     linearize,
@@ -93,14 +93,14 @@ class Scheme:
     stored: dict[Any, Stored]
     decisions: dict[Any, Decision]
     roles: dict[Any, str]
-    backward: ClosedJaxpr
+    backward: Program
     coefficients: list[Coefficient]
     plain_bytes: int
     biased: bool
 
 
 def scheme(
-    program: ClosedJaxpr, active: Sequence[int], coded: Collection[int], policy: Policy
+    program: Program, active: Sequence[int], coded: Collection[int], policy: Policy
 ) -> Scheme:
     """Decides what of a program waits for its backward pass.
 
@@ -156,7 +156,7 @@ def scheme(
     )
 
 
-def _graph(forward: ClosedJaxpr, coded: Collection[int], same: Any = None) -> Graph:
+def _graph(forward: Program, coded: Collection[int], same: Any = None) -> Graph:
     held = {v for i, v in enumerate(forward.jaxpr.invars) if i not in coded}
     return Graph(forward.jaxpr, held, same or {})
 
@@ -334,7 +334,7 @@ def _number_codes(
     roots = _roots(graph, stored)
 
     def roots_of(atom: Any) -> Collection[Any]:
-        value = behind.get(atom) if is_variable(atom) else None
+        value: Any = behind.get(atom) if is_variable(atom) else None
         return roots.get(value, ()) if is_variable(value) else ()
 
     assignment = paths.Assignment({}, {})

@@ -1,8 +1,7 @@
 """Runs a scheme: the forward pass that stores, the backward pass that rebuilds."""
 
 import functools
-import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -128,12 +127,12 @@ def backward(
     wanted = needed(jaxpr.eqns, jaxpr.outvars)
     for equation in wanted:
         operands = variables(equation.invars)
-        if operands and not equation.effects:
-            if all(v in coefficients or v in late for v in operands):
-                late |= dict.fromkeys(equation.outvars, equation)
+        is_late = all(v in coefficients or v in late for v in operands)
+        if operands and is_late and not equation.effects:
+            late |= dict.fromkeys(equation.outvars, equation)
     equations = [e for e in wanted if not late.keys() & set(e.outvars)]
 
-    def evaluate(atom: Any, get: typing.Callable[[Coefficient], Any]) -> Any:
+    def evaluate(atom: Any, get: Callable[[Coefficient], Any]) -> Any:
         if is_variable(atom) and atom in coefficients:
             return get(coefficients[atom])
         if is_variable(atom) and atom in late:
@@ -191,7 +190,7 @@ def _largest(cotangents: list[Any]) -> Any:
 
 
 def _weights_first(
-    equations: list[JaxprEqn], is_rebuilt: typing.Callable[[Any], bool], env: dict[Any, Any]
+    equations: list[JaxprEqn], is_rebuilt: Callable[[Any], bool], env: dict[Any, Any]
 ) -> list[JaxprEqn]:
     """Puts products with rebuilt values before other uses of the same cotangent.
 
@@ -251,7 +250,7 @@ class _Rebuild:
     def after(
         self,
         cotangent: Any,
-        evaluate: typing.Callable[[typing.Callable[[Coefficient], Any]], Any],
+        evaluate: Callable[[Callable[[Coefficient], Any]], Any],
         coefficients: list[Coefficient],
         *,
         is_fused: bool,
@@ -271,9 +270,10 @@ class _Rebuild:
         if cotangent is None or not leaves:
             return decode(leaves)
         made = jax.eval_shape(decode, leaves)
-        if is_fused and cotangent.ndim and made.shape[:1] == cotangent.shape[:1]:
-            if made.ndim == cotangent.ndim and jnp.isrealobj(made) and jnp.isrealobj(cotangent):
-                return residuals.decode_after(cotangent, leaves, decode)
+        alike = cotangent.ndim == made.ndim > 0 and made.shape[0] == cotangent.shape[0]
+        real = jnp.isrealobj(made) and jnp.isrealobj(cotangent)
+        if is_fused and alike and real:
+            return residuals.decode_after(cotangent, leaves, decode)
         leaves, _ = residuals.tie(leaves, cotangent)
         return decode(leaves)
 
