@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence, Set
 from typing import Any
 
+import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal
 
 # Results that are their first operand's values in another place, shape or precision.
@@ -55,6 +56,9 @@ def is_affine(equation: JaxprEqn, lossy: Callable[[Any], bool]) -> bool:
     """Whether a cheap equation is affine in its lossy operands, taken together."""
     name = equation.primitive.name
     at = [i for i, atom in enumerate(equation.invars) if lossy(atom)]
+    results: list[Any] = list(equation.outvars)
+    if not all(jnp.issubdtype(out.aval.dtype, jnp.inexact) for out in results):
+        return False
     if name in MOVES | _SUMS:
         return True
     if name == "mul":

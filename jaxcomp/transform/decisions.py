@@ -10,7 +10,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from jaxcomp.codecs import Codec, Exact
 from jaxcomp.policies import CodecPolicy, Match, Value
-from jaxcomp.transform.graph import Graph, nbytes, source
+from jaxcomp.transform.graph import Graph, coded_nbytes, nbytes, source
 
 Policy = Codec | CodecPolicy | Callable[..., Any]
 Action = typing.Literal["either", "store", "recompute", "offload"]
@@ -138,7 +138,7 @@ def _decision(answer: Any, value: Value) -> Decision:
 
 
 def _by_codec(codec: Codec, value: Value) -> Decision:
-    coded, exact = codec.nbytes(value.shape, value.dtype), nbytes(value)
+    coded, exact = coded_nbytes(codec, value.shape, value.dtype), nbytes(value)
     if coded >= exact:
         return Decision(note=f"{codec} takes no fewer bytes")
     return Decision(codec=codec)

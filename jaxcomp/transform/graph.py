@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import DropVar, Jaxpr, JaxprEqn
 
-from jaxcomp.codecs import Packed
+from jaxcomp.codecs import Codec, Packed
 from jaxcomp.codecs.codec import array_nbytes
 from jaxcomp.transform.algebra import REDUCTIONS, is_affine, is_cheap
 from jaxcomp.transform.programs import variables
@@ -129,6 +129,12 @@ def nbytes(aval: Any) -> int:
     if aval.dtype == jnp.bool:
         return Packed(1).nbytes(aval.shape, aval.dtype)
     return plain_nbytes(aval)
+
+
+@functools.lru_cache(4096)
+def coded_nbytes(codec: Codec, shape: tuple[int, ...], dtype: Any) -> int:
+    """`codec.nbytes`, which traces the codec, once for each shape."""
+    return codec.nbytes(shape, dtype)
 
 
 def plain_nbytes(aval: Any) -> int:

@@ -15,7 +15,7 @@ from jaxcomp.transform.alternatives import with_alternatives
 from jaxcomp.transform.cut import NEVER, cheapest
 from jaxcomp.transform.decisions import Decision, Policy, decide
 from jaxcomp.transform.derivatives import merge
-from jaxcomp.transform.graph import Graph, nbytes, plain_nbytes
+from jaxcomp.transform.graph import Graph, coded_nbytes, nbytes, plain_nbytes
 from jaxcomp.transform.programs import (
     Linearized,
     Program,
@@ -50,7 +50,7 @@ class Stored:
             return 0
         if self.codec is None:
             return plain_nbytes(aval)
-        return self.copies * self.codec.nbytes(aval.shape, aval.dtype)
+        return self.copies * coded_nbytes(self.codec, aval.shape, aval.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -319,7 +319,7 @@ class _Choice:
         if decision.action == "recompute" and self._parents(value) is not None:
             return NEVER
         if decision.codec is not None:
-            return decision.codec.nbytes(value.aval.shape, value.aval.dtype)
+            return coded_nbytes(decision.codec, value.aval.shape, value.aval.dtype)
         return nbytes(value.aval)
 
 

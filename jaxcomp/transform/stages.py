@@ -1,6 +1,7 @@
 """Runs a scheme: the forward pass that stores, the backward pass that rebuilds."""
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,13 +40,15 @@ def forward(scheme: Scheme, seed: Seed, arguments: Sequence[Any]) -> tuple[list[
     positions = {value: i for i, value in enumerate(scheme.stored)}
     env = dict(zip(jaxpr.constvars, scheme.constants, strict=True))
     env |= dict(zip(jaxpr.invars, arguments, strict=True))
+    base = _base(seed)
+    codes_before = [0, *itertools.accumulate(s.copies for s in scheme.stored.values())]
     stored: Residual = {}
     waiting: dict[Any, list[Any]] = {}
 
     def settle(value: Any) -> None:
         if value in positions:
             stored[positions[value]] = _encode(
-                scheme.stored[value], env[value], _own_seed(seed, positions[value])
+                scheme.stored[value], env[value], base + jnp.uint32(codes_before[positions[value]])
             )
             waiting.setdefault(carriers[value], []).append(value)
         for other in waiting.pop(value, ()):
@@ -88,10 +91,10 @@ def _carriers(scheme: Scheme, equations: Sequence[JaxprEqn]) -> dict[Any, Any]:
     return carriers
 
 
-def _own_seed(seed: Seed, position: int) -> Any:
-    return (jnp.uint32(0) if seed is None else jnp.asarray(seed).astype(jnp.uint32)) * jnp.uint32(
-        _GOLDEN
-    ) + jnp.uint32(16 * position)
+def _base(seed: Seed) -> Any:
+    """Where the seeds of a call's codes begin."""
+    chosen = jnp.uint32(0) if seed is None else jnp.asarray(seed).astype(jnp.uint32)
+    return chosen * jnp.uint32(_GOLDEN)
 
 
 def _encode(storing: Stored, value: Any, seed: Any) -> Any:
