@@ -25,12 +25,13 @@ MOVES = {
 _SUMS = {"add", "add_any", "sub", "neg", "concatenate", "real", "imag", "conj", "complex"}
 _INDEXED = {"dynamic_slice", "gather"}
 _NONLINEAR = {
-    "abs", "acos", "acosh", "and", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil",
-    "clamp", "cos", "cosh", "digamma", "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1",
-    "floor", "ge", "gt", "integer_pow", "iota", "is_finite", "le", "lgamma", "log", "log1p",
-    "logistic", "lt", "max", "min", "ne", "nextafter", "not", "one_minus_square", "or", "pow",
-    "rem", "round", "rsqrt", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign",
-    "sin", "sinh", "sqrt", "square", "tan", "tanh", "xor", "empty", "empty2",
+    "abs", "acos", "acosh", "and", "asin", "asinh", "atan", "atan2", "atanh",
+    "bitcast_convert_type", "cbrt", "ceil", "clamp", "cos", "cosh", "digamma", "empty", "empty2",
+    "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow",
+    "iota", "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min", "ne",
+    "nextafter", "not", "one_minus_square", "or", "polynomial", "pow", "rem", "round", "rsqrt",
+    "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt",
+    "square", "tan", "tanh", "xor",
 }  # fmt: skip
 _PRODUCTS = {"mul", "div", "select_n", "pad"}
 CHEAP = MOVES | _SUMS | _INDEXED | _NONLINEAR | _PRODUCTS

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from jaxcomp.transform.programs import Program, closed, evaluate, flat, structs
+from jaxcomp.transform.programs import Program, avals, closed, evaluate, flat
 
 _COMPARED = {"max": lax.gt_p, "min": lax.lt_p}
 
@@ -38,7 +38,7 @@ def with_alternatives(forward: Program) -> tuple[Program, dict[Any, Any]]:
         made = evaluate(forward.jaxpr, forward.consts, arguments, select)
         return [*made, *(value for pair in pairs for value in pair)]
 
-    traced = flat(jax.make_jaxpr(run)(*structs(forward.jaxpr.invars)))
+    traced = flat(jax.make_jaxpr(run)(*avals(forward.jaxpr.invars)))
     kept = traced.jaxpr.outvars[: count - 2 * first]
     added = traced.jaxpr.outvars[count - 2 * first :]
     same = dict(zip(added[::2], added[1::2], strict=True))
@@ -58,4 +58,4 @@ def _calls_opened(forward: Program) -> tuple[Program, int]:
         made = evaluate(forward.jaxpr, forward.consts, arguments, open_call)
         return [*made, *(value for pair in pairs for value in pair)]
 
-    return flat(jax.make_jaxpr(run)(*structs(forward.jaxpr.invars))), len(pairs)
+    return flat(jax.make_jaxpr(run)(*avals(forward.jaxpr.invars))), len(pairs)

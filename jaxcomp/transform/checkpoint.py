@@ -15,7 +15,7 @@ from jaxcomp.codecs.codec import Seed
 from jaxcomp.transform import stages
 from jaxcomp.transform.decisions import Policy, check_policy
 from jaxcomp.transform.plan import CheckpointPlan
-from jaxcomp.transform.programs import Program, closed, structs
+from jaxcomp.transform.programs import Program, avals, closed
 from jaxcomp.transform.scheme import Scheme, scheme
 
 
@@ -66,8 +66,8 @@ class Checkpointed:
             ValueError: If no argument is a floating-point array, or as `checkpoint` does.
         """
         program, _, coded, _ = self._trace(args, kwargs)
-        avals = structs(program.jaxpr.invars)
-        active = [i for i, a in enumerate(avals) if jnp.issubdtype(a.dtype, jnp.inexact)]
+        arguments = avals(program.jaxpr.invars)
+        active = [i for i, a in enumerate(arguments) if jnp.issubdtype(a.dtype, jnp.inexact)]
         if not active:
             raise ValueError("no argument is a floating-point array: there is no gradient")
         return CheckpointPlan.of(scheme(program, active, coded, self._policy))
@@ -113,7 +113,7 @@ def _with_backward_pass(
     program: Program, coded: list[int], policy: Policy
 ) -> Callable[..., list[Any]]:
     """The program as a function of a seed and of its arguments."""
-    results = structs(program.jaxpr.outvars)
+    results = avals(program.jaxpr.outvars)
 
     @jax.custom_vjp
     def function(seed: Seed, *arguments: Any) -> list[Any]:
@@ -136,9 +136,7 @@ def _with_backward_pass(
         static, stored, used = residual
         chosen: Scheme = static.value
         arriving = [
-            jnp.zeros(results[i].shape, results[i].dtype)
-            if isinstance(cotangents[i], SymbolicZero)
-            else cotangents[i]
+            filled(results[i], 0.0) if isinstance(cotangents[i], SymbolicZero) else cotangents[i]
             for i in chosen.smooth
         ]
         made = stages.backward(chosen, stored, used, arriving)

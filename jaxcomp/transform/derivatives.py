@@ -14,11 +14,12 @@ from jaxcomp.transform.programs import (
     Linearized,
     Values,
     apply,
+    avals,
     evaluate,
+    filled,
     flat,
     is_variable,
     read,
-    structs,
 )
 
 Costly = Callable[[Any], bool]
@@ -75,7 +76,7 @@ def merge(linearized: Linearized, costly: Costly) -> Linearized:
                 values = [read(env, atom) for atom in equation.invars]
                 env |= dict(zip(equation.outvars, apply(linear, equation, values), strict=True))
         for start, chain in chosen.items():
-            env[start] = jnp.ones(start.aval.shape, start.aval.dtype)
+            env[start] = filled(start.aval, 1.0)
             for equation in chain.equations:
                 values = [read(env, atom) for atom in equation.invars]
                 env |= dict(zip(equation.outvars, apply(linear, equation, values), strict=True))
@@ -99,8 +100,8 @@ def merge(linearized: Linearized, costly: Costly) -> Linearized:
     inputs = [*needed, *start_of, *linear.invars[count:]]
     return dataclasses.replace(
         linearized,
-        forward=flat(jax.make_jaxpr(forward_with_derivatives)(*structs(forward.jaxpr.invars))),
-        linear=flat(jax.make_jaxpr(shortened)(*structs(inputs))),
+        forward=flat(jax.make_jaxpr(forward_with_derivatives)(*avals(forward.jaxpr.invars))),
+        linear=flat(jax.make_jaxpr(shortened)(*avals(inputs))),
     )
 
 
@@ -130,9 +131,9 @@ def _chains(linear: Any, tangents: set[Any]) -> dict[Any, _Chain]:
 
 def _is_elementwise(equation: JaxprEqn, operands: list[Any]) -> bool:
     (out, *others) = equation.outvars
-    avals: list[Any] = [out.aval, *(a.aval for a in operands)]
-    real = all(jnp.issubdtype(aval.dtype, jnp.floating) for aval in avals)
-    same_shape = len({aval.shape for aval in avals}) == 1
+    kinds: list[Any] = avals([out, *operands])
+    real = all(jnp.issubdtype(kind.dtype, jnp.floating) for kind in kinds)
+    same_shape = len({kind.shape for kind in kinds}) == 1
     return equation.primitive.name in ELEMENTWISE and not others and real and same_shape
 
 

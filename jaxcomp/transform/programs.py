@@ -7,8 +7,10 @@ from typing import Any, TypeAlias
 import jax
 import jax.extend.core
 import jax.numpy as jnp
+from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jaxtyping import Array
 
 # Calls that are looked through, by the parameter that holds what is called.
 CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr"}
@@ -131,14 +133,19 @@ def flat(program: Program, visit: Visit | None = None) -> Program:
     """The same program with calls looked through and equal equations once."""
     return jax.make_jaxpr(
         lambda *arguments: evaluate(program.jaxpr, program.consts, arguments, visit)
-    )(*structs(program.jaxpr.invars))
+    )(*avals(program.jaxpr.invars))
 
 
-def structs(atoms: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
-    """Shapes and dtypes of a program's arguments or results."""
-    return [
-        jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype, weak_type=a.aval.weak_type) for a in atoms
-    ]
+def avals(atoms: Sequence[Any]) -> list[Any]:
+    """Shapes, dtypes and manual mesh axes of a program's arguments or results."""
+    return [atom.aval for atom in atoms]
+
+
+def filled(aval: Any, value: float) -> Array:
+    """An array of one value, that varies over the mesh axes that `aval` varies over."""
+    array = jnp.full(aval.shape, value, aval.dtype)
+    varying = tuple(aval.manual_axis_type.varying)
+    return lax.pcast(array, varying, to="varying") if varying else array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,8 +180,8 @@ def linearize(program: Program, active: Sequence[int]) -> Linearized:
     Every coefficient of the linear program is computed in the forward one, at the exact values.
     """
     program = flat(program)
-    arguments = structs(program.jaxpr.invars)
-    results = structs(program.jaxpr.outvars)
+    arguments = avals(program.jaxpr.invars)
+    results = avals(program.jaxpr.outvars)
     smooth = [i for i, r in enumerate(results) if jnp.issubdtype(r.dtype, jnp.inexact)]
     function = jaxpr_as_fun(program)
     linear: list[Program] = []
@@ -205,8 +212,8 @@ def transpose(linearized: Linearized) -> Program:
     linear = linearized.linear
     count = len(linear.jaxpr.invars) - len(linearized.active)
     coefficients, tangents = (
-        structs(linear.jaxpr.invars[:count]),
-        structs(linear.jaxpr.invars[count:]),
+        avals(linear.jaxpr.invars[:count]),
+        avals(linear.jaxpr.invars[count:]),
     )
 
     def backward(coefficients: list[Any], cotangents: list[Any]) -> Any:
@@ -215,7 +222,7 @@ def transpose(linearized: Linearized) -> Program:
 
         return jax.linear_transpose(pushed, *tangents)(cotangents)
 
-    return flat(jax.make_jaxpr(backward)(coefficients, structs(linear.jaxpr.outvars)))
+    return flat(jax.make_jaxpr(backward)(coefficients, avals(linear.jaxpr.outvars)))
 
 
 def is_variable(atom: Any) -> bool:

@@ -20,10 +20,10 @@ from jaxcomp.transform.programs import (
     Linearized,
     Program,
     apply,
+    avals,
     is_variable,
     linearize,
     read,
-    structs,
     transpose,
 )
 
@@ -240,6 +240,10 @@ class _Choice:
         for value in second:
             codec = self._decisions[value].codec
             stored[value] = Stored(codec) if codec else self._exactly(value, False)
+        if not self._biased:
+            # What exact values give, too, needs no code.
+            exact = self._had_exactly({v for v, how in stored.items() if not _is_noisy(how)})
+            stored = {v: how for v, how in stored.items() if not (_is_noisy(how) and v in exact)}
         order = {value: i for i, value in enumerate(self._graph.made_by)}
         return dict(sorted(stored.items(), key=lambda item: order.get(item[0], -1)))
 
@@ -364,7 +368,7 @@ def _number_codes(
             for atom in linear.outvars
         ]
 
-    arguments = structs([*(atom for atom, _ in inputs), *linear.invars[count:]])
+    arguments = avals([*(atom for atom, _ in inputs), *linear.invars[count:]])
     copies: dict[Any, int] = {}
     for uses in assignment.uses.values():
         for root, number in uses:

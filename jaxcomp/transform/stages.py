@@ -162,6 +162,7 @@ def backward(
                 None if after is None else env[after],
                 functools.partial(evaluate, atom),
                 _sources_of(atom, coefficients, late),
+                atom.aval,
                 is_fused=equation.primitive.name not in HEAVY,
             )
             if is_rebuilt(atom)
@@ -255,10 +256,14 @@ class _Rebuild:
         cotangent: Any,
         evaluate: Callable[[Callable[[Coefficient], Any]], Any],
         coefficients: list[Coefficient],
+        made: Any,
         *,
         is_fused: bool,
     ) -> Any:
-        """What `evaluate` makes of coefficients, no earlier than the cotangent is there."""
+        """What `evaluate` makes of coefficients, no earlier than the cotangent is there.
+
+        `made` is its shape and dtype.
+        """
         inputs: dict[Any, Any] = {}
         for coefficient in coefficients:
             inputs |= self._inputs(coefficient)
@@ -272,9 +277,8 @@ class _Rebuild:
         leaves = list(inputs.values())
         if cotangent is None or not leaves:
             return decode(leaves)
-        made = jax.eval_shape(decode, leaves)
         alike = cotangent.ndim == made.ndim > 0 and made.shape[0] == cotangent.shape[0]
-        real = jnp.isrealobj(made) and jnp.isrealobj(cotangent)
+        real = not any(jnp.issubdtype(a.dtype, jnp.complexfloating) for a in (made, cotangent))
         if is_fused and alike and real:
             return residuals.decode_after(cotangent, leaves, decode)
         leaves, _ = residuals.tie(leaves, cotangent)

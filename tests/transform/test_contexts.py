@@ -11,7 +11,7 @@ import jaxcomp as jc
 from tests.helpers import assert_close, assert_same_bits, normal, replicate, shard
 
 X, W = normal((16, 32)), 0.2 * normal((32, 32), seed=1)
-EXACT, CODEC = jc.Exact(), jc.Quantize(bits=8)
+EXACT, CODEC, HALF = jc.Exact(), jc.Quantize(bits=8), jc.Cast("bfloat16")
 
 
 def _block(x, w):
@@ -32,28 +32,41 @@ def _near(got, expected, rtol):
         assert np.linalg.norm(a - b) <= rtol * np.linalg.norm(b)
 
 
-@pytest.mark.parametrize(("policy", "rtol"), [(EXACT, 1e-5), (CODEC, 0.02)], ids=["exact", "coded"])
+def _closing_over(policy):
+    return lambda x, w: _loss(lambda x, _: jc.checkpoint(lambda x: _block(x, w), policy)(x))(x, w)
+
+
+CONTEXTS = {
+    "plain": lambda policy: _loss(jc.checkpoint(_block, policy)),
+    "around jit": lambda policy: _loss(jc.checkpoint(jax.jit(_block), policy)),
+    "nested": lambda policy: jc.checkpoint(_loss(jc.checkpoint(_block, policy)), policy),
+    "in remat": lambda policy: jax.checkpoint(_loss(jc.checkpoint(_block, policy))),
+    "in remat with names": lambda policy: jax.checkpoint(
+        _loss(jc.checkpoint(_block, policy)), policy=jc.policies.save_compressed()
+    ),
+    "around remat": lambda policy: jc.checkpoint(_loss(jax.checkpoint(_block)), policy),
+    "in a branch": lambda policy: (
+        lambda x, w: lax.cond(
+            x.sum() < 1e9, _loss(jc.checkpoint(_block, policy)), _loss(_block), x, w
+        )
+    ),
+    "closing over weights": _closing_over,
+    "keywords": lambda policy: _loss(lambda x, w: jc.checkpoint(_block, policy)(x, w=w)),
+}
+
+
+@pytest.mark.parametrize(("policy", "rtol"), [(EXACT, 1e-5), (HALF, 0.02)], ids=["exact", "coded"])
 def test_composes(policy, rtol):
     block = jc.checkpoint(_block, policy)
-    expected = _gradients(_loss(_block), X, W)
     assert_same_bits(jax.jit(block)(X, W), jax.jit(_block)(X, W))
-    _near(jax.grad(_loss(block), (0, 1))(X, W), expected, rtol)  # not jitted
-    contexts = {
-        "jit": _loss(jax.jit(block)),
-        "inside": _loss(jc.checkpoint(lambda x, w: jax.jit(_block)(x, w), policy)),
-        "nested": jc.checkpoint(_loss(block), policy),
-        "in remat": jax.checkpoint(_loss(block)),
-        "in remat with names": jax.checkpoint(
-            _loss(block), policy=jc.policies.save_compressed()
-        ),
-        "around remat": jc.checkpoint(_loss(jax.checkpoint(_block)), policy),
-        "closure": lambda x, w: _loss(lambda x, _: jc.checkpoint(lambda x: _block(x, w), policy)(x))(
-            x, w
-        ),
-        "keywords": lambda x, w: _loss(lambda x, w: block(x, w=w))(x, w),
-    }
-    for name, loss in contexts.items():
-        _near(_gradients(loss, X, W), expected, rtol), name
+    _near(jax.grad(_loss(block), (0, 1))(X, W), _gradients(_loss(_block), X, W), rtol)
+
+    def all_contexts(x, w):
+        return {name: jax.grad(make(policy), (0, 1))(x, w) for name, make in CONTEXTS.items()}
+
+    expected = _gradients(_loss(_block), X, W)
+    for found in jax.jit(all_contexts)(X, W).values():
+        _near(found, expected, rtol)
 
 
 @pytest.mark.parametrize(("policy", "rtol"), [(EXACT, 1e-5), (CODEC, 0.02)], ids=["exact", "coded"])
@@ -156,12 +169,30 @@ def test_static_arguments_and_functions_without_arguments():
 
 
 def test_half_precision():
-    for dtype in (jnp.bfloat16, jnp.float16):
-        x, w = X.astype(dtype), W.astype(dtype)
-        got = _gradients(_loss(jc.checkpoint(_block, CODEC)), x, w)
-        expected = _gradients(_loss(_block), X, W)
-        assert all(g.dtype == dtype for g in got)
-        _near([g.astype(jnp.float32) for g in got], expected, 0.1)
+    x, w = X.astype(jnp.bfloat16), W.astype(jnp.bfloat16)
+    got = _gradients(_loss(jc.checkpoint(_block, CODEC)), x, w)
+    assert all(g.dtype == jnp.bfloat16 for g in got)
+    expected = _gradients(_loss(_block), X, W)
+    _near([g.astype(jnp.float32) for g in got], expected, 0.1)
+
+
+def test_loops_without_a_derivative_say_so():
+    def loop(x):
+        return lax.while_loop(lambda c: c.sum() < 1, jnp.sin, x)
+
+    with pytest.raises(ValueError, match="Reverse-mode"):
+        jax.grad(lambda x: jc.checkpoint(loop, CODEC)(x).sum())(X)
+    with pytest.raises(TypeError, match="custom_vjp"):
+        jax.jvp(jc.checkpoint(jnp.sin, CODEC), (X,), (X,))
+
+
+def test_prints_are_kept(capfd):
+    def loud(x):
+        jax.debug.print("here {}", x.shape[0])
+        return jnp.sin(x)
+
+    jax.block_until_ready(jax.grad(lambda x: jc.checkpoint(loud, CODEC)(x).sum())(X))
+    assert "here 16" in capfd.readouterr().out
 
 
 def test_not_a_number_stays_visible():

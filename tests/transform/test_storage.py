@@ -2,14 +2,13 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxcomp as jc
 from jaxcomp import policies
-from tests.helpers import assert_close, normal, stored_shapes
+from tests.helpers import assert_close, normal, stored_shapes, without_type_checks
 
 X = normal((32, 128))
 W1, W2 = 0.1 * normal((128, 256), seed=1), 0.1 * normal((256, 128), seed=2)
@@ -75,8 +74,8 @@ def test_gated_unit_stores_three():
     def swiglu(x, w, v, out):
         return (jax.nn.silu(x @ w) * (x @ v)) @ out
 
-    roles = [role for _, role, _ in _large(jc.checkpoint(swiglu, CODEC).plan(X, W1, W1, W2))]
-    assert sorted(roles) == ["derivative", "derivative", "operand"]
+    stored = _large(jc.checkpoint(swiglu, CODEC).plan(X, W1, W1, W2))
+    assert [(shape, decision) for shape, _, decision in stored] == [((32, 256), str(CODEC))] * 3
 
 
 def test_convolution_norm_relu_store_one_code_and_one_bit_a_unit():
@@ -123,7 +122,9 @@ def test_what_waits_is_what_the_plan_says():
 def test_frozen_weights_store_nothing_for_their_gradient():
     def stored(argument):
         return stored_shapes(
-            lambda a: jc.checkpoint(_mlp, CODEC)(*(X, W1, W2)[:argument], a, *(X, W1, W2)[argument + 1 :]),
+            lambda a: jc.checkpoint(_mlp, CODEC)(
+                *(X, W1, W2)[:argument], a, *(X, W1, W2)[argument + 1 :]
+            ),
             (X, W1, W2)[argument],
         )
 
@@ -178,16 +179,16 @@ def test_codecs_by_name_primitive_role_and_size():
         values = jc.checkpoint(named, policy).plan(X, W1, W2).values
         return sorted((v.role, v.decision) for v in values)
 
-    exact_two = [("derivative", "exact"), ("operand", "exact")]
+    nothing = coded(policies.by_value(lambda value: None))
+    assert [decision for _, decision in nothing] == ["exact"]  # the product's; the rest follows
     by_role = coded(policies.compress(CODEC, roles=("derivative",)))
-    assert by_role == [("derivative", str(CODEC)), ("operand", "exact")]
+    assert by_role == [("derivative", str(CODEC)), ("other", "exact")]
     assert ("operand", str(CODEC)) in coded(policies.compress(CODEC, roles=("operand",)))
     assert str(CODEC) in dict(coded(policies.compress(CODEC, min_size=32 * 256))).values()
     both = policies.first(
         policies.compress(jc.Quantize(8), roles=("operand",)), policies.compress(CODEC)
     )
     assert coded(both) == [("derivative", str(CODEC)), ("operand", str(jc.Quantize(8)))]
-    assert coded(policies.by_value(lambda value: None)) != exact_two  # one exact tensor is enough
 
     def relu(x, w1, w2):
         return jax.nn.relu(x @ w1) @ w2
@@ -256,6 +257,11 @@ def test_policies_that_make_no_sense_are_refused(policy, message):
 
 
 def test_arguments_that_make_no_sense_are_refused():
+    with without_type_checks():
+        _check_refusals()
+
+
+def _check_refusals():
     for policy in (None, jc.Quantize, "quantize"):
         with pytest.raises(TypeError, match="policy="):
             jc.checkpoint(_mlp, policy)
@@ -275,8 +281,3 @@ def test_arguments_that_make_no_sense_are_refused():
         policies.first(CODEC)
     with pytest.raises(ValueError, match="no gradient"):
         jc.checkpoint(lambda: 1, CODEC).plan()
-
-
-def test_codes_of_a_norm_are_independent_of_codes_of_other_values():
-    f = jc.checkpoint(lambda x: jnp.sin(x @ W1) * jnp.sin(x @ W1 + 0), CODEC)
-    assert np.isfinite(jax.grad(lambda x: f(x).sum())(X)).all()
