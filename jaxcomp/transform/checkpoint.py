@@ -15,7 +15,7 @@ from jaxcomp.codecs.codec import Seed
 from jaxcomp.transform import stages
 from jaxcomp.transform.decisions import Policy, check_policy
 from jaxcomp.transform.plan import CheckpointPlan
-from jaxcomp.transform.programs import Program, avals, closed
+from jaxcomp.transform.programs import Program, avals, closed, filled
 from jaxcomp.transform.scheme import Scheme, scheme
 
 

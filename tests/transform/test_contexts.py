@@ -186,6 +186,16 @@ def test_loops_without_a_derivative_say_so():
         jax.jvp(jc.checkpoint(jnp.sin, CODEC), (X,), (X,))
 
 
+def test_results_that_nobody_uses():
+    def two(x, w):
+        return jnp.sin(x @ w), {"other": jnp.cos(x @ w)}
+
+    def gradient(fn):
+        return jax.grad(lambda x: fn(x, W)[0].sum())(X)
+
+    assert_close(gradient(jc.checkpoint(two, EXACT)), gradient(two), 1e-5)
+
+
 def test_prints_are_kept(capfd):
     def loud(x):
         jax.debug.print("here {}", x.shape[0])
