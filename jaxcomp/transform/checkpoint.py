@@ -205,6 +205,10 @@ def checkpoint(
     check_policy(policy)
     if not callable(fn):
         raise TypeError(f"fn={fn!r}: expected a function")
+    if seed is not None:
+        kind = jnp.asarray(seed)
+        if kind.shape or not jnp.issubdtype(kind.dtype, jnp.integer):
+            raise TypeError(f"seed={seed!r}: expected an integer scalar")
     coded, static = (
         _numbers("coded_argnums", coded_argnums),
         _numbers("static_argnums", static_argnums),

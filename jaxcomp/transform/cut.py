@@ -16,7 +16,8 @@ def cheapest(
 ) -> set[V]:
     """Chooses what to store so that all that is wanted can be had.
 
-    Of equally cheap choices it is the one nearest to the program's beginning.
+    Of equally cheap choices it is the one nearest to what is wanted, so that little is computed
+    again: of a sum of many values the sum.
 
     Args:
         wanted: The values that must be stored or computed.
@@ -48,7 +49,7 @@ def cheapest(
         edge((value, "out"), sink, NEVER)
     while queue:
         value = queue.pop()
-        edge((value, "in"), (value, "out"), cost(value))
+        edge((value, "in"), (value, "out"), max(1, cost(value)))
         parents = made_of(value)
         if parents is None:
             edge(source, (value, "in"), NEVER)
@@ -65,8 +66,13 @@ def cheapest(
         for a, b in path:
             residual[a][b] -= flow
             residual[b][a] += flow
-    reached = _reached(residual, source)
-    return {v for v in seen if (v, "in") in reached and (v, "out") not in reached}
+    backwards: dict[Hashable, dict[Hashable, int]] = collections.defaultdict(dict)
+    for start, ends in residual.items():
+        for end, capacity in ends.items():
+            backwards[end][start] = capacity
+    after = _reached(backwards, sink)
+    flows = {v for v in seen if residual[v, "out"][v, "in"] > 0}
+    return {v for v in flows if (v, "out") in after and (v, "in") not in after}
 
 
 def _reached(

@@ -134,8 +134,10 @@ def scheme(
     roles = graph.roles(demand.roles)
     decisions = decide(policy, graph, roles)
     biased = isinstance(policy, CodecPolicy) and policy.lossy_recomputation
-    choice = _Choice(graph, decisions, biased)
-    stored = choice.store(demand)
+    stored = _Choice(graph, decisions, biased).store(demand)
+    if not biased:
+        exact_choice = _Choice(graph, {v: _without_codec(d) for v, d in decisions.items()}, biased)
+        stored = min(stored, exact_choice.store(demand), key=_total)
     linearized, coefficients, copies, means = _number_codes(linearized, graph, stored, biased)
     for value, storing in stored.items():
         if storing.codec is not None and storing.codec != Packed(1):
@@ -154,6 +156,16 @@ def scheme(
         plain_bytes,
         biased,
     )
+
+
+def _without_codec(decision: Decision) -> Decision:
+    if decision.codec is None:
+        return decision
+    return dataclasses.replace(decision, codec=None, note="kept exactly: codes take no fewer bytes")
+
+
+def _total(stored: dict[Any, Stored]) -> int:
+    return sum(how.nbytes(value.aval) for value, how in stored.items())
 
 
 def _graph(forward: Program, coded: Collection[int], same: Any = None) -> Graph:

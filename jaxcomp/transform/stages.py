@@ -220,7 +220,7 @@ def _weights_first(
         for atom in variables(equation.invars):
             for reader in readers.get(atom, ()) if atom in made else ():
                 rest = [v for v in variables(reader.invars) if not is_rebuilt(v)]
-                if made.issuperset(v for v in rest if v in readers):
+                if made.issuperset(rest):
                     add(reader)
         add(equation)
     return order

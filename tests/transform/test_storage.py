@@ -109,6 +109,17 @@ def test_a_value_that_comes_twice_on_a_path_has_two_codes():
     assert weights.stored_bytes == 2 * CODEC.nbytes((32, 256), jnp.float32)
 
 
+def test_a_residual_stream_has_one_code_a_layer():
+    def stack(x, w1, w2):
+        for _ in range(5):
+            x = x + jax.nn.relu(_norm(x) @ w1) @ w2
+        return x
+
+    plan = jc.checkpoint(stack, CODEC).plan(X, W1, W2)
+    stored = [decision for shape, _, decision in _large(plan) if shape == X.shape]
+    assert stored == [str(CODEC)] * 4  # the first layer's input is an argument
+
+
 def test_what_waits_is_what_the_plan_says():
     f = jc.checkpoint(_mlp, CODEC)
     arguments = [(a.shape, "float32") for a in (X, W1, W2)]
@@ -171,30 +182,34 @@ def test_offloaded_values_leave_the_device():
     assert "Host" in traced or "pinned_host" in traced
 
 
-def test_codecs_by_name_primitive_role_and_size():
-    def named(x, w1, w2):
-        return jnp.sin(checkpoint_name(jax.nn.gelu(x @ w1), "hidden")) @ w2
-
-    def coded(policy):
-        values = jc.checkpoint(named, policy).plan(X, W1, W2).values
-        return sorted((v.role, v.decision) for v in values)
-
-    nothing = coded(policies.by_value(lambda value: None))
-    assert [decision for _, decision in nothing] == ["exact"]  # the product's; the rest follows
-    by_role = coded(policies.compress(CODEC, roles=("derivative",)))
-    assert by_role == [("derivative", str(CODEC)), ("other", "exact")]
-    assert ("operand", str(CODEC)) in coded(policies.compress(CODEC, roles=("operand",)))
-    assert str(CODEC) in dict(coded(policies.compress(CODEC, min_size=32 * 256))).values()
-    both = policies.first(
-        policies.compress(jc.Quantize(8), roles=("operand",)), policies.compress(CODEC)
-    )
-    assert coded(both) == [("derivative", str(CODEC)), ("operand", str(jc.Quantize(8)))]
-
+def test_codecs_by_name_primitive_role_dtype_and_size():
     def relu(x, w1, w2):
-        return jax.nn.relu(x @ w1) @ w2
+        return jax.nn.relu(checkpoint_name(x @ w1, "hidden")) @ w2
 
-    values = jc.checkpoint(relu, policies.compress_dots(CODEC)).plan(X, W1, W2).values
-    assert [v.decision for v in values] == [str(CODEC), "Packed(bits=1)"]
+    def sine(x, w1, w2):
+        return jnp.sin(x @ w1) + jnp.sum(w2)
+
+    def coded(fn, policy):
+        return [v.decision for v in jc.checkpoint(fn, policy).plan(X, W1, W2).values]
+
+    def match(**conditions):
+        return policies.compress(CODEC, **conditions)
+
+    unit = [str(CODEC), "Packed(bits=1)"]
+    for policy in (
+        match(names=["hidden"]),
+        match(roles=["operand"]),
+        match(dtypes=["float32"], min_size=32 * 256),
+        policies.compress_dots(CODEC),
+        policies.first(match(names=["hidden"]), policies.compress(jc.Quantize(8))),
+    ):
+        assert coded(relu, policy) == unit
+    assert coded(sine, match(roles=["derivative"])) == [str(CODEC)]
+    assert coded(sine, policies.by_value(lambda value: None)) == ["exact"]
+    # One exact tensor gives both of GELU's; a code for one would save nothing.
+    assert coded(_mlp, match(roles=["operand"])) == ["exact"]
+    with pytest.raises(ValueError, match="matches nothing"):
+        coded(sine, match(min_size=10**6))
 
 
 def test_policy_of_a_jax_kind_may_answer_with_a_codec():
@@ -267,6 +282,8 @@ def _check_refusals():
             jc.checkpoint(_mlp, policy)
     with pytest.raises(TypeError, match="fn="):
         jc.checkpoint(3, CODEC)
+    with pytest.raises(TypeError, match="seed="):
+        jc.checkpoint(_mlp, CODEC, seed=1.5)
     with pytest.raises(TypeError, match="coded_argnums="):
         jc.checkpoint(_mlp, CODEC, coded_argnums="x")
     with pytest.raises(ValueError, match="coded_argnums="):
