@@ -20,7 +20,7 @@ from jaxcomp.transform.programs import variables
 _REDUCED = 8  # a reduction to this part of its operand, or less, is a statistic
 _LIBRARIES = tuple(
     os.path.dirname(file) + os.sep
-    for file in (jax.__file__, jax.numpy.__file__, os.path.dirname(__file__), functools.__file__)
+    for file in (jax.__file__, os.path.dirname(__file__), functools.__file__)
 )
 
 
