@@ -31,3 +31,5 @@ from jaxcomp.rules import Rules as Rules
 from jaxcomp.rules import apply as apply
 from jaxcomp.stored import Storage as Storage
 from jaxcomp.stored import storage as storage
+from jaxcomp.transform import CheckpointPlan as CheckpointPlan
+from jaxcomp.transform import checkpoint as checkpoint

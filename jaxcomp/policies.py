@@ -1,12 +1,19 @@
-"""Policies for `jax.checkpoint`: what is kept for the backward pass, what is computed again."""
+"""Policies: what is kept for the backward pass, in what form, and what is computed again."""
 
-from collections.abc import Callable
+import dataclasses
+import math
+import typing
+from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 
 from jaxcomp.codecs import Codec
+from jaxcomp.codecs.codec import FLOATS
 
 Policy = Callable[..., bool]
+
+ROLES = ("operand", "derivative", "mask", "index", "statistic", "input", "other")
 
 
 def save_compressed() -> Policy:
@@ -41,3 +48,204 @@ def save_compressed() -> Policy:
 def _subclasses(kind: type[Codec]) -> set[type[Codec]]:
     direct: set[type[Codec]] = set(kind.__subclasses__())
     return direct.union(*map(_subclasses, direct))
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """A value that may wait for the backward pass, as policies of `jaxcomp.checkpoint` see it.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its dtype.
+        primitive: Name of the JAX primitive that made it; "" for an argument.
+        names: What `jax.ad_checkpoint.checkpoint_name` calls it.
+        role: What the backward pass does with it, or with what is rebuilt from it: "operand" of a
+            product or convolution, "derivative" that multiplies element by element, "mask"
+            (boolean), "index" (integer), "statistic" (of a reduction to an eighth or less),
+            "input" (one of `coded_argnums`) or "other".
+        source: `file:line` where it was made, or "".
+    """
+
+    shape: tuple[int, ...]
+    dtype: typing.Any
+    primitive: str = ""
+    names: tuple[str, ...] = ()
+    role: str = "other"
+    source: str = ""
+
+    @property
+    def is_float(self) -> bool:
+        """Whether codecs for floating-point values can store its dtype."""
+        return jnp.dtype(self.dtype).name in FLOATS
+
+
+ByValue = Callable[[Value], typing.Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class CodecPolicy:
+    """A policy for `jaxcomp.checkpoint` that answers for each value; see `by_value`.
+
+    Attributes:
+        rules: Functions from a `Value` to an answer, in order of precedence.
+        lossy_recomputation: Whether non-linear steps may be computed again from coded values,
+            which makes the gradient biased.
+    """
+
+    rules: tuple[ByValue, ...]
+    lossy_recomputation: bool = False
+
+    def __call__(self, value: Value) -> typing.Any:
+        """The first answer that is not None."""
+        return next((a for rule in self.rules if (a := rule(value)) is not None), None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Match:
+    """A rule: the values that it matches are stored by one codec.
+
+    Attributes:
+        codec: The codec.
+        names: Names given by `checkpoint_name`; empty matches all values.
+        primitives: Names of the primitives that made the value; empty matches all.
+        roles: Roles as `Value` has them; empty matches all but "statistic".
+        dtypes: Names of dtypes; empty matches all.
+        min_size: Least number of elements.
+    """
+
+    codec: Codec
+    names: Sequence[str] = ()
+    primitives: Sequence[str] = ()
+    roles: Sequence[str] = ()
+    dtypes: Sequence[str] = ()
+    min_size: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.codec, Codec):
+            raise TypeError(f"codec={self.codec!r}: expected a codec such as Quantize(bits=4)")
+        for field in ("names", "primitives", "roles", "dtypes"):
+            given = getattr(self, field)
+            if isinstance(given, str) or not all(isinstance(text, str) for text in given):
+                raise TypeError(f"{field}={given!r}: expected a tuple of strings")
+            object.__setattr__(self, field, tuple(given))
+        unknown = set(self.roles) - set(ROLES)
+        if unknown:
+            raise ValueError(f"roles={self.roles}: {sorted(unknown)} not among {ROLES}")
+
+    def __call__(self, value: Value) -> Codec | None:
+        """The codec if the value matches, else None."""
+        named = not self.names or bool(set(self.names) & set(value.names))
+        made = not self.primitives or value.primitive in self.primitives
+        right_role = value.role in self.roles if self.roles else value.role != "statistic"
+        right_dtype = not self.dtypes or jnp.dtype(value.dtype).name in self.dtypes
+        large = math.prod(value.shape) >= self.min_size
+        able = value.is_float or bool(self.names)  # to name an integer is an error, told later
+        matches = named and made and right_role and right_dtype and large and able
+        return self.codec if matches else None
+
+
+def compress(
+    codec: Codec,
+    *,
+    names: Sequence[str] = (),
+    primitives: Sequence[str] = (),
+    roles: Sequence[str] = (),
+    dtypes: Sequence[str] = (),
+    min_size: int = 0,
+) -> CodecPolicy:
+    """A policy for `jaxcomp.checkpoint`: values that match all conditions are stored by a codec.
+
+    What does not match is stored exactly where it has to be stored. Nothing is stored that follows
+    from what is: arguments, coefficients affine in a stored value, shared values.
+
+    Args:
+        codec: How they are stored.
+        names: Names given by `checkpoint_name`.
+        primitives: Names of the JAX primitives that made them.
+        roles: Roles, as `Value` lists them; without any, all but statistics.
+        dtypes: Names of dtypes.
+        min_size: Least number of elements.
+
+    Raises:
+        TypeError: If `codec` is not a codec, or a condition is not a sequence of strings.
+        ValueError: If a role is unknown; on tracing, if nothing matches.
+
+    Example:
+        >>> from jaxcomp import Quantize
+        >>> policy = compress(Quantize(bits=4), roles=("operand",), min_size=1024)
+        >>> policy(Value((32, 64), jnp.float32, role="operand")).bits
+        4
+    """
+    return CodecPolicy((Match(codec, names, primitives, roles, dtypes, min_size),))
+
+
+def compress_dots(codec: Codec) -> CodecPolicy:
+    """A policy for `jaxcomp.checkpoint`: results of products and convolutions have a codec.
+
+    Like `jax.checkpoint_policies.dots_saveable` in what it names; what does not follow from these
+    results by affine steps is stored exactly.
+
+    Args:
+        codec: How they are stored.
+
+    Example:
+        >>> from jaxcomp import Quantize
+        >>> compress_dots(Quantize(bits=4))(Value((8, 8), jnp.float32, "dot_general")).bits
+        4
+    """
+    return compress(codec, primitives=("dot_general", "conv_general_dilated"))
+
+
+def by_value(answer: ByValue) -> CodecPolicy:
+    """A policy for `jaxcomp.checkpoint` from a function of each value.
+
+    Args:
+        answer: From a `Value` to a codec, True (stored exactly), False (computed again), what
+            JAX's own policies return, or None (stored exactly where it has to be stored).
+
+    Example:
+        >>> policy = by_value(lambda value: value.role == "statistic" or None)
+        >>> policy(Value((8, 1), jnp.float32, role="statistic"))
+        True
+    """
+    return CodecPolicy((answer,))
+
+
+def first(*policies: CodecPolicy) -> CodecPolicy:
+    """A policy for `jaxcomp.checkpoint`: of several, the first that has an answer for a value.
+
+    Raises:
+        TypeError: If one is not a policy of this module made for `jaxcomp.checkpoint`.
+
+    Example:
+        >>> from jaxcomp import Quantize
+        >>> policy = first(compress(Quantize(8), names=("logits",)), compress(Quantize(4)))
+        >>> policy(Value((8, 8), jnp.float32, names=("logits",))).bits
+        8
+    """
+    for policy in policies:
+        if not isinstance(policy, CodecPolicy):
+            raise TypeError(f"policies={policy!r}: expected policies such as compress(...)")
+    lossy = any(policy.lossy_recomputation for policy in policies)
+    return CodecPolicy(tuple(rule for policy in policies for rule in policy.rules), lossy)
+
+
+def boundary(codec: Codec) -> CodecPolicy:
+    """A policy for `jaxcomp.checkpoint`: inputs have a codec, all else is computed again from them.
+
+    Biased: non-linear steps and their derivatives are evaluated at the decoded inputs. The bytes
+    are those of the codes of `coded_argnums` alone, `jax.checkpoint`'s divided by the codec's rate.
+
+    Args:
+        codec: How the inputs are stored; 8 bits keep the bias small.
+
+    Example:
+        >>> from jaxcomp import Quantize
+        >>> boundary(Quantize(bits=8)).lossy_recomputation
+        True
+    """
+    return CodecPolicy((Match(codec, roles=("input",)), _recompute), lossy_recomputation=True)
+
+
+def _recompute(value: Value) -> bool:
+    return False

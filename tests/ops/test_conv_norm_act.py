@@ -44,12 +44,10 @@ def test_a_chain_stores_a_code_for_each():
         return y.value
 
     pull = jax.eval_shape(lambda x, kernel: jax.vjp(chain, x, kernel)[1], x, kernel)
-    stored = [leaf for leaf in jax.tree.leaves(pull) if leaf.ndim == 4 and len(leaf.shape) == 4]
+    stored = [leaf for leaf in jax.tree.leaves(pull) if leaf.ndim == 4]
     codes = [leaf for leaf in stored if leaf.shape == x.shape]
-    # One of the input, one of each unit, and the first two of those wait for their readers, too:
-    # as the same array once the step is compiled.
     assert {leaf.dtype for leaf in codes} == {jnp.dtype("uint4")}
-    assert len(codes) == 1 + 3 + 2
+    assert len(codes) == 1 + 3  # of the input and of each unit
 
 
 def test_one_dimension():

@@ -1,0 +1,100 @@
+"""What each primitive does to values: moves them, is elementwise, or affine in some operands."""
+
+from collections.abc import Callable, Sequence, Set
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn, Literal
+
+# Results that are their first operand's values in another place, shape or precision.
+MOVES = {
+    "broadcast_in_dim",
+    "convert_element_type",
+    "copy",
+    "expand_dims",
+    "name",
+    "reduce_precision",
+    "reshape",
+    "rev",
+    "slice",
+    "squeeze",
+    "split",
+    "stop_gradient",
+    "transpose",
+}
+_SUMS = {"add", "add_any", "sub", "neg", "concatenate", "real", "imag", "conj", "complex"}
+_INDEXED = {"dynamic_slice", "gather"}
+_NONLINEAR = {
+    "abs", "acos", "acosh", "and", "asin", "asinh", "atan", "atan2", "atanh",
+    "bitcast_convert_type", "cbrt", "ceil", "clamp", "cos", "cosh", "digamma", "empty", "empty2",
+    "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow",
+    "iota", "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min", "ne",
+    "nextafter", "not", "one_minus_square", "or", "polynomial", "pow", "rem", "round", "rsqrt",
+    "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt",
+    "square", "tan", "tanh", "xor",
+}  # fmt: skip
+_PRODUCTS = {"mul", "div", "select_n", "pad"}
+CHEAP = MOVES | _SUMS | _INDEXED | _NONLINEAR | _PRODUCTS
+
+HEAVY = {"dot_general", "conv_general_dilated"}
+REDUCTIONS = {
+    "argmax", "argmin", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod",
+    "reduce_sum", "reduce",
+}  # fmt: skip
+
+# Of a linear program: equations that act on each element by itself, of tangents in their shape.
+ELEMENTWISE = {
+    "add", "add_any", "convert_element_type", "copy", "div", "mul", "neg", "select_n", "sub",
+}  # fmt: skip
+
+
+def is_cheap(equation: JaxprEqn) -> bool:
+    """Whether results may be computed a second time at little more than the cost of reading."""
+    return equation.primitive.name in CHEAP and not equation.effects
+
+
+def is_affine(equation: JaxprEqn, lossy: Callable[[Any], bool]) -> bool:
+    """Whether a cheap equation is affine in its lossy operands, taken together."""
+    name = equation.primitive.name
+    at = [i for i, atom in enumerate(equation.invars) if lossy(atom)]
+    results: list[Any] = list(equation.outvars)
+    if not all(jnp.issubdtype(out.aval.dtype, jnp.inexact) for out in results):
+        return False
+    if name in MOVES | _SUMS:
+        return True
+    if name == "mul":
+        return len(at) == 1
+    if name in {"div", "pad"} | _INDEXED:
+        return at == [0]
+    return name == "select_n" and 0 not in at
+
+
+def linear_uses(equation: JaxprEqn, tangents: Set[Any]) -> dict[int, str]:
+    """Operands of a linear equation that are coefficients which it multiplies tangents by.
+
+    Args:
+        equation: An equation of a linear program.
+        tangents: The program's variables that are tangents.
+
+    Returns:
+        The role of each such operand, by its position: "operand" of a product or a convolution,
+        or "derivative".
+    """
+    name = equation.primitive.name
+    roles = {"mul": "derivative", **dict.fromkeys(HEAVY, "operand")}
+    if name not in roles:
+        return {}
+    return {i: roles[name] for i, atom in enumerate(equation.invars) if not _in(atom, tangents)}
+
+
+def _in(atom: Any, tangents: Set[Any]) -> bool:
+    return not isinstance(atom, Literal) and atom in tangents
+
+
+def tangents_of(equations: Sequence[JaxprEqn], tangents: Sequence[Any]) -> set[Any]:
+    """The variables of a linear program that depend on these ones."""
+    found = set(tangents)
+    for equation in equations:
+        if any(_in(atom, found) for atom in equation.invars):
+            found.update(equation.outvars)
+    return found

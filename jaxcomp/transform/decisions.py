@@ -1,0 +1,169 @@
+"""Asks a policy about every value of a program."""
+
+import dataclasses
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn, Var
+
+from jaxcomp.codecs import Codec, Exact
+from jaxcomp.policies import CodecPolicy, Match, Value
+from jaxcomp.transform.graph import Graph, coded_nbytes, nbytes, source
+
+Policy = Codec | CodecPolicy | Callable[..., Any]
+Action = typing.Literal["either", "store", "recompute", "offload"]
+
+# What JAX's policies may return besides booleans, by the names of their types.
+_ANSWERS: dict[str, Action] = {
+    "SaveableType": "store",
+    "RecomputeType": "recompute",
+    "Offloadable": "offload",
+}
+_EXPECTED = "a codec, a boolean, None, or an answer of a jax.checkpoint policy"
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What is done with a value that the backward pass needs.
+
+    Attributes:
+        action: "store" it or "offload" it as it is, "recompute" it, or "either": whatever takes
+            fewer bytes.
+        codec: How it is stored; None is exactly.
+        note: Why it is stored exactly after all.
+    """
+
+    action: Action = "either"
+    codec: Codec | None = None
+    note: str = ""
+
+
+def check_policy(policy: Any) -> None:
+    """Raises a TypeError unless `policy` is a codec or a function."""
+    if not isinstance(policy, Codec) and (isinstance(policy, type) or not callable(policy)):
+        raise TypeError(
+            f"policy={policy!r}: expected a codec such as Quantize(bits=4), a policy of "
+            "jaxcomp.policies, or one of jax.checkpoint_policies"
+        )
+
+
+def decide(policy: Policy, graph: Graph, roles: Mapping[Any, str]) -> dict[Any, Decision]:
+    """The decision for every value that is not held.
+
+    Raises:
+        TypeError: If the policy answers what is no answer, or a codec for a value that it cannot
+            store.
+        ValueError: If a rule of the policy matches nothing.
+    """
+    names: dict[Any, list[JaxprEqn]] = {}
+    for equation in graph.jaxpr.eqns:
+        if equation.primitive.name == "name":
+            for atom in (*equation.invars, *equation.outvars):
+                if isinstance(atom, Var):
+                    names.setdefault(atom, []).append(equation)
+    arguments = [v for v in graph.jaxpr.invars if v not in graph.held]
+    hits: dict[Any, int] = {}
+    decisions = {}
+    values = []
+    for variable in (*arguments, *graph.made_by):
+        made_by = graph.made_by.get(variable)
+        named = names.get(variable, [])
+        value = Value(
+            variable.aval.shape,
+            variable.aval.dtype,
+            made_by.primitive.name if made_by is not None else "",
+            tuple(dict.fromkeys(str(e.params["name"]) for e in named)),
+            roles.get(variable, "other") if made_by is not None else "input",
+            source(made_by),
+        )
+        values.append(value)
+        decisions[variable] = _decide(policy, value, made_by, named, hits)
+    if isinstance(policy, CodecPolicy):
+        _check_hits(policy, hits, values)
+    return decisions
+
+
+def _decide(
+    policy: Policy,
+    value: Value,
+    equation: JaxprEqn | None,
+    named: list[JaxprEqn],
+    hits: dict[Any, int],
+) -> Decision:
+    if isinstance(policy, Codec):
+        if isinstance(policy, Exact) or value.role == "statistic" or not value.is_float:
+            return Decision()
+        try:
+            return _by_codec(policy, value)
+        except (TypeError, ValueError) as error:
+            return Decision(note=str(error))
+    if isinstance(policy, CodecPolicy):
+        for rule in policy.rules:
+            answer = rule(value)
+            if answer is not None:
+                hits[rule] = hits.get(rule, 0) + 1
+                return _decision(answer, value)
+        return Decision()
+    found = [
+        _decision(policy(e.primitive, *[a.aval for a in e.invars], **e.params), value)
+        for e in ([equation] if equation is not None else []) + named
+    ]
+    for action in ("offload", "store", "either", "recompute"):
+        for decision in found:
+            if decision.action == action:
+                return decision
+    return Decision()
+
+
+def _decision(answer: Any, value: Value) -> Decision:
+    if isinstance(answer, Exact):
+        return Decision("store")
+    if isinstance(answer, Codec):
+        if not value.is_float:
+            raise TypeError(
+                f"policy answers {answer} for {describe(value)}: only float32, bfloat16 and "
+                "float16 can have a codec"
+            )
+        return _by_codec(answer, value)
+    if answer is None:
+        return Decision()
+    if isinstance(answer, bool):
+        return Decision("store" if answer else "recompute")
+    action = _ANSWERS.get(type(answer).__name__)
+    if action is None:
+        raise TypeError(f"policy answers {answer!r} for {describe(value)}: expected {_EXPECTED}")
+    return Decision(action)
+
+
+def _by_codec(codec: Codec, value: Value) -> Decision:
+    coded, exact = coded_nbytes(codec, value.shape, value.dtype), nbytes(value)
+    if coded >= exact:
+        return Decision(note=f"{codec} takes no fewer bytes")
+    return Decision(codec=codec)
+
+
+def describe(value: Value) -> str:
+    """A value in words."""
+    name = f" named {', '.join(value.names)}" if value.names else ""
+    made = f" of {value.primitive}" if value.primitive else ""
+    where = f" at {value.source}" if value.source else ""
+    return f"{jnp.dtype(value.dtype).name}{list(value.shape)}{name}{made}{where}"
+
+
+def _check_hits(policy: CodecPolicy, hits: dict[Any, int], values: list[Value]) -> None:
+    for rule in policy.rules:
+        if isinstance(rule, Match) and rule not in hits:
+            names, primitives, roles = (
+                ", ".join(sorted(found)) or "none"
+                for found in (
+                    {name for value in values for name in value.names},
+                    {value.primitive for value in values if value.primitive},
+                    {value.role for value in values},
+                )
+            )
+            raise ValueError(
+                f"{rule} matches nothing, or only what an earlier rule took; the function has "
+                f"names: {names}; primitives: {primitives}; roles: {roles}"
+            )

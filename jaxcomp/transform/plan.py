@@ -1,0 +1,117 @@
+"""The plan of a checkpointed function: what it stores, why, and in how many bytes."""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from jaxcomp.transform.graph import plain_nbytes, source
+from jaxcomp.transform.scheme import Scheme
+
+_HARDLY = 0.9
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedValue:
+    """A value that waits for the backward pass.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its dtype's name.
+        source: `file:line` where it is made, "" for an argument.
+        role: What the backward pass does with it, as `policies.Value` lists roles.
+        decision: How it is stored.
+        exact_bytes: Bytes that it takes as it is.
+        stored_bytes: Bytes that it takes as it is stored, metadata included; 0 in host memory.
+        note: What there is to say about it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    source: str
+    role: str
+    decision: str
+    exact_bytes: int
+    stored_bytes: int
+    note: str
+
+    @property
+    def bits_per_element(self) -> float:
+        """Stored bits of an element, metadata included."""
+        elements = 1
+        for size in self.shape:
+            elements *= size
+        return 8 * self.stored_bytes / elements if elements else 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointPlan:
+    """What a checkpointed function stores for its backward pass; prints as a table.
+
+    Attributes:
+        values: What it stores. Arguments that the caller holds anyway are not listed.
+        plain_bytes: Bytes that JAX would declare to keep without `checkpoint`, arguments not
+            counted.
+        biased: Whether non-linear steps are computed again from codes.
+    """
+
+    values: tuple[PlannedValue, ...]
+    plain_bytes: int
+    biased: bool
+
+    @classmethod
+    def of(cls, scheme: Scheme) -> "CheckpointPlan":
+        """The plan of a scheme."""
+        values = []
+        for variable, stored in scheme.stored.items():
+            equation = scheme.graph.made_by.get(variable)
+            how = "exact" if stored.codec is None else str(stored.codec)
+            decision = "offload" if stored.offload else how
+            values.append(
+                PlannedValue(
+                    variable.aval.shape,
+                    jnp.dtype(variable.aval.dtype).name
+                    if hasattr(variable.aval.dtype, "kind")
+                    else str(variable.aval.dtype),
+                    source(equation),
+                    scheme.roles.get(variable, "other") if equation is not None else "input",
+                    decision if stored.copies == 1 else f"{stored.copies} x {decision}",
+                    plain_nbytes(variable.aval),
+                    stored.nbytes(variable.aval),
+                    stored.note,
+                )
+            )
+        return cls(tuple(values), scheme.plain_bytes, scheme.biased)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes that wait for the backward pass, arguments not counted."""
+        return sum(value.stored_bytes for value in self.values)
+
+    def __str__(self) -> str:
+        """One line for each value, and the sums."""
+        rows = [
+            ("value", "source", "role", "decision", "exact bytes", "stored bytes", "bits", "note")
+        ]
+        for value in self.values:
+            name = f"{value.dtype}{list(value.shape)}"
+            figures = f"{value.exact_bytes:,}", f"{value.stored_bytes:,}"
+            bits = f"{value.bits_per_element:.2f}"
+            rows.append(
+                (name, value.source, value.role, value.decision, *figures, bits, value.note)
+            )
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines = [
+            "  ".join(
+                cell.rjust(width) if 4 <= i < 7 else cell.ljust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in rows
+        ]
+        lines.append(
+            f"{self.stored_bytes:,} bytes are stored where JAX would declare {self.plain_bytes:,}"
+        )
+        if self.stored_bytes > _HARDLY * self.plain_bytes:
+            lines.append("hardly anything is gained: leave the function as it is")
+        if self.biased:
+            lines.append("biased: non-linear steps are computed again from codes")
+        return "\n".join(lines)

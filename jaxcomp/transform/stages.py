@@ -1,0 +1,360 @@
+"""Runs a scheme: the forward pass that stores, the backward pass that rebuilds."""
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import DropVar, JaxprEqn
+
+from jaxcomp import residuals
+from jaxcomp.codecs import Encoded, Exact
+from jaxcomp.codecs.codec import Seed
+from jaxcomp.transform.algebra import HEAVY, is_cheap
+from jaxcomp.transform.graph import needed
+from jaxcomp.transform.programs import apply, is_variable, read, variables
+from jaxcomp.transform.scheme import Coefficient, Scheme, Stored
+
+Residual = dict[int, Any]
+_GOLDEN = 0x9E3779B9
+
+
+def forward(scheme: Scheme, seed: Seed, arguments: Sequence[Any]) -> tuple[list[Any], Residual]:
+    """Runs the forward program.
+
+    Args:
+        scheme: What is stored.
+        seed: Redraws the rounding noise.
+        arguments: The function's.
+
+    Returns:
+        The function's results; and, by position in `scheme.stored`, what waits for the backward
+        pass.
+    """
+    jaxpr = scheme.graph.jaxpr
+    results = jaxpr.outvars[: scheme.results]
+    equations = needed(jaxpr.eqns, [*results, *scheme.stored])
+    carriers = _carriers(scheme, equations)
+    positions = {value: i for i, value in enumerate(scheme.stored)}
+    env = dict(zip(jaxpr.constvars, scheme.constants, strict=True))
+    env |= dict(zip(jaxpr.invars, arguments, strict=True))
+    base = _base(seed)
+    codes_before = [0, *itertools.accumulate(s.copies for s in scheme.stored.values())]
+    stored: Residual = {}
+    waiting: dict[Any, list[Any]] = {}
+
+    def settle(value: Any) -> None:
+        if value in positions:
+            stored[positions[value]] = _encode(
+                scheme.stored[value], env[value], base + jnp.uint32(codes_before[positions[value]])
+            )
+            waiting.setdefault(carriers[value], []).append(value)
+        for other in waiting.pop(value, ()):
+            codec, index = scheme.stored[other].codec, positions[other]
+            if codec is not None:
+                env[value], stored[index] = residuals.keep(env[value], stored[index], codec)
+
+    for value in jaxpr.invars:
+        settle(value)
+    for equation in equations:
+        values = [read(env, atom) for atom in equation.invars]
+        env |= dict(zip(equation.outvars, apply(jaxpr, equation, values), strict=True))
+        for out in equation.outvars:
+            settle(out)
+    return [read(env, atom) for atom in results], stored
+
+
+def _carriers(scheme: Scheme, equations: Sequence[JaxprEqn]) -> dict[Any, Any]:
+    """For each stored value the one whose use waits until it is stored.
+
+    That one is written to memory anyway: an operand or a result of a product, or a result of the
+    function. A value that is none of these has the next one that is.
+    """
+    jaxpr = scheme.graph.jaxpr
+    written = set(variables(jaxpr.outvars[: scheme.results]))
+    for equation in equations:
+        if equation.primitive.name in HEAVY:
+            written.update(variables(equation.invars), equation.outvars)
+    order = [
+        *jaxpr.invars,
+        *(v for e in equations for v in e.outvars if not isinstance(v, DropVar)),
+    ]
+    carriers = {}
+    following: Any = None
+    for value in reversed(order):
+        if value in written:
+            following = value
+        is_written = value in written or value in jaxpr.invars
+        carriers[value] = value if is_written or following is None else following
+    return carriers
+
+
+def _base(seed: Seed) -> Any:
+    """Where the seeds of a call's codes begin."""
+    chosen = jnp.uint32(0) if seed is None else jnp.asarray(seed).astype(jnp.uint32)
+    return chosen * jnp.uint32(_GOLDEN)
+
+
+def _encode(storing: Stored, value: Any, seed: Any) -> Any:
+    if storing.offload:
+        return jax.device_put(value, jax.memory.Space.Host)
+    if storing.codec is None:
+        return residuals.name(value, Exact())
+    numbers = range(storing.copies)
+    return tuple(storing.codec.encode(value, seed + jnp.uint32(i)) for i in numbers)
+
+
+def backward(
+    scheme: Scheme, stored: Residual, arguments: dict[int, Any], cotangents: Sequence[Any]
+) -> list[Any]:
+    """Runs the backward program.
+
+    Args:
+        scheme: What is stored.
+        stored: What `forward` returned.
+        arguments: The function's arguments that `used_arguments` lists, by position.
+        cotangents: Of the results in `scheme.smooth`.
+
+    Returns:
+        The cotangents of the arguments in `scheme.active`.
+    """
+    jaxpr = scheme.backward.jaxpr
+    count = len(scheme.coefficients)
+    rebuild = _Rebuild(scheme, stored, arguments)
+    coefficients = dict(zip(jaxpr.invars, scheme.coefficients, strict=False))
+    env = dict(zip(jaxpr.constvars, scheme.backward.consts, strict=True))
+    env |= dict(zip(jaxpr.invars[count:], cotangents, strict=True))
+    late: dict[Any, JaxprEqn] = {}  # equations of coefficients alone, evaluated where they are used
+    wanted = needed(jaxpr.eqns, jaxpr.outvars)
+    for equation in wanted:
+        operands = variables(equation.invars)
+        is_late = all(v in coefficients or v in late for v in operands)
+        if operands and is_late and not equation.effects:
+            late |= dict.fromkeys(equation.outvars, equation)
+    equations = [e for e in wanted if not late.keys() & set(e.outvars)]
+
+    def evaluate(atom: Any, get: Callable[[Coefficient], Any]) -> Any:
+        if is_variable(atom) and atom in coefficients:
+            return get(coefficients[atom])
+        if is_variable(atom) and atom in late:
+            values = [evaluate(a, get) for a in late[atom].invars]
+            made = apply(jaxpr, late[atom], values)
+            return made[late[atom].outvars.index(atom)]
+        return read(env, atom)
+
+    def is_rebuilt(atom: Any) -> bool:
+        return is_variable(atom) and (
+            atom in late or (atom in coefficients and rebuild.takes_steps(coefficients[atom]))
+        )
+
+    uses: dict[Any, int] = {}
+    for equation in equations:
+        for atom in variables(equation.invars):
+            uses[atom] = uses.get(atom, 0) + 1
+    for atom in variables(jaxpr.outvars):
+        uses[atom] = uses.get(atom, 0) + 1
+    for equation in _weights_first(equations, is_rebuilt, env):
+        after = _largest([a for a in variables(equation.invars) if a in env])
+        values = [
+            rebuild.after(
+                None if after is None else env[after],
+                functools.partial(evaluate, atom),
+                _sources_of(atom, coefficients, late),
+                atom.aval,
+                is_fused=equation.primitive.name not in HEAVY,
+            )
+            if is_rebuilt(atom)
+            else evaluate(atom, rebuild.plain)
+            for atom in equation.invars
+        ]
+        made = apply(jaxpr, equation, values)
+        for atom in variables(equation.invars):
+            uses[atom] -= 1
+        decodes = equation.primitive.name in HEAVY and any(map(is_rebuilt, equation.invars))
+        if decodes and after is not None and uses[after]:
+            made, env[after] = residuals.tie(made, env[after])
+        env |= dict(zip(equation.outvars, made, strict=True))
+    return [evaluate(atom, rebuild.plain) for atom in jaxpr.outvars]
+
+
+def _sources_of(
+    atom: Any, coefficients: dict[Any, Coefficient], late: dict[Any, JaxprEqn]
+) -> list[Coefficient]:
+    if not is_variable(atom):
+        return []
+    if atom in late:
+        return [c for a in late[atom].invars for c in _sources_of(a, coefficients, late)]
+    return [coefficients[atom]] if atom in coefficients else []
+
+
+def _largest(cotangents: list[Any]) -> Any:
+    return max(cotangents, key=lambda v: v.aval.size, default=None)
+
+
+def _weights_first(
+    equations: list[JaxprEqn], is_rebuilt: Callable[[Any], bool], env: dict[Any, Any]
+) -> list[JaxprEqn]:
+    """Puts products with rebuilt values before other uses of the same cotangent.
+
+    So a weight's gradient is made while its cotangent is there, not at the end of the backward
+    pass.
+    """
+    readers: dict[Any, list[JaxprEqn]] = {}
+    for equation in equations:
+        if equation.primitive.name in HEAVY and any(map(is_rebuilt, equation.invars)):
+            for atom in variables(equation.invars):
+                readers.setdefault(atom, []).append(equation)
+    made = set(env)
+    done: set[int] = set()
+    order: list[JaxprEqn] = []
+
+    def add(equation: JaxprEqn) -> None:
+        if id(equation) not in done:
+            done.add(id(equation))
+            order.append(equation)
+            made.update(equation.outvars)
+
+    for equation in equations:
+        for atom in variables(equation.invars):
+            for reader in readers.get(atom, ()) if atom in made else ():
+                rest = [v for v in variables(reader.invars) if not is_rebuilt(v)]
+                if made.issuperset(rest):
+                    add(reader)
+        add(equation)
+    return order
+
+
+class _Rebuild:
+    """Makes coefficients of what is stored, when a cotangent asks for them."""
+
+    def __init__(self, scheme: Scheme, stored: Residual, arguments: dict[int, Any]) -> None:
+        self._scheme = scheme
+        self._values = list(scheme.stored)
+        self._position = {value: i for i, value in enumerate(self._values)}
+        self._stored = stored
+        invars = scheme.graph.jaxpr.invars
+        self._held = {invars[i]: value for i, value in arguments.items()}
+        self._held |= dict(zip(scheme.graph.jaxpr.constvars, scheme.constants, strict=True))
+        self._again: dict[Any, Any] = {}  # results of steps too costly to be taken twice
+
+    def takes_steps(self, coefficient: Coefficient) -> bool:
+        """Whether a coefficient is computed, not just read."""
+        value = coefficient.value
+        if not is_variable(value) or value in self._held:
+            return False
+        storing = self._scheme.stored.get(value)
+        return storing is None or storing.codec is not None
+
+    def plain(self, coefficient: Coefficient) -> Any:
+        """A coefficient, at once."""
+        return self._compute(coefficient, {**self._held, **self._stored_inputs(coefficient)}, {})
+
+    def after(
+        self,
+        cotangent: Any,
+        evaluate: Callable[[Callable[[Coefficient], Any]], Any],
+        coefficients: list[Coefficient],
+        made: Any,
+        *,
+        is_fused: bool,
+    ) -> Any:
+        """What `evaluate` makes of coefficients, no earlier than the cotangent is there.
+
+        `made` is its shape and dtype.
+        """
+        inputs: dict[Any, Any] = {}
+        for coefficient in coefficients:
+            inputs |= self._inputs(coefficient)
+        keys = list(inputs)
+
+        def decode(values: list[Any]) -> Any:
+            given = dict(zip(keys, values, strict=True))
+            done: dict[Any, Any] = {}
+            return evaluate(lambda coefficient: self._compute(coefficient, given, done))
+
+        leaves = list(inputs.values())
+        if cotangent is None or not leaves:
+            return decode(leaves)
+        alike = cotangent.ndim == made.ndim > 0 and made.shape[0] == cotangent.shape[0]
+        real = not any(jnp.issubdtype(a.dtype, jnp.complexfloating) for a in (made, cotangent))
+        if is_fused and alike and real:
+            return residuals.decode_after(cotangent, leaves, decode)
+        leaves, _ = residuals.tie(leaves, cotangent)
+        return decode(leaves)
+
+    def _stored_inputs(self, coefficient: Coefficient) -> dict[Any, Any]:
+        return {k: v for k, v in self._inputs(coefficient).items() if k not in self._held}
+
+    def _inputs(self, coefficient: Coefficient) -> dict[Any, Any]:
+        """What is stored or held that a coefficient is computed from."""
+        found: dict[Any, Any] = {}
+        numbers = dict(coefficient.codes)
+        queue = [coefficient.value]
+        seen = set()
+        while queue:
+            value = queue.pop()
+            if not is_variable(value) or value in seen:
+                continue
+            seen.add(value)
+            if value in self._held:
+                found[value] = self._held[value]
+            elif value in self._position:
+                residual = self._stored[self._position[value]]
+                coded = self._scheme.stored[value].codec is not None
+                found[value] = residual[numbers.get(value, 0)] if coded else residual
+            elif value not in self._again:
+                queue += self._scheme.graph.operands(value)
+        return found
+
+    def _compute(
+        self, coefficient: Coefficient, given: dict[Any, Any], done: dict[Any, Any]
+    ) -> Any:
+        numbers = dict(coefficient.codes)
+        graph = self._scheme.graph
+
+        def compute(value: Any) -> Any:
+            if not is_variable(value):
+                return value.val
+            if value in self._held and value in given:
+                return given[value]
+            if value in self._position:
+                return self._decode(value, given[value])
+            if value in self._again:
+                return self._again[value]
+            key = value, tuple(sorted((id(v), n) for v, n in numbers.items()))
+            if key not in done:
+                again = graph.again(value)
+                assert again is not None
+                equation, index = again
+                made = apply(graph.jaxpr, equation, [compute(a) for a in equation.invars])
+                done[key] = made[index]
+                if not is_cheap(equation):
+                    self._again[value] = made[index]
+            return done[key]
+
+        return compute(coefficient.value)
+
+    def _decode(self, value: Any, residual: Any) -> Any:
+        storing = self._scheme.stored[value]
+        if storing.offload:
+            return jax.device_put(residual, jax.memory.Space.Device)
+        if storing.codec is None:
+            return residual
+        (code,) = [residual] if isinstance(residual, Encoded) else residual
+        return storing.codec.decode(code)
+
+
+def used_arguments(scheme: Scheme) -> list[int]:
+    """The arguments, by position, that the backward pass reads as they are."""
+    graph = scheme.graph
+    seen: set[Any] = set()
+    queue = [c.value for c in scheme.coefficients]
+    while queue:
+        value = queue.pop()
+        if is_variable(value) and value not in seen:
+            seen.add(value)
+            if value not in scheme.stored and value not in graph.held:
+                queue += graph.operands(value)
+    return [i for i, v in enumerate(graph.jaxpr.invars) if v in seen and v not in scheme.stored]

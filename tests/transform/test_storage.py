@@ -1,0 +1,300 @@
+"""What `checkpoint` stores: each value once, arguments never, masks in bits."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+import jaxcomp as jc
+from jaxcomp import policies
+from tests.helpers import assert_close, normal, stored_shapes, without_type_checks
+
+X = normal((32, 128))
+W1, W2 = 0.1 * normal((128, 256), seed=1), 0.1 * normal((256, 128), seed=2)
+ROW = jnp.ones((1, 128))
+CODEC = jc.Quantize(bits=4)
+
+
+def _norm(x):
+    mean = x.mean(-1, keepdims=True)
+    return (x - mean) * lax.rsqrt(jnp.square(x - mean).mean(-1, keepdims=True) + 1e-5)
+
+
+def _layer_norm(x, scale, bias):
+    return _norm(x) * scale + bias
+
+
+def _mlp(x, w1, w2):
+    return jax.nn.gelu(x @ w1) @ w2
+
+
+def _large(plan):
+    """(shape, role, decision) of what is no statistic."""
+    return [(v.shape, v.role, v.decision) for v in plan.values if v.role != "statistic"]
+
+
+def test_layer_norm_stores_one_tensor():
+    def block(x, scale, bias, w):
+        return _layer_norm(jnp.sin(x), scale, bias) @ w
+
+    plan = jc.checkpoint(block, CODEC).plan(X, ROW, ROW, W1)
+    # The derivative of sine follows from x, which is an argument; so does the norm's input.
+    assert _large(plan) == []
+
+    def after_product(x, w1, scale, bias, w2):
+        return _layer_norm(x @ w1, scale, bias) @ w2
+
+    wide = jnp.ones((1, 256))
+    (only,) = (
+        v
+        for v in jc.checkpoint(after_product, CODEC).plan(X, W1, wide, wide, W2).values
+        if v.role != "statistic"
+    )
+    assert (only.shape, only.role, only.decision) == ((32, 256), "operand", str(CODEC))
+    assert "mean of 256" in only.note
+
+
+@pytest.mark.parametrize("approximate", [True, False])
+def test_gelu_stores_one_derivative_and_one_operand(approximate):
+    def mlp(x, w1, w2):
+        return jax.nn.gelu(x @ w1, approximate=approximate) @ w2
+
+    plan = jc.checkpoint(mlp, CODEC).plan(X, W1, W2)
+    assert _large(plan) == [
+        ((32, 256), "operand", str(CODEC)),
+        ((32, 256), "derivative", str(CODEC)),
+    ]
+    assert plan.stored_bytes == 2 * CODEC.nbytes((32, 256), jnp.float32)
+    assert plan.plain_bytes > 3 * 32 * 256 * 4
+    assert len(_large(jc.checkpoint(mlp, jc.Exact()).plan(X, W1, W2))) == 1
+
+
+def test_gated_unit_stores_three():
+    def swiglu(x, w, v, out):
+        return (jax.nn.silu(x @ w) * (x @ v)) @ out
+
+    stored = _large(jc.checkpoint(swiglu, CODEC).plan(X, W1, W1, W2))
+    assert [(shape, decision) for shape, _, decision in stored] == [((32, 256), str(CODEC))] * 3
+
+
+def test_convolution_norm_relu_store_one_code_and_one_bit_a_unit():
+    image, kernel = normal((4, 8, 8, 16)), 0.1 * normal((3, 3, 16, 16), seed=1)
+
+    def unit(x, kernel):
+        dims = ("NHWC", "HWIO", "NHWC")
+        h = lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=dims)
+        mean = h.mean((0, 1, 2), keepdims=True)
+        variance = jnp.square(h).mean((0, 1, 2), keepdims=True) - jnp.square(mean)
+        return jax.nn.relu((h - mean) * lax.rsqrt(variance + 1e-5))
+
+    def net(x, a, b, c):
+        return unit(unit(unit(x, a), b), c)
+
+    plan = jc.checkpoint(net, CODEC).plan(image, kernel, kernel, kernel)
+    decisions = [decision for _, _, decision in _large(plan)]
+    assert decisions.count(str(CODEC)) == 3
+    assert decisions.count("Packed(bits=1)") == 3
+    assert len(decisions) == 6
+
+
+def test_a_value_that_comes_twice_on_a_path_has_two_codes():
+    def attention(x, w):
+        return jax.nn.softmax(x @ w)
+
+    (weights,) = (
+        v for v in jc.checkpoint(attention, CODEC).plan(X, W1).values if v.role != "statistic"
+    )
+    assert weights.decision == f"2 x {CODEC}"
+    assert weights.stored_bytes == 2 * CODEC.nbytes((32, 256), jnp.float32)
+
+
+def test_a_residual_stream_has_one_code_a_layer():
+    def stack(x, w1, w2):
+        for _ in range(5):
+            x = x + jax.nn.relu(_norm(x) @ w1) @ w2
+        return x
+
+    plan = jc.checkpoint(stack, CODEC).plan(X, W1, W2)
+    stored = [decision for shape, _, decision in _large(plan) if shape == X.shape]
+    assert stored == [str(CODEC)] * 4  # the first layer's input is an argument
+
+
+def test_what_waits_is_what_the_plan_says():
+    f = jc.checkpoint(_mlp, CODEC)
+    arguments = [(a.shape, "float32") for a in (X, W1, W2)]
+    codes = [(a.shape, a.dtype.name) for a in CODEC.encode(normal((32, 256))).arrays]
+    found = stored_shapes(f, X, W1, W2)
+    for shape in [*codes, *codes]:
+        found.remove(shape)
+    assert set(found) <= set(arguments)
+
+
+def test_frozen_weights_store_nothing_for_their_gradient():
+    def stored(argument):
+        return stored_shapes(
+            lambda a: jc.checkpoint(_mlp, CODEC)(
+                *(X, W1, W2)[:argument], a, *(X, W1, W2)[argument + 1 :]
+            ),
+            (X, W1, W2)[argument],
+        )
+
+    code = ((32, 256), "uint4")
+    assert stored(0).count(code) == 1  # the derivative
+    assert stored(2).count(code) == 1  # the operand
+
+
+def test_jax_policies_keep_and_recompute():
+    def named(x, w1, w2):
+        return jax.nn.gelu(checkpoint_name(x @ w1, "hidden")) @ w2
+
+    kept = [
+        (jax.checkpoint_policies.everything_saveable, 1),
+        (jax.checkpoint_policies.nothing_saveable, 0),
+        (jax.checkpoint_policies.dots_saveable, 1),
+        (jax.checkpoint_policies.save_only_these_names("hidden"), 1),
+        (jax.checkpoint_policies.save_only_these_names("other"), 0),
+    ]
+    exact = jax.grad(lambda *args: jnp.sum(named(*args) ** 2), (0, 1, 2))(X, W1, W2)
+    for policy, count in kept:
+        f = jc.checkpoint(named, policy)
+        plan = f.plan(X, W1, W2)
+        assert [v.decision for v in plan.values] == ["exact"] * count
+        got = jax.jit(jax.grad(lambda *args, f=f: jnp.sum(f(*args) ** 2), (0, 1, 2)))(X, W1, W2)
+        assert_close(got, exact, 1e-5)
+
+
+def test_offloaded_values_leave_the_device():
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["hidden"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+
+    def named(x, w1, w2):
+        return jax.nn.gelu(checkpoint_name(x @ w1, "hidden")) @ w2
+
+    f = jc.checkpoint(named, policy)
+    (hidden,) = f.plan(X, W1, W2).values
+    assert (hidden.decision, hidden.stored_bytes) == ("offload", 0)
+    traced = str(jax.make_jaxpr(jax.grad(lambda *a: f(*a).sum()))(X, W1, W2))
+    assert "Host" in traced or "pinned_host" in traced
+
+
+def test_codecs_by_name_primitive_role_dtype_and_size():
+    def relu(x, w1, w2):
+        return jax.nn.relu(checkpoint_name(x @ w1, "hidden")) @ w2
+
+    def sine(x, w1, w2):
+        return jnp.sin(x @ w1) + jnp.sum(w2)
+
+    def coded(fn, policy):
+        return [v.decision for v in jc.checkpoint(fn, policy).plan(X, W1, W2).values]
+
+    def match(**conditions):
+        return policies.compress(CODEC, **conditions)
+
+    unit = [str(CODEC), "Packed(bits=1)"]
+    for policy in (
+        match(names=["hidden"]),
+        match(roles=["operand"]),
+        match(dtypes=["float32"], min_size=32 * 256),
+        policies.compress_dots(CODEC),
+        policies.first(match(names=["hidden"]), policies.compress(jc.Quantize(8))),
+    ):
+        assert coded(relu, policy) == unit
+    assert coded(sine, match(roles=["derivative"])) == [str(CODEC)]
+    assert coded(sine, policies.by_value(lambda value: None)) == ["exact"]
+    # One exact tensor gives both of GELU's; a code for one would save nothing.
+    assert coded(_mlp, match(roles=["operand"])) == ["exact"]
+    with pytest.raises(ValueError, match="matches nothing"):
+        coded(sine, match(min_size=10**6))
+
+
+def test_policy_of_a_jax_kind_may_answer_with_a_codec():
+    def policy(primitive, *avals, **params):
+        return CODEC if primitive.name == "dot_general" else None
+
+    def linear(x, w1, w2):
+        return (x @ w1) @ w2
+
+    (value,) = jc.checkpoint(linear, policy).plan(X, W1, W2).values
+    assert value.decision == str(CODEC)
+
+
+def test_boundary_stores_the_input_alone_and_says_that_it_is_biased():
+    codec = jc.Quantize(bits=8)
+    f = jc.checkpoint(_mlp, policies.boundary(codec), coded_argnums=0)
+    plan = f.plan(X, W1, W2)
+    assert [(v.role, v.decision) for v in plan.values] == [("input", str(codec))]
+    assert "biased" in str(plan)
+    decoded = codec.decode(codec.encode(X, 0))
+    got = jax.grad(lambda x: f(x, W1, W2).sum())(X)
+    assert_close(got, jax.grad(lambda x: _mlp(x, W1, W2).sum())(decoded), 1e-5)
+
+
+def test_coded_arguments_and_only_they_are_coded():
+    plan = jc.checkpoint(_mlp, CODEC, coded_argnums=0).plan(X, W1, W2)
+    assert [(v.role, v.shape) for v in plan.values if v.role == "input"] == [("input", X.shape)]
+    assert plan.plain_bytes == jc.checkpoint(_mlp, CODEC).plan(X, W1, W2).plain_bytes + X.nbytes
+
+
+def test_plan_says_what_it_cannot_look_into_and_when_nothing_is_gained():
+    def loop(x, w):
+        return lax.scan(lambda c, _: (jnp.sin(c @ w), None), x, None, length=3)[0]
+
+    plan = jc.checkpoint(loop, CODEC).plan(X, 0.1 * normal((128, 128)))
+    assert {v.decision for v in plan.values} == {"exact"}
+    assert all("not looked into" in v.note for v in plan.values)
+    assert "hardly anything is gained" in str(plan)
+    source = jc.checkpoint(_mlp, CODEC).plan(X, W1, W2).values[0].source
+    assert source.startswith("test_storage.py:")
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (policies.compress(CODEC, names=("nothing",)), "matches nothing.*names: count, hidden"),
+        (policies.compress(CODEC, names=("count",)), "only float32, bfloat16 and float16"),
+        (policies.by_value(lambda value: "yes"), "policy answers 'yes'"),
+        (lambda primitive, *avals, **params: 3, "policy answers 3"),
+        (lambda primitive, *avals, **params: CODEC, "only float32, bfloat16 and float16"),
+    ],
+)
+def test_policies_that_make_no_sense_are_refused(policy, message):
+    def f(x, w):
+        count = checkpoint_name(jnp.int32(w.shape[0]) + jnp.argmax(x), "count")
+        return jnp.sin(checkpoint_name(x @ w, "hidden")) * count
+
+    with pytest.raises((TypeError, ValueError), match=message):
+        jc.checkpoint(f, policy).plan(X, W1)
+
+
+def test_arguments_that_make_no_sense_are_refused():
+    with without_type_checks():
+        _check_refusals()
+
+
+def _check_refusals():
+    for policy in (None, jc.Quantize, "quantize"):
+        with pytest.raises(TypeError, match="policy="):
+            jc.checkpoint(_mlp, policy)
+    with pytest.raises(TypeError, match="fn="):
+        jc.checkpoint(3, CODEC)
+    with pytest.raises(TypeError, match="seed="):
+        jc.checkpoint(_mlp, CODEC, seed=1.5)
+    with pytest.raises(TypeError, match="coded_argnums="):
+        jc.checkpoint(_mlp, CODEC, coded_argnums="x")
+    with pytest.raises(ValueError, match="coded_argnums="):
+        jc.checkpoint(_mlp, CODEC, coded_argnums=3)(X, W1, W2)
+    with pytest.raises(TypeError, match="codec="):
+        policies.compress(4)
+    with pytest.raises(TypeError, match="names="):
+        policies.compress(CODEC, names="hidden")
+    with pytest.raises(ValueError, match="roles="):
+        policies.compress(CODEC, roles=("weights",))
+    with pytest.raises(TypeError, match="policies="):
+        policies.first(CODEC)
+    with pytest.raises(ValueError, match="no gradient"):
+        jc.checkpoint(lambda: 1, CODEC).plan()
