@@ -89,6 +89,8 @@ def memory_command(
             memory.draw_html(html, timelines)
     except (ValueError, ImportError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
+    if not any(row.report for row in table.rows):
+        raise typer.Exit(1)
 
 
 def _make_step(model: str, image: int, dtype: str) -> MakeStep:

@@ -105,8 +105,10 @@ def _rows(path: Path, described: dict[str, object]) -> list[Row]:
     if {key: table[key] for key in described} != described:
         raise typer.BadParameter(f"add: {path} is not of {described}")
     rows = []
+    own, report = ({f.name for f in dataclasses.fields(kind)} for kind in (Row, MemoryReport))
     for figures in table["rows"]:
-        own, report = ({f.name for f in dataclasses.fields(kind)} for kind in (Row, MemoryReport))
+        if not figures["error"] and not report <= figures.keys():
+            raise typer.BadParameter(f"add: {path} lacks {sorted(report - figures.keys())}")
         known = None if figures["error"] else {k: v for k, v in figures.items() if k in report}
         rest = {k: v for k, v in figures.items() if k in own}
         rows.append(Row(figures["row"], report=MemoryReport(**known) if known else None, **rest))

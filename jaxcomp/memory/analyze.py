@@ -99,13 +99,15 @@ def analyze_step(
         else:
             compiled = compile_step(step, where, xla_remat=xla_remat)
         figures |= _compiled_figures(compiled, where)
+        if usable is not None:
+            headroom = usable - figures["total_bytes"]
+            figures |= {"headroom_bytes": headroom, "fits": headroom >= 0}
     except CompileError as error:
         if _OUT_OF_HBM not in str(error):
             raise
-        figures |= {"total_bytes": _bytes_needed(str(error)), "fits": False}
-    total = figures["total_bytes"]
-    if usable is not None and total is not None:
-        figures |= {"headroom_bytes": usable - total, "fits": total <= usable}
+        total = _bytes_needed(str(error))  # rounded, and what the compiler allows is its own affair
+        short = None if total is None or usable is None or total <= usable else usable - total
+        figures |= {"total_bytes": total, "headroom_bytes": short, "fits": False}
     figures["roofline_seconds"] = _roofline(figures["hbm_traffic_bytes"], figures["flops"], where)
     return MemoryReport(**figures), timeline
 
@@ -130,9 +132,11 @@ def _declared(step: TracedStep) -> int | None:
         return None
 
 
-def _roofline(traffic: int | None, flops: int, target: Target) -> float | None:
-    """Seconds of one run at the device's best; None where its rates or the traffic are unknown."""
-    if traffic is None or target.bandwidth is None or target.flops_per_second is None:
+def _roofline(traffic: int | None, flops: int | None, target: Target) -> float | None:
+    """Seconds of one run at the device's best; None where one of the figures is unknown."""
+    if traffic is None or flops is None:
+        return None
+    if target.bandwidth is None or target.flops_per_second is None:
         return None
     return max(traffic / target.bandwidth, flops / target.devices / target.flops_per_second)
 
@@ -143,15 +147,20 @@ def _compiled_figures(compiled: CompiledStep, target: Target) -> dict[str, Any]:
     arguments, outputs, aliased, temp = (
         given[f"{kind}_size_in_bytes"] for kind in ("argument", "output", "alias", "temp")
     )
+    total = given.get("total_allocation_bytes", arguments + outputs - aliased + temp)
+    peak = given.get("peak_memory_in_bytes")
+    # On a CPU the field is there, but is arguments + results whatever the program keeps. Where
+    # arrays lie on the host, it may count those.
+    if target.platform == "cpu" or (given["host_temp_size_in_bytes"] and (peak or 0) > total):
+        peak = None
     return {
         "argument_bytes": arguments,
         "output_bytes": outputs,
         "alias_bytes": aliased,
         "temp_bytes": temp,
         "host_temp_bytes": given["host_temp_size_in_bytes"],
-        # On a CPU the field is there, but is arguments + results whatever the program keeps.
-        "peak_bytes": None if target.platform == "cpu" else given.get("peak_memory_in_bytes"),
-        "total_bytes": given.get("total_allocation_bytes", arguments + outputs - aliased + temp),
+        "peak_bytes": peak,
+        "total_bytes": total,
         "hbm_traffic_bytes": hbm_traffic(compiled.hlo_text),
         "estimated_cycles": estimated_cycles(compiled.hlo_text),
         "compile_seconds": compiled.compile_seconds,

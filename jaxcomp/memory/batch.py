@@ -7,6 +7,7 @@ from .analyze import analyze
 from .report import MemoryReport
 
 _FIRST = 8  # the first size tried, in multiples
+_STEPS = 4  # as many sizes of equal memory show that it does not depend on the batch
 
 MakeStep = Callable[[int], tuple[Callable[..., Any], tuple[Any, ...]]]
 
@@ -63,7 +64,7 @@ def max_batch(
         report = compile_units(units)
         if report.total_bytes is not None:
             totals[units] = report.total_bytes
-        if len(totals) > 1 and len(set(totals.values())) == 1:
+        if len(totals) >= _STEPS and len(set(totals.values())) == 1:
             raise ValueError(
                 f"make_step: batches of {[n * multiple for n in totals]} need the same memory; "
                 "expected a step for the batch that it is called with"

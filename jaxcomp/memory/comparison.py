@@ -117,9 +117,14 @@ class Comparison:
             return f"What fits on {self.target} is not known: give a capacity."
         room = f"{format_bytes(self.usable_bytes)} of {self.target}"
         row = self.cheapest()
-        if row is None:
-            return f"No row fits the {room}."
-        return f"Cheapest row that fits the {room}, by HBM traffic: {row.name}"
+        if row is not None:
+            return f"Cheapest row that fits the {room}, by HBM traffic: {row.name}"
+        fitting = [row.name for row in self.rows if row.report and row.report.fits]
+        if fitting:
+            return f"Fit the {room}, with HBM traffic that is not known: {', '.join(fitting)}"
+        if not any(row.report for row in self.rows):
+            return "No row could be compiled."
+        return f"No row fits the {room}."
 
 
 def compare(
@@ -204,7 +209,7 @@ def compare(
         with progress(way.spec):
             try:
                 done.append(row(way))
-            except (CompileError, ValueError) as error:
+            except (CompileError, ValueError, TypeError) as error:  # JAX's own are TypeErrors
                 done.append(Row(way.spec, batch, None, error=str(error)))
         if save is not None:
             save(Comparison(where.name, usable, tuple(_without_copies(done))))
@@ -232,12 +237,17 @@ def _without_copies(rows: Sequence[Row]) -> list[Row]:
         return report.declared_residual_bytes, report.flops, report.temp_bytes
 
     plain = [figures(row) for row in rows if row.report and Way.parse(row.name).is_plain]
-    message = (
-        "made no difference to the step: make_step is expected to split the batch into "
-        "transform.micro_batches parts; if it does, leave the row out"
-    )
+
+    def error(way: Way) -> str:
+        if way.micro_batches == 1:
+            return "made no difference to the step: leave the row out"
+        return (
+            "made no difference to the step: make_step is expected to split the batch into "
+            "transform.micro_batches parts; if it does, leave the row out"
+        )
+
     return [
-        replace(row, report=None, timeline=None, error=message)
+        replace(row, report=None, timeline=None, error=error(Way.parse(row.name)))
         if row.report and figures(row) in plain and not Way.parse(row.name).is_plain
         else row
         for row in rows
@@ -256,7 +266,7 @@ def _cells(row: Row, plain: MemoryReport | None) -> tuple[str, ...]:
             (report.declared_residual_bytes, report.temp_bytes, report.peak_bytes, total),
         ),
         _ratio(total, plain, "total_bytes"),
-        _mebibytes(traffic),
+        "not known" if traffic is None else _mebibytes(traffic),
         _ratio(traffic, plain, "hbm_traffic_bytes"),
         format_seconds(report.roofline_seconds),
         NOT_GIVEN if report.compile_seconds is None else f"{report.compile_seconds:.0f}",

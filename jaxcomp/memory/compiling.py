@@ -103,11 +103,12 @@ def _compile_here(
 def _compile_in_child(
     step: TracedStep, target: Target, options: dict[str, Any], xla_remat: bool
 ) -> CompiledStep:
+    exported = _export(step, target.platform)
     request = {
-        "exported": _export(step, target.platform),
+        "exported": exported,
         "platform": target.platform,
         "topology": dict(target.topology_options),
-        "mesh": _mesh(step, target),
+        "mesh": _mesh(step, exported.nr_devices, target),
         "donated": step.donated,
         "argument_names": step.jaxpr.debug_info.arg_names,
         "compiler_options": options,
@@ -189,10 +190,19 @@ def _callbacks(jaxpr: Jaxpr) -> Iterator[str]:
             yield from _callbacks(inner)
 
 
-def _mesh(step: TracedStep, target: Target) -> AbstractMesh | None:
-    """The one mesh that the arguments' shardings name; None for a single device."""
+def _mesh(step: TracedStep, devices: int, target: Target) -> AbstractMesh | None:
+    """The one mesh that the arguments' shardings name; None for a single device.
+
+    `devices` is for how many the program was made.
+    """
     shardings = [getattr(leaf, "sharding", None) for leaf in step.arguments]
     meshes = {s.mesh.abstract_mesh for s in shardings if isinstance(s, NamedSharding)}
+    if not meshes and devices > 1:
+        raise ValueError(
+            f"target={target.name!r}: fn is made for {devices} devices, but no argument has a "
+            "sharding; expected NamedShardings over jaxcomp.memory.mesh(target, ...) of the "
+            "arguments, not of jax.jit(in_shardings=...) alone"
+        )
     if target.devices == 1 and not meshes:
         return None
     if len(meshes) != 1 or next(iter(meshes)).size != target.devices:

@@ -30,7 +30,7 @@ class TracedStep:
     @property
     def constant_bytes(self) -> int:
         """Bytes of the arrays that the function closes over."""
-        return sum(int(constant.nbytes) for constant in self.traced.jaxpr.consts)
+        return sum(int(constant.nbytes) for constant in _constants(self.traced.jaxpr).values())
 
     @property
     def donated(self) -> tuple[int, ...]:
@@ -73,13 +73,26 @@ def trace(
                 "already; give them to its own jit"
             )
         jitted = fn
-    elif any(isinstance(arg, nnx.Pytree) for arg in args):
+    elif any(isinstance(leaf, nnx.Pytree) for leaf in jax.tree.leaves(args, is_leaf=_is_object)):
         jitted = nnx.jit(fn, donate_argnums=donate_argnums, static_argnums=static_argnums)
     else:
         jitted = jax.jit(fn, donate_argnums=donate_argnums, static_argnums=static_argnums)
     traced = jitted.trace(*args, **keywords)
     leaves = jax.tree.leaves((args, keywords))
     return TracedStep(getattr(traced, "traced", traced), tuple(leaves))
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, nnx.Pytree)
+
+
+def _constants(program: Any) -> dict[int, Any]:
+    """Arrays that a program and those that it calls close over, each once."""
+    found = {id(constant): constant for constant in getattr(program, "consts", ())}
+    for equation in open_jaxpr(program).eqns:
+        for inner in _inner_programs(equation):
+            found |= _constants(inner)
+    return found
 
 
 def open_jaxpr(program: Any) -> Any:
@@ -89,7 +102,11 @@ def open_jaxpr(program: Any) -> Any:
 
 def inner_jaxprs(equation: JaxprEqn) -> Iterator[Jaxpr]:
     """The programs that an equation's parameters hold, without their constants."""
+    return map(open_jaxpr, _inner_programs(equation))
+
+
+def _inner_programs(equation: JaxprEqn) -> Iterator[Any]:
     for parameter in equation.params.values():
         for value in parameter if isinstance(parameter, (tuple, list)) else (parameter,):
             if isinstance(open_jaxpr(value), Jaxpr):
-                yield open_jaxpr(value)
+                yield value

@@ -137,6 +137,8 @@ def test_what_a_function_closes_over_is_shown():
     report = memory.analyze(lambda x: x @ w, struct(2, 64), target="cpu")
     assert report.constant_bytes == w.nbytes
     assert "constants           16.0 KiB" in str(report)
+    inside = memory.analyze(lambda x: jax.jit(lambda y: y @ w)(x) @ w, struct(2, 64), target="cpu")
+    assert inside.constant_bytes == w.nbytes
 
 
 def test_a_partial_of_a_jitted_step_is_that_step():
@@ -213,6 +215,37 @@ def test_nnx_objects_and_what_the_step_changes_in_them(make):
     assert memory.analyze(jitted, *make(), x, target="cpu").alias_bytes == report.alias_bytes
 
 
+def test_nnx_objects_inside_of_an_argument():
+    def step(state, x):
+        nnx_step(*state, x)
+
+    x = struct(16, 32)
+    alone = memory.analyze(nnx_step, *make_model(), x, target="cpu")
+    report = memory.analyze(step, make_model(), x, target="cpu")
+    assert report.total_bytes == alone.total_bytes > 3 * 32 * 32 * FLOAT
+
+
+@needs_gpu_compiler
+def test_a_loop_whose_work_is_not_known_has_no_roofline():
+    def loop(x):
+        def more(carry):
+            return carry[0] < 10
+
+        return jax.lax.while_loop(more, lambda c: (c[0] + 1, jnp.tanh(c[1] @ c[1])), (0, x))[1]
+
+    report = memory.analyze(loop, struct(64, 64), target="h100")
+    assert (report.flops, report.roofline_seconds) == (None, None)
+    assert "FLOPs               not known" in str(report)
+
+
+@needs_gpu_compiler
+def test_shardings_of_the_jit_alone():
+    mesh = memory.mesh("h100:8", (8,), ("data",))
+    split = jax.jit(jnp.sin, in_shardings=NamedSharding(mesh, PartitionSpec("data")))
+    with pytest.raises(ValueError, match="no argument has a sharding"):
+        memory.analyze(split, struct(64), target="h100:8")
+
+
 @needs_gpu_compiler
 def test_h100():
     weights, x = stack(2, batch=4096)
@@ -270,3 +303,10 @@ def test_a_tpu_program_that_is_too_large_is_a_report():
     assert report.fits is False
     assert report.temp_bytes is None
     assert report.compile_seconds is None
+
+
+@needs_tpu_compiler
+def test_what_a_tpu_compiler_refuses_does_not_fit_whatever_the_capacity():
+    eighteen = struct(9 * 2**30, dtype=jnp.int8)
+    report = memory.analyze(jnp.negative, eighteen, target="v5e", capacity=2**35)
+    assert (report.fits, report.headroom_bytes) == (False, None)

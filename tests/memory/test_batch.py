@@ -55,6 +55,11 @@ def test_steps_and_bends_end_soon(monkeypatch, step):
     assert len(sizes) < 20
 
 
+def test_sizes_that_a_step_rounds_up(monkeypatch):
+    found, _ = search(monkeypatch, lambda n: 1000 * -(-n // 32), usable=50_000)
+    assert found == 50 * 32
+
+
 def test_a_refused_program_of_unknown_size_is_too_large(monkeypatch):
     template = analyze(jnp.sin, 1.0, target="cpu")
 
@@ -75,5 +80,5 @@ def test_bad_input():
 
 
 def test_a_step_that_ignores_the_batch_is_an_error():
-    with pytest.raises(ValueError, match=r"batches of \[8, 16\] need the same memory"):
+    with pytest.raises(ValueError, match=r"batches of \[8, 16, 32, 64\] need the same memory"):
         max_batch(lambda size: sine(64), "cpu", capacity=10**6)

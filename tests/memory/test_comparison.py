@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -67,6 +68,28 @@ def test_no_row_fits_or_nobody_knows():
     assert str(table).endswith("What fits on cpu is not known: give a capacity.")
 
 
+def test_a_row_fits_whose_traffic_is_not_known(monkeypatch):
+    def unknown(*args, **kwargs):
+        report, timeline = analyze_step(*args, **kwargs)
+        return replace(report, hbm_traffic_bytes=None), timeline
+
+    analyze_step = comparison.analyze_step
+    monkeypatch.setattr(comparison, "analyze_step", unknown)
+    text = str(compare(make_step, ["plain"], batch=8, target="cpu", capacity=2**30))
+    assert text.endswith("Fit the 1.0 GiB of cpu, with HBM traffic that is not known: plain")
+
+
+def test_a_step_that_does_not_trace_is_an_error_of_its_row():
+    def broken(transform, batch):
+        step, arguments = make_step(transform, batch)
+        return step, arguments if transform.is_plain else (*arguments, jnp.ones(3))
+
+    plain, remat = compare(broken, ["plain", "remat"], batch=8, target="cpu").rows
+    assert plain.report and "argument" in remat.error
+    table = compare(broken, ["remat"], batch=8, target="cpu", capacity=2**30)
+    assert str(table).endswith("No row could be compiled.")
+
+
 def test_largest_batch():
     table = compare(
         make_step, ["plain", "remat"], batch=8, target="cpu", capacity=2**18, largest_batch=True
@@ -106,7 +129,7 @@ def test_a_factory_that_ignores_the_way_is_found_out():
         return make_step(jc.ways.Way.parse("plain"), batch)
 
     def transform_only(transform, batch):
-        transform(nnx.Linear(1, 1, rngs=nnx.Rngs(0)))
+        transform(nnx.Sequential(nnx.Linear(1, 1, rngs=nnx.Rngs(0))))
         return ignore(transform, batch)
 
     plain, accumulate = compare(
@@ -114,7 +137,9 @@ def test_a_factory_that_ignores_the_way_is_found_out():
     ).rows
     assert plain.report is not None
     assert accumulate.report is None
-    assert accumulate.error.startswith("made no difference to the step")
+    assert "split the batch" in accumulate.error
+    _, dots = compare(transform_only, ["plain", "remat:dots"], batch=8, target="cpu").rows
+    assert dots.error == "made no difference to the step: leave the row out"
     (row,) = compare(ignore, ["remat"], batch=8, target="cpu").rows
     assert row.error == "make_step is expected to call transform(model)"
 
