@@ -10,9 +10,10 @@ if a layer keeps more than `LIMIT` times what it declares.
 """
 
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -168,10 +169,19 @@ def measure(gate: Gate, codec: jc.Codec, target: str | None) -> dict[str, Any]:
     return {name: (more[name] - fewer[name]) / (MORE - FEWER) for name in more}
 
 
-def main(out: Out, target: Target = None) -> None:
+def main(
+    out: Out,
+    target: Target = None,
+    add: Annotated[bool, typer.Option("--add", help="Keep rows that are there.")] = False,
+) -> None:
     """Compiles every gate; gates.json and gates.md grow with every row."""
     cases = [(name, codec) for name, gate in GATES.items() for codec in gate.codecs]
     rows: list[dict[str, Any]] = []
+    if add:
+        rows = json.loads((out / "gates.json").read_text())["rows"]
+    there = {(row["operation"], row["codec"]) for row in rows}
+    cases = [(name, codec) for name, codec in cases if (name, str(codec)) not in there]
+    table = _write(out, target, rows)
     for name, codec in track(cases, "compiling"):
         figures = measure(GATES[name], codec, target)
         held = figures["alive_bytes"] <= LIMIT * figures["declared_bytes"]
