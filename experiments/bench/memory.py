@@ -36,6 +36,7 @@ WAYS = (
     "quantize:bits=2",
     "fused:bits=4",
     "fused:bits=2",
+    "offload:fused:bits=2",
 )
 
 Out = Annotated[Path, typer.Option(help="Directory of the results.")]
