@@ -1,7 +1,6 @@
 """`clipped`: which part of a model's values lies outside the levels of its codes."""
 
-import typing
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 from flax import nnx
@@ -51,5 +50,5 @@ def clipped(model: nnx.Module, *inputs: Any) -> dict[str, float]:
     for module in units.values():
         module.clipped = Clipped(jnp.array(jnp.nan))
     nnx.jit(lambda model, *inputs: model(*inputs))(model, *inputs)
-    shares = {path: typing.cast(Clipped, module.clipped) for path, module in units.items()}
+    shares = {path: cast(Clipped, module.clipped) for path, module in units.items()}
     return {path: float(share[...]) for path, share in shares.items()}

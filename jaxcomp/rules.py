@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from flax import nnx
 
+from jaxcomp import table
 from jaxcomp.codecs import Codec, Exact
 from jaxcomp.nn.coded import coded_modules, covered_paths
 
@@ -85,8 +86,7 @@ class Plan:
         """One line for each module."""
         rows = [("path", "op", "codec")]
         rows += [(d.path, d.kind, str(d.codec)) for d in self.decisions]
-        widths = [max(len(row[i]) for row in rows) for i in range(2)]
-        return "\n".join(f"{p:<{widths[0]}}  {k:<{widths[1]}}  {c}" for p, k, c in rows)
+        return "\n".join(table.lines(rows))
 
 
 def apply(model: nnx.Module, rules: Rules) -> Plan:

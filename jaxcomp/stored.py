@@ -6,6 +6,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from jaxcomp import table
 from jaxcomp.codecs import Codec, Exact, Packed
 from jaxcomp.memory import declared_residuals
 from jaxcomp.nn.coded import coded_modules, covered
@@ -68,14 +69,7 @@ class Storage:
             share = f"{m.stored_bytes / max(1, self.stored_bytes):.1%}"
             figures = f"{m.exact_bytes:,}", f"{m.stored_bytes:,}", bits, share
             rows.append((m.path, m.op, "-" if m.codec is None else str(m.codec), *figures))
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = [
-            "  ".join(
-                cell.ljust(width) if i < 3 else cell.rjust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            )
-            for row in rows
-        ]
+        lines = table.lines(rows, right=range(3, 7))
         lines.append(
             f"{self.stored_bytes:,} of {self.exact_bytes:,} bytes; "
             f"{self.bits_per_element:.3f} bits for a coded element, metadata included"

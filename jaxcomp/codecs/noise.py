@@ -6,6 +6,8 @@ from jaxtyping import Array, Float, UInt32
 
 from jaxcomp.codecs.codec import Seed
 
+GOLDEN = 0x9E3779B9  # 2^32 over the golden ratio: its multiples, such as seeds, lie far apart
+
 
 def _mix(h: Array) -> Array:
     """Avalanches 32-bit words ("lowbias32" of C. Wellons' hash prospector)."""
@@ -28,7 +30,7 @@ def _index(shape: tuple[int, ...]) -> Array:
 def _hash(x: Array, salt: Array) -> Array:
     """A 32-bit word for each element, of its own bits, its index and a salt."""
     bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
-    return _mix(bits ^ (_index(x.shape) * jnp.uint32(0x9E3779B9) + salt))
+    return _mix(bits ^ (_index(x.shape) * jnp.uint32(GOLDEN) + salt))
 
 
 def uniform(x: Float[Array, "*shape"], seed: Seed = None) -> Float[Array, "*shape"]:

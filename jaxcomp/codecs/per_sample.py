@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jaxcomp.codecs import noise
 from jaxcomp.codecs.codec import Codec, Encoded, Seed
 from jaxcomp.codecs.quantize import Quantize
 
@@ -86,7 +87,7 @@ class PerSample(Codec):
         # A seed for each, since they count their elements anew.
         seeds = jnp.asarray(0 if seed is None else seed, jnp.uint32) + jnp.arange(
             len(classes) + 1, dtype=jnp.uint32
-        ) * jnp.uint32(0x9E3779B9)
+        ) * jnp.uint32(noise.GOLDEN)
         for i, (bits, ranks) in enumerate(classes):
             chosen = (_take(a, order[:, ranks]) for a in ranked)
             x_class, low_class, high_class = (a.reshape(-1, *a.shape[2:]) for a in chosen)

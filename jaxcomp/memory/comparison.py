@@ -15,7 +15,7 @@ from .analyze import analyze_step, usable_bytes
 from .batch import max_batch
 from .compiling import CompileError
 from .live_bytes import Timeline, format_bytes
-from .report import NOT_GIVEN, MemoryReport, format_seconds
+from .report import NOT_GIVEN, MemoryReport, format_seconds, known
 from .targets import resolve
 from .tracing import trace
 
@@ -266,7 +266,7 @@ def _cells(row: Row, plain: MemoryReport | None) -> tuple[str, ...]:
             (report.declared_residual_bytes, report.temp_bytes, report.peak_bytes, total),
         ),
         _ratio(total, plain, "total_bytes"),
-        "not known" if traffic is None else _mebibytes(traffic),
+        known(traffic, _mebibytes),
         _ratio(traffic, plain, "hbm_traffic_bytes"),
         format_seconds(report.roofline_seconds),
         NOT_GIVEN if report.compile_seconds is None else f"{report.compile_seconds:.0f}",

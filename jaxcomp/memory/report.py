@@ -88,8 +88,8 @@ class MemoryReport:
             ("usable", _bytes(self.usable_bytes)),
             ("headroom", _bytes(self.headroom_bytes)),
             ("fits", NOT_GIVEN if self.fits is None else "yes" if self.fits else "no"),
-            ("HBM traffic", _known(self.hbm_traffic_bytes, format_bytes)),
-            ("FLOPs", _known(self.flops, _number)),
+            ("HBM traffic", known(self.hbm_traffic_bytes, format_bytes)),
+            ("FLOPs", known(self.flops, _number)),
             ("estimated cycles", _number(self.estimated_cycles)),
             ("roofline estimate", format_seconds(self.roofline_seconds)),
             ("compile seconds", _number(self.compile_seconds)),
@@ -111,7 +111,7 @@ def _bytes(count: int | None) -> str:
     return NOT_GIVEN if count is None else format_bytes(count)
 
 
-def _known(value: int | None, to_text: Callable[[int], str]) -> str:
+def known(value: int | None, to_text: Callable[[int], str]) -> str:
     """What this library counts itself; a loop whose turns depend on data leaves it unknown."""
     return "not known" if value is None else to_text(value)
 

@@ -242,8 +242,7 @@ def clipped(
     Example:
         >>> x = jnp.zeros((100, 2)).at[0].set(1.0)  # ten standard deviations
         >>> ones, zeros = jnp.ones(2), jnp.zeros(2)
-        >>> results = norm_act(x, ones, zeros, codec=SignAware(bits=2))
-        >>> y, mean, var = results
+        >>> y, mean, var = norm_act(x, ones, zeros, codec=SignAware(bits=2))
         >>> round(float(clipped(x, ones, zeros, mean, var, y)), 4)
         0.01
     """

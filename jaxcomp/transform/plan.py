@@ -1,9 +1,11 @@
 """The plan of a checkpointed function: what it stores, why, and in how many bytes."""
 
 import dataclasses
+import math
 
 import jax.numpy as jnp
 
+from jaxcomp import table
 from jaxcomp.transform.graph import plain_nbytes, source
 from jaxcomp.transform.scheme import Scheme
 
@@ -37,9 +39,7 @@ class PlannedValue:
     @property
     def bits_per_element(self) -> float:
         """Stored bits of an element, metadata included."""
-        elements = 1
-        for size in self.shape:
-            elements *= size
+        elements = math.prod(self.shape)
         return 8 * self.stored_bytes / elements if elements else 0.0
 
 
@@ -99,14 +99,7 @@ class CheckpointPlan:
             rows.append(
                 (name, value.source, value.role, value.decision, *figures, bits, value.note)
             )
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = [
-            "  ".join(
-                cell.rjust(width) if 4 <= i < 7 else cell.ljust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in rows
-        ]
+        lines = table.lines(rows, right=range(4, 7))
         lines.append(
             f"{self.stored_bytes:,} bytes are stored where JAX would declare {self.plain_bytes:,}"
         )

@@ -7,15 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxcomp.codecs import Codec, Packed
 from jaxcomp.policies import CodecPolicy
 from jaxcomp.transform import paths
-from jaxcomp.transform.algebra import is_affine, is_cheap, linear_uses, tangents_of
+from jaxcomp.transform.algebra import tangents_of
 from jaxcomp.transform.alternatives import with_alternatives
-from jaxcomp.transform.cut import NEVER, cheapest
+from jaxcomp.transform.choice import Demand, Stored, choose, coefficients_returned
 from jaxcomp.transform.decisions import Decision, Policy, decide
 from jaxcomp.transform.derivatives import merge
-from jaxcomp.transform.graph import Graph, coded_nbytes, nbytes, plain_nbytes
+from jaxcomp.transform.graph import Graph, nbytes, plain_nbytes
 from jaxcomp.transform.programs import (
     Linearized,
     Program,
@@ -26,31 +25,6 @@ from jaxcomp.transform.programs import (
     read,
     transpose,
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Stored:
-    """How one value waits for the backward pass.
-
-    Attributes:
-        codec: The codec; None is as it is.
-        copies: Codes of independent noise, one for each time that a path holds the value.
-        offload: Whether it waits in the host's memory.
-        note: What there is to say about it.
-    """
-
-    codec: Codec | None = None
-    copies: int = 1
-    offload: bool = False
-    note: str = ""
-
-    def nbytes(self, aval: Any) -> int:
-        """Bytes in the device's memory."""
-        if self.offload:
-            return 0
-        if self.codec is None:
-            return plain_nbytes(aval)
-        return self.copies * coded_nbytes(self.codec, aval.shape, aval.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,17 +104,14 @@ def scheme(
     forward, same = with_alternatives(linearized.forward)
     linearized = dataclasses.replace(linearized, forward=forward)
     graph = _graph(forward, coded, same)
-    demand = _Demand.of(linearized)
+    demand = Demand.of(linearized)
     roles = graph.roles(demand.roles)
     decisions = decide(policy, graph, roles)
     biased = isinstance(policy, CodecPolicy) and policy.lossy_recomputation
-    stored = _Choice(graph, decisions, biased).store(demand)
-    if not biased:
-        exact_choice = _Choice(graph, {v: _without_codec(d) for v, d in decisions.items()}, biased)
-        stored = min(stored, exact_choice.store(demand), key=_total)
+    stored = choose(graph, decisions, demand, biased=biased)
     linearized, coefficients, copies, means = _number_codes(linearized, graph, stored, biased)
     for value, storing in stored.items():
-        if storing.codec is not None and storing.codec != Packed(1):
+        if storing.is_noisy:
             stored[value] = _with_copies(value, storing, copies.get(value, 1), means.get(value))
     return Scheme(
         graph,
@@ -158,16 +129,6 @@ def scheme(
     )
 
 
-def _without_codec(decision: Decision) -> Decision:
-    if decision.codec is None:
-        return decision
-    return dataclasses.replace(decision, codec=None, note="kept exactly: codes take no fewer bytes")
-
-
-def _total(stored: dict[Any, Stored]) -> int:
-    return sum(how.nbytes(value.aval) for value, how in stored.items())
-
-
 def _graph(forward: Program, coded: Collection[int], same: Any = None) -> Graph:
     held = {v for i, v in enumerate(forward.jaxpr.invars) if i not in coded}
     return Graph(forward.jaxpr, held, same or {})
@@ -178,165 +139,6 @@ def _plain_bytes(linearized: Linearized, graph: Graph) -> int:
     constant = Graph(graph.jaxpr, set()).free
     values = {v for v in linearized.coefficients if is_variable(v)}
     return sum(plain_nbytes(v.aval) for v in values - constant - graph.held)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Demand:
-    """The values of the forward program that the linear program reads.
-
-    Attributes:
-        multiplied: Those that it only multiplies tangents by.
-        exact: Those that it reads in another way, too: predicates, indices, residuals of
-            `custom_vjp`, of an inner `jax.checkpoint` and of loops.
-        roles: The role of each.
-    """
-
-    multiplied: set[Any]
-    exact: set[Any]
-    roles: dict[Any, str]
-
-    @classmethod
-    def of(cls, linearized: Linearized) -> "_Demand":
-        linear = linearized.linear.jaxpr
-        count = len(linearized.coefficients)
-        behind = dict(zip(linear.invars, linearized.coefficients, strict=False))
-        tangents = tangents_of(linear.eqns, linear.invars[count:])
-        multiplied: set[Any] = set()
-        exact = {behind[v] for v in _coefficients_returned(linear, behind)}
-        roles: dict[Any, str] = {}
-        for equation in linear.eqns:
-            uses = linear_uses(equation, tangents)
-            for position, atom in enumerate(equation.invars):
-                value = behind.get(atom) if is_variable(atom) else None
-                if value is None or not is_variable(value):
-                    continue
-                if position not in uses:
-                    exact.add(value)
-                    continue
-                multiplied.add(value)
-                if roles.get(value) != "operand":
-                    roles[value] = uses[position]
-        exact = {value for value in exact if is_variable(value)}
-        return cls(multiplied - exact, exact, roles)
-
-
-def _coefficients_returned(linear: Any, behind: dict[Any, Any]) -> list[Any]:
-    """Coefficients that are results of the linear program: zeros, as of constant results."""
-    return [atom for atom in linear.outvars if is_variable(atom) and atom in behind]
-
-
-class _Choice:
-    """Chooses what to store so that all coefficients can be rebuilt soundly."""
-
-    def __init__(self, graph: Graph, decisions: dict[Any, Decision], biased: bool) -> None:
-        self._graph = graph
-        self._decisions = decisions
-        self._biased = biased
-        self._exact: set[Any] = set()  # what can be had exactly
-        self._lossy: dict[Any, bool] = {}
-
-    def store(self, demand: _Demand) -> dict[Any, Stored]:
-        """How each value that is stored waits for the backward pass."""
-        wanted = {*demand.multiplied, *demand.exact}
-        lossless = not any(d.codec for d in self._decisions.values())
-        first: set[Any] = set()
-        if not self._biased:
-            first = cheapest(
-                wanted if lossless else demand.exact, self._exact_parents, self._exact_cost
-            )
-        self._exact = self._had_exactly(first)
-        for value in self._graph.order:  # so that recursion stays shallow
-            self._is_lossy(value)
-        second = cheapest(wanted - self._exact, self._parents, self._cost)
-        stored = {value: self._exactly(value, value in demand.exact) for value in first}
-        for value in second:
-            codec = self._decisions[value].codec
-            stored[value] = Stored(codec) if codec else self._exactly(value, False)
-        if not self._biased:
-            # What exact values give, too, needs no code.
-            exact = self._had_exactly({v for v, how in stored.items() if not _is_noisy(how)})
-            stored = {v: how for v, how in stored.items() if not (_is_noisy(how) and v in exact)}
-        order = {value: i for i, value in enumerate(self._graph.made_by)}
-        return dict(sorted(stored.items(), key=lambda item: order.get(item[0], -1)))
-
-    def _exactly(self, value: Any, is_read_exactly: bool) -> Stored:
-        if value.aval.dtype == jnp.bool:
-            return Stored(Packed(1))
-        decision = self._decisions[value]
-        note = decision.note
-        if decision.codec is not None:
-            note = "kept exactly: not only multiplied, or read by what is not looked into"
-        elif decision.action == "recompute":
-            note = "kept exactly: cannot be computed again from codes without bias"
-        return Stored(offload=decision.action == "offload", note=note)
-
-    def _had_exactly(self, stored: set[Any]) -> set[Any]:
-        graph = self._graph
-        found = {*graph.held, *graph.jaxpr.constvars, *stored}
-        for value in graph.order:
-            parents = self._exact_parents(value)
-            if parents is not None and found.issuperset(parents):
-                found.add(value)
-        return found
-
-    def _may_recompute(self, value: Any) -> bool:
-        again = self._graph.again(value)
-        if again is None or again[0].effects:
-            return False
-        return is_cheap(again[0]) or self._decisions[value].action == "recompute"
-
-    def _exact_parents(self, value: Any) -> list[Any] | None:
-        if value in self._graph.held or value in self._graph.jaxpr.constvars:
-            return []
-        return self._graph.operands(value) if self._may_recompute(value) else None
-
-    def _exact_cost(self, value: Any) -> int:
-        decision = self._decisions.get(value)
-        if decision is None or decision.action == "offload":
-            return 0
-        if decision.action == "recompute" and self._may_recompute(value):
-            return NEVER
-        return nbytes(value.aval)
-
-    def _is_lossy(self, value: Any) -> bool:
-        """Whether a value, when the backward pass has it, may come from a code."""
-        if not is_variable(value) or value in self._exact:
-            return False
-        if value not in self._lossy:
-            decision = self._decisions[value]
-            if decision.codec is not None:
-                self._lossy[value] = True
-            elif decision.action in ("store", "offload") or not self._may_recompute(value):
-                self._lossy[value] = False
-            else:
-                self._lossy[value] = any(map(self._is_lossy, self._graph.operands(value)))
-                if self._parents(value) is None:
-                    self._lossy[value] = False
-        return self._lossy[value]
-
-    def _parents(self, value: Any) -> list[Any] | None:
-        if value in self._exact:
-            return []
-        if not self._may_recompute(value):
-            return None
-        again = self._graph.again(value)
-        assert again is not None
-        operands = self._graph.operands(value)
-        if not any(map(self._is_lossy, operands)) or self._biased:
-            return operands
-        if self._decisions[value].action in ("store", "offload") or not is_cheap(again[0]):
-            return None
-        return operands if is_affine(again[0], self._is_lossy) else None
-
-    def _cost(self, value: Any) -> int:
-        decision = self._decisions.get(value)
-        if value in self._exact or decision is None or decision.action == "offload":
-            return 0
-        if decision.action == "recompute" and self._parents(value) is not None:
-            return NEVER
-        if decision.codec is not None:
-            return coded_nbytes(decision.codec, value.aval.shape, value.aval.dtype)
-        return nbytes(value.aval)
 
 
 def _number_codes(
@@ -361,7 +163,7 @@ def _number_codes(
         for position, atom in enumerate(equation.invars):
             if is_variable(atom) and atom in behind:
                 inputs[atom, assignment.uses.get((index, position), ())] = None
-    returned = _coefficients_returned(linear, behind)
+    returned = coefficients_returned(linear, behind)
     inputs |= {(atom, ()): None for atom in returned}
 
     def split(*given: Any) -> list[Any]:
@@ -395,15 +197,11 @@ def _roots(graph: Graph, stored: dict[Any, Stored]) -> dict[Any, list[Any]]:
     roots: dict[Any, list[Any]] = {}
     for value in (*graph.jaxpr.invars, *graph.order):
         if value in stored:
-            roots[value] = [value] if _is_noisy(stored[value]) else []
+            roots[value] = [value] if stored[value].is_noisy else []
         else:
             found = [roots.get(operand, []) for operand in graph.operands(value)]
             roots[value] = list(dict.fromkeys(root for part in found for root in part))
     return roots
-
-
-def _is_noisy(storing: Stored) -> bool:
-    return storing.codec is not None and storing.codec != Packed(1)
 
 
 def _with_copies(value: Any, storing: Stored, copies: int, mean: int | None) -> Stored:

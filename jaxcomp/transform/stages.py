@@ -10,15 +10,15 @@ import jax.numpy as jnp
 from jax.extend.core import DropVar, JaxprEqn
 
 from jaxcomp import residuals
-from jaxcomp.codecs import Encoded, Exact
+from jaxcomp.codecs import Encoded, Exact, noise
 from jaxcomp.codecs.codec import Seed
 from jaxcomp.transform.algebra import HEAVY, is_cheap
+from jaxcomp.transform.choice import Stored
 from jaxcomp.transform.graph import needed
 from jaxcomp.transform.programs import apply, is_variable, read, variables
-from jaxcomp.transform.scheme import Coefficient, Scheme, Stored
+from jaxcomp.transform.scheme import Coefficient, Scheme
 
 Residual = dict[int, Any]
-_GOLDEN = 0x9E3779B9
 
 
 def forward(scheme: Scheme, seed: Seed, arguments: Sequence[Any]) -> tuple[list[Any], Residual]:
@@ -94,7 +94,7 @@ def _carriers(scheme: Scheme, equations: Sequence[JaxprEqn]) -> dict[Any, Any]:
 def _base(seed: Seed) -> Any:
     """Where the seeds of a call's codes begin."""
     chosen = jnp.uint32(0) if seed is None else jnp.asarray(seed).astype(jnp.uint32)
-    return chosen * jnp.uint32(_GOLDEN)
+    return chosen * jnp.uint32(noise.GOLDEN)
 
 
 def _encode(storing: Stored, value: Any, seed: Any) -> Any:
