@@ -1,11 +1,23 @@
 """How JAX and Hypothesis are set for every test and doctest."""
 
+import atexit
+import os
+import shutil
+import tempfile
+
 import hypothesis
 import jax
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# What several tests compile is compiled once: workers have the environment of who starts them.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jaxcomp-")
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"])
+jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 # Compilation makes a first example slow; a failure must come back on the next run.
 hypothesis.settings.register_profile(

@@ -6,6 +6,7 @@ Interrupted, the same command goes on where it stopped; finished runs are kept.
 """
 
 import json
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -112,7 +113,7 @@ def compare(
         finished = []
         for seed in seeds:
             run_config = replace(config, way=way, seed=seed)
-            metrics = _finish(run_config, runs / f"{way.replace(':', '_')}-{seed}", tensorboard)
+            metrics = _finish(run_config, run_folder(runs, way, seed), tensorboard)
             if metrics is None:
                 return None
             finished.append(metrics)
@@ -120,6 +121,12 @@ def compare(
         loss = [round(x, 4) for x in finished[0]["loss"]]
         rows.append(Row(way, accuracies, loss, measured[way]))
     return rows
+
+
+def run_folder(runs: Path, way: str, seed: int) -> Path:
+    """The directory of a run."""
+    name = re.sub(r"[^\w.=,-]+", "_", way)
+    return runs / f"{name}-{seed}"
 
 
 def _finish(config: TrainConfig, out: Path, tensorboard: bool) -> dict[str, Any] | None:

@@ -31,11 +31,12 @@ CONFIG = TrainConfig(
 @contextmanager
 def compilation_cache(directory: Path) -> Iterator[None]:
     """Within the context nothing is compiled twice: a step is measured, then trained."""
+    before = jax.config.values["jax_compilation_cache_dir"]
     jax.config.update("jax_compilation_cache_dir", str(directory))
     try:
         yield
     finally:
-        jax.config.update("jax_compilation_cache_dir", None)
+        jax.config.update("jax_compilation_cache_dir", before)
         reset_cache()
 
 

@@ -93,6 +93,35 @@ def division(window: int = 8, bits: int = 2) -> Rules:
     return along_features, *everywhere(DualPrecision(window, bits))
 
 
+REST = "affine|batch_norm|layer_norm|gelu|silu"
+"""Kinds of operation that `pooling` and `pruning` store by `rest_bits`."""
+
+
+def pooling(window: int = 2, rest_bits: int | None = None) -> Rules:
+    """Average pooling of every convolution's input; masks and indices are exact and packed.
+
+    Barley and Fröning (arXiv:2409.11902). Biased, as `AvgPool` is. A rule in front of these gives
+    another window to a part of the model, such as its first stage.
+
+    Args:
+        window: Edge of a window.
+        rest_bits: Bits of an element of what else waits: inputs of norms, linear and affine layers,
+            derivatives of GELU and SiLU, by `Quantize`, without bias. None leaves all of it as in
+            Flax, as the paper does.
+
+    Returns:
+        The rules.
+
+    Example:
+        >>> [rule.op for rule in pooling(window=2, rest_bits=4)[:2]]
+        ['conv', 'dot|affine|batch_norm|layer_norm|gelu|silu']
+    """
+    conv = Rule(AvgPool(window), op="conv")
+    if rest_bits is None:
+        return conv, *PACKED
+    return conv, Rule(Quantize(rest_bits), op=f"dot|{REST}", required=False), *PACKED
+
+
 def pruning(
     density: float = 0.25, block: Block = 8, rest_bits: int | None = None, product: Product = "auto"
 ) -> Rules:
@@ -118,8 +147,7 @@ def pruning(
     linear = Rule(BlockSparse(block, density, product=product), op="dot")
     if rest_bits is None:
         return (linear,)
-    others = "affine|batch_norm|layer_norm|gelu|silu"
-    return linear, Rule(Quantize(rest_bits), op=others, required=False), *PACKED
+    return linear, Rule(Quantize(rest_bits), op=REST, required=False), *PACKED
 
 
 def offloaded(rules: Rules) -> Rules:
@@ -183,6 +211,7 @@ RECIPES: dict[str, Callable[..., Rules]] = {
     "fused": fused,
     "division": division,
     "actnn": actnn,
+    "pooling": pooling,
     "pruning": pruning,
 }
 
@@ -203,15 +232,29 @@ _READ: dict[Any, tuple[Callable[[str], Any], str]] = {
 def from_spec(spec: str) -> Rules:
     """Reads the spec of a codec, which is then used everywhere, or of a recipe; see `read`.
 
+    Args:
+        spec: As `read`; or several with " + " between them, in order of precedence, each for the
+            whole model or, after " @ ", for the modules whose path matches a regular expression.
+
+    Returns:
+        The rules.
+
     Raises:
-        ValueError: As `read`.
+        ValueError: As `read`, and if a path is not a regular expression.
 
     Example:
         >>> from_spec("quantize:bits=4")[0].codec
         Quantize(bits=4, group='channel', rounding='stochastic')
+        >>> [(r.codec, r.path) for r in from_spec("exact @ blocks/0/.* + avg_pool:window=2")][:2]
+        [(Exact(), 'blocks/0/.*'), (AvgPool(window=2), '.*')]
     """
-    made = read(spec)
-    return everywhere(made) if isinstance(made, Codec) else made
+    rules: Rules = ()
+    for part in spec.split(" + "):
+        text, _, path = part.partition(" @ ")
+        made = read(text)
+        own = everywhere(made) if isinstance(made, Codec) else made
+        rules += tuple(replace(rule, path=path) for rule in own) if path else own
+    return rules
 
 
 def read(spec: str) -> Codec | Rules:

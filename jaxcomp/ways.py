@@ -66,7 +66,8 @@ class Way:
                 spec stores it, such as `remat:quantize:bits=8`; biased), `offload` (results of
                 products and convolutions are kept in the host's memory), `accumulate:N` (N
                 micro-batches, 2 or more), or the spec of a codec or recipe, such as
-                `quantize:bits=2` (or `offload:quantize:bits=2`, in the host's memory).
+                `quantize:bits=2` (or `offload:quantize:bits=2`, in the host's memory), or several,
+                each for a part of the model, as `recipes.from_spec` reads them.
 
         Raises:
             ValueError: If `spec` is none of these.

@@ -76,6 +76,31 @@ def test_bad_spec_is_an_error_that_names_it(spec: str, message: str) -> None:
     assert message in str(error.value)
 
 
+def test_pooling_is_for_every_convolution():
+    papers = recipes.pooling(window=4)
+    assert _decide(papers, "conv") == jc.AvgPool(4)
+    assert _decide(papers, "batch_norm") is _decide(papers, "dot") is None
+    mixed = recipes.from_spec("pooling:window=2,rest_bits=4")
+    assert _decide(mixed, "conv") == jc.AvgPool(2)
+    for kind in ("batch_norm", "layer_norm", "dot", "affine", "gelu"):
+        assert _decide(mixed, kind) == jc.Quantize(4)
+    for rules in (papers, mixed):
+        assert _decide(rules, "relu") == jc.Packed(bits=1)
+        assert _decide(rules, "max_pool") == jc.Packed(bits=4)
+
+
+def test_specs_of_parts_of_a_model():
+    rules = recipes.from_spec("avg_pool:window=4 @ blocks/[01]/.* + pooling:window=2")
+    assert rules[len(rules) - 3 :] == recipes.pooling(2)
+    for path, window in (("blocks/1/conv", 4), ("blocks/2/conv", 2)):
+        found = next(rule.codec for rule in rules if rule.matches(path, "conv"))
+        assert found == jc.AvgPool(window)
+    with pytest.raises(ValueError, match="unknown codec ''"):
+        recipes.from_spec("avg_pool:window=4 + ")
+    with pytest.raises(ValueError, match=r"path='\[': not a regular expression"):
+        recipes.from_spec("avg_pool:window=4 @ [")
+
+
 def test_levels_of_actnn():
     bits = {
         level: {rule.op: rule.codec.bits for rule in recipes.actnn(level) if rule.required}

@@ -20,7 +20,7 @@ import typer
 from rich.progress import track
 
 import jaxcomp as jc
-from experiments.bench.memory import Out, traced_for
+from experiments.bench.memory import Out
 from experiments.record import describe_environment, write_json, write_table
 from jaxcomp.codecs.block_sparse import Product
 from jaxcomp.memory import analyze
@@ -63,8 +63,7 @@ def compiled(
         return gradient(codec, product)(code, g)
 
     run.defvjp(lambda code, g: (run(code, g), None), lambda _, dw: (None, None))
-    with traced_for(target):
-        report = analyze(run, code, g, target=target, xla_remat=False)
+    report = analyze(run, code, g, target=target, xla_remat=False)
     return {
         "flops": report.flops,
         "hbm_traffic_bytes": report.hbm_traffic_bytes,

@@ -155,8 +155,9 @@ def measure(gate: Gate, codec: jc.Codec, target: str | None) -> dict[str, Any]:
         weights = [[bfloat16(shape) for shape in gate.weights] for _ in range(layers)]
         mixing = bfloat16((shape[-1], shape[-1]))
         step = jax.grad(loss, (0, 1))
-        traced = trace(step, weights, bfloat16(shape), mixing)
-        report, timeline = analyze_step(traced, target, None, xla_remat=False, with_timeline=True)
+        where = resolve(target)
+        traced = trace(step, weights, bfloat16(shape), mixing, target=where)
+        report, timeline = analyze_step(traced, where, None, xla_remat=False, with_timeline=True)
         assert timeline is not None and report.argument_bytes is not None  # it fits
         return {
             "declared_bytes": report.declared_residual_bytes,

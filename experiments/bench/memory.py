@@ -8,13 +8,11 @@ Nothing is run: each step is compiled, and XLA's own memory analysis is read. A 
 needs no script: `jaxcomp memory --help`.
 """
 
-import contextlib
 import dataclasses
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import jax
 import typer
 from rich.console import Console
 
@@ -74,28 +72,18 @@ def tabulate(
         return text
 
     try:
-        with traced_for(target):
-            table = memory.compare(
-                make_step,
-                ways,
-                batch=batch,
-                target=target,
-                largest_batch=max_batch,
-                progress=lambda name: console.status(f"compiling {name}"),
-                save=save,
-            )
+        table = memory.compare(
+            make_step,
+            ways,
+            batch=batch,
+            target=target,
+            largest_batch=max_batch,
+            progress=lambda name: console.status(f"compiling {name}"),
+            save=save,
+        )
     except (ValueError, ImportError) as error:
         raise typer.BadParameter(str(error)) from error
     console.print(save(table), highlight=False, soft_wrap=True)
-
-
-def traced_for(target: str | None) -> contextlib.AbstractContextManager[Any]:
-    """Tells Pallas which absent GPU its kernels are for, while it traces them; JAX 0.12 asks."""
-    kind = {"h100": "NVIDIA H100", "a100": "NVIDIA A100"}.get(target or "")
-    if kind is None or not hasattr(jax.sharding, "AbstractDevice"):
-        return contextlib.nullcontext()
-    device = jax.sharding.AbstractDevice(device_kind=kind, num_cores=None, platform="gpu")
-    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))
 
 
 def _rows(path: Path, described: dict[str, object]) -> list[Row]:

@@ -62,8 +62,17 @@ class AvgPool(Codec):
             counts = np.multiply.outer(counts, self._counts(size))
         # A power of two, so exact: the sum of the largest floats does not overflow.
         scale = 0.5 ** (self.window ** len(spatial)).bit_length()
-        sums = jnp.sum(self._windows(x.astype(jnp.float32) * scale), axis=self._inner(x.ndim))
+        sums = self.sums(x.astype(jnp.float32) * scale)
         return ((sums / (counts[..., None] * scale).astype(np.float32)).astype(x.dtype),)
+
+    def sums(self, x: Array) -> Array:
+        """The sum of each window in float32; axes as those of `x`.
+
+        Example:
+            >>> AvgPool(window=2).sums(jnp.array([1.0, 3.0, 7.0])[None, :, None]).ravel().tolist()
+            [4.0, 7.0]
+        """
+        return jnp.sum(self._windows(x.astype(jnp.float32)), axis=self._inner(x.ndim))
 
     def _decode(self, arrays: tuple[Array, ...], shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         (means,) = arrays

@@ -66,13 +66,20 @@ def analyze(
         >>> report.argument_bytes, report.output_bytes, report.flops
         (16384, 16384, 524288)
     """
-    step = trace(fn, *args, donate_argnums=donate_argnums, static_argnums=static_argnums)
-    return analyze_step(step, target, capacity, xla_remat)[0]
+    where = resolve(target)
+    step = trace(
+        fn,
+        *args,
+        donate_argnums=donate_argnums,
+        static_argnums=static_argnums,
+        target=where,
+    )
+    return analyze_step(step, where, capacity, xla_remat)[0]
 
 
 def analyze_step(
     step: TracedStep,
-    target: str | None,
+    where: Target,
     capacity: int | None,
     xla_remat: bool,
     with_timeline: bool = False,
@@ -81,7 +88,6 @@ def analyze_step(
 
     Without `with_timeline`, or where the compiler refuses the program, there is no timeline.
     """
-    where = resolve(target)
     usable = usable_bytes(where, capacity)
     figures: dict[str, Any] = dict.fromkeys(field.name for field in fields(MemoryReport))
     figures |= {

@@ -196,8 +196,8 @@ def compare(
         step, arguments = make_step(watched, batch)
         if not watched.models:
             raise ValueError("make_step is expected to call transform(model)")
-        traced = trace(step, *arguments)
-        report, timeline = analyze_step(traced, target, capacity, xla_remat, timelines)
+        traced = trace(step, *arguments, target=where)
+        report, timeline = analyze_step(traced, where, capacity, xla_remat, timelines)
         largest = None
         if largest_batch:
             make = partial(make_step, way)

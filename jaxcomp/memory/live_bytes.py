@@ -156,8 +156,15 @@ def timeline(
         >>> timeline(lambda x: jnp.sum(jnp.sort(x) * x), x, target="cpu").peak_bytes >= 2 * 4096
         True
     """
-    step = trace(fn, *args, donate_argnums=donate_argnums, static_argnums=static_argnums)
-    return compile_with_timeline(step, resolve(target), xla_remat=xla_remat)[1]
+    where = resolve(target)
+    step = trace(
+        fn,
+        *args,
+        donate_argnums=donate_argnums,
+        static_argnums=static_argnums,
+        target=where,
+    )
+    return compile_with_timeline(step, where, xla_remat=xla_remat)[1]
 
 
 def compile_with_timeline(

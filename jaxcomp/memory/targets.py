@@ -72,6 +72,7 @@ class Target:
         usable_bytes: what JAX can use of it in bytes; None where it is not known.
         bandwidth: bytes that one device reads or writes per second at best; None if not known.
         flops_per_second: bfloat16 operations of one device's products at best; None if not known.
+        device_kind: what the driver of an absent GPU would call it.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Target:
     usable_bytes: int | None = None
     bandwidth: int | None = None
     flops_per_second: float | None = None
+    device_kind: str | None = None
 
 
 def targets() -> list[str]:
@@ -206,6 +208,7 @@ def _gpu(name: str, gpu: Gpu, count: str = "1") -> Target:
         usable_bytes=int(gpu.memory_bytes * _GPU_FRACTION),
         bandwidth=gpu.bandwidth,
         flops_per_second=gpu.tensor_tflops * 1e12,
+        device_kind=gpu.device_kind,
     )
 
 

@@ -1,5 +1,6 @@
 """From a Python function and the shapes of its arguments to a traced program."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -8,6 +9,9 @@ from typing import Any
 import jax
 from flax import nnx
 from jax.extend.core import Jaxpr, JaxprEqn
+from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding
+
+from .targets import Target
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,7 @@ def trace(
     *args: Any,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
+    target: Target | None = None,
 ) -> TracedStep:
     """Traces a function; nothing is allocated or run.
 
@@ -55,6 +60,7 @@ def trace(
             pytrees of arrays.
         donate_argnums: which arguments the program may overwrite, as in `jax.jit`.
         static_argnums: which arguments are compile-time constants, as in `jax.jit`.
+        target: what it is traced for, where that is known.
 
     Returns:
         The traced program.
@@ -77,9 +83,21 @@ def trace(
         jitted = nnx.jit(fn, donate_argnums=donate_argnums, static_argnums=static_argnums)
     else:
         jitted = jax.jit(fn, donate_argnums=donate_argnums, static_argnums=static_argnums)
-    traced = jitted.trace(*args, **keywords)
     leaves = jax.tree.leaves((args, keywords))
+    with _tracing_for(target, leaves):
+        traced = jitted.trace(*args, **keywords)
     return TracedStep(getattr(traced, "traced", traced), tuple(leaves))
+
+
+def _tracing_for(
+    target: Target | None, leaves: list[Any]
+) -> contextlib.AbstractContextManager[Any]:
+    """Tells Pallas which absent GPU its kernels are for, which JAX asks from version 0.12 on."""
+    meshes = any(isinstance(getattr(leaf, "sharding", None), NamedSharding) for leaf in leaves)
+    if target is None or target.device_kind is None or meshes:
+        return contextlib.nullcontext()
+    device = AbstractDevice(device_kind=target.device_kind, num_cores=None, platform="gpu")
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
 
 
 def _is_object(value: Any) -> bool:

@@ -3,17 +3,19 @@
 import functools
 import math
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxcomp.codecs import Codec
+from jaxcomp.codecs import AvgPool, Codec, Encoded
 from jaxcomp.codecs.codec import Seed
+from jaxcomp.codecs.offload import coder
 from jaxcomp.ops.activated import Activation
-from jaxcomp.ops.linear import Reads, bilinear
+from jaxcomp.ops.linear import Reads, WeightGradient, bilinear
 from jaxcomp.ops.sensitivity import Sink
 
 
@@ -40,7 +42,9 @@ def conv_general_dilated(
     The result is bit-identical to `lax.conv_general_dilated`; the gradient of `lhs` is exact, that
     of `rhs` is the exact one at the decoded `lhs`. Accepted by Flax layers as
     `conv_general_dilated=`. The codec sees the input channels-last, whatever its layout; of a
-    strided 1x1 convolution, only what that reads.
+    strided 1x1 convolution, only what that reads. A 1x1 kernel's gradient is made of the means that
+    `AvgPool` stores and the cotangent's sums over the same windows, a product `window` times
+    smaller along each axis; nothing is unpooled.
 
     Args:
         lhs: Input of 1 to 3 (or more) spatial dimensions; an `Activation` (channels last) brings
@@ -113,18 +117,63 @@ def conv_general_dilated(
 
     x = jnp.transpose(lhs, channels_last)
     uses = locations / feature_group_count
-    reads = None
+    reads = gradient = None
     kernel = [rhs.shape[i] for i in numbers.rhs_spec[2:]]
     sizes = [lhs.shape[i] for i in spatial]
     pads = padding
     if isinstance(pads, str):
         pads = lax.padtype_to_pads(sizes, kernel, window_strides, pads)
     dense = not any(map(any, pads)) and set(lhs_dilation or ()) <= {1}
-    if locations == 1 and dense and max(window_strides) > 1:
+    if locations == 1 and dense:
         strided = (slice(None), *(slice(None, None, stride) for stride in window_strides))
-        product = functools.partial(stock, window_strides=(1,) * len(spatial))
-        reads = Reads(lambda x: x[strided], lambda part, rhs: product(part.transpose(restore), rhs))
-    return bilinear(conv, codec, x, rhs, seed, code=code, sink=sink, uses=uses, reads=reads)
+        at_stride_1 = functools.partial(stock, window_strides=(1,) * len(spatial))
+
+        def product(part: Array, rhs: Array) -> Array:
+            return at_stride_1(part.transpose(restore), rhs)
+
+        reads = Reads(lambda x: x[strided], product)
+        gradient = _of_means(coder(codec), product, numbers.out_spec, rhs)
+    return bilinear(
+        conv,
+        codec,
+        x,
+        rhs,
+        seed,
+        code=code,
+        sink=sink,
+        uses=uses,
+        reads=reads,
+        weight_gradient=gradient,
+    )
+
+
+def _of_means(
+    codec: Codec,
+    product: Callable[[Array, Array], Array],
+    out_spec: Sequence[int],
+    rhs: Array,
+) -> WeightGradient | None:
+    """How a 1x1 kernel's gradient is made of means, if the code is such: nothing is unpooled.
+
+    Within a window the decoded input is one value, so its products with the cotangent sum to its
+    product with the cotangent's sum.
+    """
+    if not isinstance(codec, AvgPool):
+        return None
+    batch, channel, *spatial = out_spec
+    channels_last = (batch, *spatial, channel)
+    restore = tuple(sorted(range(len(out_spec)), key=channels_last.__getitem__))
+    like = jax.ShapeDtypeStruct(rhs.shape, rhs.dtype)
+
+    def gradient(code: Encoded, cotangent: Array) -> Array:
+        (means,) = code.arrays
+        sums = codec.sums(cotangent.transpose(channels_last)).astype(cotangent.dtype)
+        (drhs,) = jax.linear_transpose(functools.partial(product, means), like)(
+            sums.transpose(restore)
+        )
+        return drhs
+
+    return gradient
 
 
 def conv_transpose(

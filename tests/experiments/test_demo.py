@@ -12,13 +12,14 @@ def test_demo(tiny, tmp_path, monkeypatch, capsys):
     ways = ["plain", "quantize:bits=2"]
     monkeypatch.setattr(demo, "CONFIG", config)
     monkeypatch.setattr(demo, "WAYS", ways)
+    cache = jax.config.jax_compilation_cache_dir
     demo.main(tmp_path)
     content = json.loads((tmp_path / "comparison.json").read_text())
     assert [row["way"] for row in content["rows"]] == ways
     assert (tmp_path / "comparison.png").exists()
     printed = capsys.readouterr().out
     assert all(way in printed for way in ways)
-    assert jax.config.jax_compilation_cache_dir is None
+    assert jax.config.jax_compilation_cache_dir == cache
 
 
 def test_demo_refuses_a_file_before_the_work(tmp_path, monkeypatch):

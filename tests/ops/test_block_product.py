@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxcomp import BlockSparse, ops
+from jaxcomp import BlockSparse, memory, ops
 from jaxcomp.ops import block_product
 from tests.helpers import (
     DTYPES,
@@ -68,6 +68,14 @@ def test_tall_blocks_are_multiplied_as_they_are():
     assert block_product.choose(codec, x.shape, 256, 4) == "dense"
     text = str(auto)
     assert str(dense).count("f32[2,64,256]") > text.count("f32[2,64,256]")
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+def test_kernel_compiles_for_an_absent_gpu():
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in [(4, 64, 128), (128, 64)])
+    codec = BlockSparse(8, 0.25, product="triton")
+    gradient = jax.grad(lambda w, x: linear(x, w, codec).astype(jnp.float32).sum())
+    assert memory.analyze(gradient, w, x, target="h100").temp_bytes > 0
 
 
 def test_vmap_of_grad_equals_a_loop():

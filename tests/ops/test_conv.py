@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 from jax import lax
 
-from jaxcomp import AvgPool, Exact, Quantize, SignAware, ops
+from jaxcomp import AvgPool, Exact, Quantize, SignAware, memory, ops
 from jaxcomp.codecs.codec import array_nbytes
 from tests.helpers import (
     assert_close,
@@ -92,7 +92,8 @@ def test_forward_is_stock_and_backward_is_stock_at_the_decoded_lhs(case, dtype, 
     check_bilinear(op, stock, lhs, rhs, decode(lhs))
 
 
-STRIDED = {
+POINTWISE = {
+    "stride 1": ((4, 7, 6, 3), (1, 1, 3, 5), NHWC, (1, 1), "SAME", {}),
     "2d": ((4, 7, 6, 3), (1, 1, 3, 5), NHWC, (2, 3), "SAME", {}),
     "channels first": ((4, 3, 6, 5), (5, 3, 1, 1), NCHW, (2, 1), ((0, 0), (0, 0)), {}),
     "1d": ((4, 9, 3), (1, 3, 4), ("NWC", "WIO", "NWC"), (2,), "VALID", {}),
@@ -101,14 +102,14 @@ STRIDED = {
 }
 
 
-@pytest.mark.parametrize("case", STRIDED)
-def test_strided_pointwise_convolutions_store_what_they_read(case):
-    lhs_shape, rhs_shape, layout, strides, padding, kwargs = STRIDED[case]
+@pytest.mark.parametrize("codec", [Quantize(2), AvgPool(2)], ids=["quantized", "pooled"])
+@pytest.mark.parametrize("case", POINTWISE)
+def test_pointwise_convolutions_store_what_they_read(case, codec):
+    lhs_shape, rhs_shape, layout, strides, padding, kwargs = POINTWISE[case]
     kwargs |= {"window_strides": strides, "padding": padding, "dimension_numbers": layout}
     lhs, rhs = normal(lhs_shape), normal(rhs_shape, seed=1)
     axes = channels_last(layout)
     strided = (slice(None), *(slice(None, None, stride) for stride in strides))
-    codec = Quantize(2)
 
     @jax.jit
     def decode(x):
@@ -170,6 +171,20 @@ def test_pooled_pointwise_convolution_loses_what_varies_inside_the_windows():
 
     expected = jnp.einsum("bhwi,bhwo->io", windows(x).mean((2, 4)), windows(dy).sum((2, 4)))
     assert_close(dw[0, 0], expected)
+
+
+@pytest.mark.parametrize("window", [2, 4])
+def test_pooled_pointwise_convolution_multiplies_means(window):
+    x, w, dy = normal((8, 16, 16, 32)), normal((1, 1, 32, 48)), normal((8, 16, 16, 48))
+
+    def flops(codec):
+        def gradient(x, w, dy):
+            return jax.vjp(lambda w: conv(x, w, codec), w)[1](dy)[0]
+
+        return memory.analyze(gradient, x, w, dy).flops
+
+    whole = 2 * 8 * 16 * 16 * 32 * 48  # of the product at the decoded input
+    assert flops(Quantize(8)) - flops(AvgPool(window)) == whole * (1 - window**-2)
 
 
 def test_vmap_of_grad_equals_a_loop():

@@ -1,0 +1,1 @@
+"""Scripts that repeat published studies."""
