@@ -179,16 +179,19 @@ def main(
     cases = [(name, codec) for name, gate in GATES.items() for codec in gate.codecs]
     rows: list[dict[str, Any]] = []
     if add:
-        rows = json.loads((out / "gates.json").read_text())["rows"]
+        table = json.loads((out / "gates.json").read_text())
+        if table["target"] != target:
+            raise typer.BadParameter(f"add: {out} is of target={table['target']!r}")
+        rows = table["rows"]
     there = {(row["operation"], row["codec"]) for row in rows}
     cases = [(name, codec) for name, codec in cases if (name, str(codec)) not in there]
-    table = _write(out, target, rows)
+    text = _write(out, target, rows)
     for name, codec in track(cases, "compiling"):
         figures = measure(GATES[name], codec, target)
         held = figures["alive_bytes"] <= LIMIT * figures["declared_bytes"]
         rows.append({"operation": name, "codec": str(codec), **figures, "held": held})
-        table = _write(out, target, rows)
-    typer.echo(table)
+        text = _write(out, target, rows)
+    typer.echo(text)
     raise typer.Exit(not all(row["held"] for row in rows))
 
 

@@ -74,6 +74,7 @@ class _Equation:
     outputs: list[_Value]
     backward: bool
     effects: bool
+    one_of: bool = False
     inner: list[Jaxpr] = field(default_factory=list)
 
 
@@ -90,8 +91,9 @@ def declared_residual_bytes(fn: Callable[..., Any], *args: Any) -> int:
     parts of them, constants, values that nothing live reads, what `jax.checkpoint` recomputes,
     and values in host memory. A parameter that is cast to another dtype is a new value, and
     counts if the cast one is kept. A loop over micro-batches with the gradient inside counts one
-    turn; stacked residuals of a differentiated `scan` count in full. For arguments sharded over
-    devices this is the sum over the devices; inside `shard_map` it is one device's part.
+    turn, a `cond` the branch whose gradient keeps most; stacked residuals of a differentiated
+    `scan` count in full. For arguments sharded over devices this is the sum over the devices;
+    inside `shard_map` it is one device's part.
 
     XLA may keep more, where the program does not pin what it means to keep, and also less, where
     one residual follows from another (a derivative of `tanh` from its result).
@@ -178,8 +180,10 @@ def _residuals(jaxpr: Jaxpr) -> list[Residual]:
         live.update(equation.inputs)
         if equation.backward:
             kept.update(value for value in equation.inputs if value.forward)
-        for body in equation.inner:
-            inner += _residuals(body)
+        bodies = [_residuals(body) for body in equation.inner]
+        if equation.one_of:  # branches, of which one is run
+            bodies = [max(bodies, key=lambda found: sum(r.nbytes for r in found), default=[])]
+        inner += [residual for found in bodies for residual in found]
     made = [value for equation in equations for value in equation.outputs if value in kept]
     found = [_residual(value) for value in made if not _on_host(value.aval)]
     return found + inner
@@ -215,7 +219,8 @@ def _flatten(
             forward = not (is_backward or is_constant or is_part)
             outputs = [_Value(var.aval, stack, forward) for var in equation.outvars]
             inner = [] if is_backward else list(inner_jaxprs(equation))
-            equations.append(_Equation(inputs, outputs, is_backward, bool(equation.effects), inner))
+            effects, one_of = bool(equation.effects), name == "cond"
+            equations.append(_Equation(inputs, outputs, is_backward, effects, one_of, inner))
         values |= dict(zip(equation.outvars, outputs, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 

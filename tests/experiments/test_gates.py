@@ -4,6 +4,12 @@ import jaxcomp as jc
 from experiments.bench import gates
 
 
+def test_a_table_of_another_target_is_not_added_to(tmp_path):
+    gates._write(tmp_path, "h100", [])
+    with pytest.raises(gates.typer.BadParameter, match="is of target='h100'"):
+        gates.main(tmp_path, "v5e", add=True)
+
+
 @pytest.mark.parametrize(
     ("operation", "codec"),
     [

@@ -143,6 +143,14 @@ def test_a_loop_over_micro_batches_counts_one_turn():
     assert declared_residual_bytes(micro_batches, W, X) == FLOAT // 2
 
 
+def test_of_branches_the_largest_counts():
+    def step(w, x):
+        one, three = (jax.grad(EXACT[name][0]) for name in ("cos of the product", "three layers"))
+        return lax.cond(w[0, 0] > 0, one, three, w, x)
+
+    assert declared_residual_bytes(step, W, X) == 5 * FLOAT
+
+
 def test_inside_shard_map_one_device_counts():
     mesh = memory.mesh("cpu", (2,), ("data",))
 
