@@ -33,3 +33,5 @@ from jaxcomp.stored import Storage as Storage
 from jaxcomp.stored import storage as storage
 from jaxcomp.transform import CheckpointPlan as CheckpointPlan
 from jaxcomp.transform import checkpoint as checkpoint
+from jaxcomp.transform import compress as compress
+from jaxcomp.transform import plan as plan

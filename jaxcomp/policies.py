@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 import typing
 from collections.abc import Callable, Sequence
 
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 
 from jaxcomp.codecs import Codec
 from jaxcomp.codecs.codec import FLOATS
+from jaxcomp.patterns import check_pattern
 
 Policy = Callable[..., bool]
 
@@ -50,6 +52,17 @@ def _subclasses(kind: type[Codec]) -> set[type[Codec]]:
     return direct.union(*map(_subclasses, direct))
 
 
+def dtype_name(dtype: typing.Any) -> str:
+    """Name of a dtype, of those of JAX's keys too.
+
+    Example:
+        >>> dtype_name(jnp.float32), dtype_name(jax.random.key(0).dtype)
+        ('float32', 'key<fry>')
+    """
+    extended = jnp.issubdtype(dtype, jax.dtypes.extended)
+    return str(dtype) if extended else jnp.dtype(dtype).name
+
+
 @dataclasses.dataclass(frozen=True)
 class Value:
     """A value that may wait for the backward pass, as policies of `jaxcomp.checkpoint` see it.
@@ -64,6 +77,7 @@ class Value:
             (boolean), "index" (integer), "statistic" (of a reduction to an eighth or less),
             "input" (one of `coded_argnums`) or "other".
         source: `file:line` where it was made, or "".
+        path: Path of the innermost module that made it, in a model of `jaxcomp.compress`, or "".
     """
 
     shape: tuple[int, ...]
@@ -72,11 +86,12 @@ class Value:
     names: tuple[str, ...] = ()
     role: str = "other"
     source: str = ""
+    path: str = ""
 
     @property
     def is_float(self) -> bool:
         """Whether codecs for floating-point values can store its dtype."""
-        return jnp.dtype(self.dtype).name in FLOATS
+        return dtype_name(self.dtype) in FLOATS
 
 
 ByValue = Callable[[Value], typing.Any]
@@ -111,6 +126,7 @@ class Match:
         roles: Roles as `Value` has them; empty matches all but "statistic".
         dtypes: Names of dtypes; empty matches all.
         min_size: Least number of elements.
+        path: Regular expression for the whole path of a module; "" matches all values.
     """
 
     codec: Codec
@@ -119,6 +135,7 @@ class Match:
     roles: Sequence[str] = ()
     dtypes: Sequence[str] = ()
     min_size: int = 0
+    path: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.codec, Codec):
@@ -131,16 +148,18 @@ class Match:
         unknown = set(self.roles) - set(ROLES)
         if unknown:
             raise ValueError(f"roles={self.roles}: {sorted(unknown)} not among {ROLES}")
+        check_pattern("path", self.path)
 
     def __call__(self, value: Value) -> Codec | None:
         """The codec if the value matches, else None."""
         named = not self.names or bool(set(self.names) & set(value.names))
         made = not self.primitives or value.primitive in self.primitives
         right_role = value.role in self.roles if self.roles else value.role != "statistic"
-        right_dtype = not self.dtypes or jnp.dtype(value.dtype).name in self.dtypes
+        right_dtype = not self.dtypes or dtype_name(value.dtype) in self.dtypes
         large = math.prod(value.shape) >= self.min_size
         able = value.is_float or bool(self.names)  # to name an integer is an error, told later
-        matches = named and made and right_role and right_dtype and large and able
+        inside = not self.path or bool(re.fullmatch(self.path, value.path))
+        matches = named and made and right_role and right_dtype and large and able and inside
         return self.codec if matches else None
 
 
@@ -152,6 +171,7 @@ def compress(
     roles: Sequence[str] = (),
     dtypes: Sequence[str] = (),
     min_size: int = 0,
+    path: str = "",
 ) -> CodecPolicy:
     """A policy for `jaxcomp.checkpoint`: values that match all conditions are stored by a codec.
 
@@ -165,10 +185,13 @@ def compress(
         roles: Roles, as `Value` lists them; without any, all but statistics.
         dtypes: Names of dtypes.
         min_size: Least number of elements.
+        path: Regular expression for the whole path of the module that made them, attributes and
+            indices joined by "/", in a model of `jaxcomp.compress`; "" matches all values.
 
     Raises:
         TypeError: If `codec` is not a codec, or a condition is not a sequence of strings.
-        ValueError: If a role is unknown; on tracing, if nothing matches.
+        ValueError: If a role is unknown, or `path` is not a regular expression; on tracing, if
+            nothing matches.
 
     Example:
         >>> from jaxcomp import Quantize
@@ -176,7 +199,7 @@ def compress(
         >>> policy(Value((32, 64), jnp.float32, role="operand")).bits
         4
     """
-    return CodecPolicy((Match(codec, names, primitives, roles, dtypes, min_size),))
+    return CodecPolicy((Match(codec, names, primitives, roles, dtypes, min_size, path),))
 
 
 def compress_dots(codec: Codec) -> CodecPolicy:

@@ -10,6 +10,7 @@ from flax import nnx
 from jaxcomp import table
 from jaxcomp.codecs import Codec, Exact
 from jaxcomp.nn.coded import coded_modules, covered_paths
+from jaxcomp.patterns import check_pattern
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,13 +42,7 @@ class Rule:
         if not isinstance(self.codec, Codec):
             raise TypeError(f"codec={self.codec!r}: expected a codec such as Quantize(bits=4)")
         for field in ("op", "path"):
-            pattern = getattr(self, field)
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(
-                    f"{field}={pattern!r}: not a regular expression: {error}"
-                ) from error
+            check_pattern(field, getattr(self, field))
 
     def matches(self, path: str, kind: str) -> bool:
         """Whether the rule is for a module of this path and kind."""

@@ -5,12 +5,11 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Var
 
 from jaxcomp.codecs import Codec, Exact
-from jaxcomp.policies import CodecPolicy, Match, Value
-from jaxcomp.transform.graph import Graph, coded_nbytes, nbytes, source
+from jaxcomp.policies import CodecPolicy, Match, Value, dtype_name
+from jaxcomp.transform.graph import Graph, coded_nbytes, module_path, nbytes, source
 
 Policy = Codec | CodecPolicy | Callable[..., Any]
 Action = typing.Literal["either", "store", "recompute", "offload"]
@@ -77,6 +76,7 @@ def decide(policy: Policy, graph: Graph, roles: Mapping[Any, str]) -> dict[Any, 
             tuple(dict.fromkeys(str(e.params["name"]) for e in named)),
             roles.get(variable, "other") if made_by is not None else "input",
             source(made_by),
+            module_path(made_by),
         )
         values.append(value)
         decisions[variable] = _decide(policy, value, made_by, named, hits)
@@ -149,21 +149,22 @@ def describe(value: Value) -> str:
     name = f" named {', '.join(value.names)}" if value.names else ""
     made = f" of {value.primitive}" if value.primitive else ""
     where = f" at {value.source}" if value.source else ""
-    return f"{jnp.dtype(value.dtype).name}{list(value.shape)}{name}{made}{where}"
+    return f"{dtype_name(value.dtype)}{list(value.shape)}{name}{made}{where}"
 
 
 def _check_hits(policy: CodecPolicy, hits: dict[Any, int], values: list[Value]) -> None:
     for rule in policy.rules:
         if isinstance(rule, Match) and rule not in hits:
-            names, primitives, roles = (
+            names, primitives, roles, paths = (
                 ", ".join(sorted(found)) or "none"
                 for found in (
                     {name for value in values for name in value.names},
                     {value.primitive for value in values if value.primitive},
                     {value.role for value in values},
+                    {value.path for value in values if value.path},
                 )
             )
             raise ValueError(
                 f"{rule} matches nothing, or only what an earlier rule took; the function has "
-                f"names: {names}; primitives: {primitives}; roles: {roles}"
+                f"names: {names}; primitives: {primitives}; roles: {roles}; paths: {paths}"
             )

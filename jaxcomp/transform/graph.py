@@ -16,6 +16,7 @@ from jaxcomp.codecs import Codec, Packed
 from jaxcomp.codecs.codec import array_nbytes
 from jaxcomp.transform.algebra import REDUCTIONS, is_affine, is_cheap
 from jaxcomp.transform.programs import variables
+from jaxcomp.visits import modules_of
 
 _REDUCED = 8  # a reduction to this part of its operand, or less, is a statistic
 _LIBRARIES = tuple(
@@ -151,6 +152,12 @@ def source(equation: JaxprEqn | None) -> str:
         if not frame.file_name.startswith(_LIBRARIES) and os.path.isabs(frame.file_name):
             return f"{os.path.basename(frame.file_name)}:{frame.line_num}"
     return ""
+
+
+def module_path(equation: JaxprEqn | None) -> str:
+    """Path of the innermost module of a watched model that made an equation, or ""."""
+    scope = "" if equation is None else str(equation.source_info.name_stack)
+    return next(reversed(modules_of(scope)), "")
 
 
 def needed(equations: Sequence[JaxprEqn], wanted: Sequence[Any]) -> list[JaxprEqn]:

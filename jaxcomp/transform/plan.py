@@ -3,10 +3,9 @@
 import dataclasses
 import math
 
-import jax.numpy as jnp
-
 from jaxcomp import table
-from jaxcomp.transform.graph import plain_nbytes, source
+from jaxcomp.policies import dtype_name
+from jaxcomp.transform.graph import module_path, plain_nbytes, source
 from jaxcomp.transform.scheme import Scheme
 
 _HARDLY = 0.9
@@ -20,6 +19,7 @@ class PlannedValue:
         shape: Its shape.
         dtype: Its dtype's name.
         source: `file:line` where it is made, "" for an argument.
+        path: Path of the innermost module that makes it, in a model of `jaxcomp.compress`, or "".
         role: What the backward pass does with it, as `policies.Value` lists roles.
         decision: How it is stored.
         exact_bytes: Bytes that it takes as it is.
@@ -30,6 +30,7 @@ class PlannedValue:
     shape: tuple[int, ...]
     dtype: str
     source: str
+    path: str
     role: str
     decision: str
     exact_bytes: int
@@ -69,10 +70,9 @@ class CheckpointPlan:
             values.append(
                 PlannedValue(
                     variable.aval.shape,
-                    jnp.dtype(variable.aval.dtype).name
-                    if hasattr(variable.aval.dtype, "kind")
-                    else str(variable.aval.dtype),
+                    dtype_name(variable.aval.dtype),
                     source(equation),
+                    module_path(equation),
                     scheme.roles.get(variable, "other") if equation is not None else "input",
                     decision if stored.copies == 1 else f"{stored.copies} x {decision}",
                     plain_nbytes(variable.aval),
@@ -90,14 +90,31 @@ class CheckpointPlan:
     def __str__(self) -> str:
         """One line for each value, and the sums."""
         rows = [
-            ("value", "source", "role", "decision", "exact bytes", "stored bytes", "bits", "note")
+            (
+                "value",
+                "made by",
+                "role",
+                "decision",
+                "exact bytes",
+                "stored bytes",
+                "bits",
+                "note",
+            )
         ]
         for value in self.values:
             name = f"{value.dtype}{list(value.shape)}"
             figures = f"{value.exact_bytes:,}", f"{value.stored_bytes:,}"
             bits = f"{value.bits_per_element:.2f}"
             rows.append(
-                (name, value.source, value.role, value.decision, *figures, bits, value.note)
+                (
+                    name,
+                    f"{value.path} {value.source}".strip(),
+                    value.role,
+                    value.decision,
+                    *figures,
+                    bits,
+                    value.note,
+                )
             )
         lines = table.lines(rows, right=range(4, 7))
         lines.append(
