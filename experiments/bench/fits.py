@@ -7,7 +7,9 @@ for each size of memory, of which JAX preallocates 75%. The largest of all is co
 needs, over what the line says, is the error of the line.
 """
 
-from typing import Any
+import json
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from rich.progress import track
@@ -35,8 +37,13 @@ BATCHES = 64, 128
 STEP = 8  # largest batches are multiples of it
 
 
-def main(out: Out, way: Ways = None, model: str = "resnet50") -> None:
-    """Finds each largest batch; writes fits.json and fits.md."""
+def main(
+    out: Out,
+    way: Ways = None,
+    model: str = "resnet50",
+    add: Annotated[bool, typer.Option("--add", help="Keep other rows that are there.")] = False,
+) -> None:
+    """Finds each largest batch; fits.json and fits.md grow with every row."""
     make_step = steps.classifier(model)
     ways = way or list(WAYS)
     room = {part: resolve(part).usable_bytes or 0 for part in PARTS}  # known of every GPU
@@ -48,6 +55,12 @@ def main(out: Out, way: Ways = None, model: str = "resnet50") -> None:
         return total
 
     rows: list[dict[str, Any]] = []
+    if add:
+        table = json.loads((out / "fits.json").read_text())
+        if (table["model"], table["usable_bytes"]) != (model, room):
+            raise typer.BadParameter(f"add: {out} is not of {model} on {', '.join(PARTS)}")
+        rows = table["rows"]
+    text = ""
     for name in track(ways, "compiling"):
         one, two = (needed(name, batch) for batch in BATCHES)
         slope = (two - one) / (BATCHES[1] - BATCHES[0])
@@ -56,7 +69,18 @@ def main(out: Out, way: Ways = None, model: str = "resnet50") -> None:
         most = max(largest.values())
         error = needed(name, most) / (base + slope * most) - 1
         line = {"row": name, "base_bytes": base, "bytes_per_example": slope}
+        rows = [row for row in rows if row["row"] != name]
         rows.append({**line, "largest_batch": largest, "error_of_the_line": error})
+        text = _write(out, model, room, sorted(rows, key=lambda row: _place(row["row"])))
+    typer.echo(text)
+
+
+def _place(name: str) -> int:
+    """Rows are in the order of the default ways, others after them."""
+    return WAYS.index(name) if name in WAYS else len(WAYS)
+
+
+def _write(out: Path, model: str, room: dict[str, int], rows: list[dict[str, Any]]) -> str:
     content = describe_environment() | {"model": model, "usable_bytes": room, "rows": rows}
     write_json(out / "fits.json", content)
     table = [["way", *PARTS, "MiB / image", "error of the line"]]
@@ -65,7 +89,7 @@ def main(out: Out, way: Ways = None, model: str = "resnet50") -> None:
         figures = f"{row['bytes_per_example'] / 2**20:.1f}", f"{row['error_of_the_line']:+.1%}"
         table.append([row["row"], *batches, *figures])
     title = f"{model}, 224px, bfloat16, whole SGD step: largest batch (multiples of {STEP}):"
-    typer.echo(write_table(out / "fits.md", title, table, content["command"]))
+    return write_table(out / "fits.md", title, table, content["command"])
 
 
 if __name__ == "__main__":
