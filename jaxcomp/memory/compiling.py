@@ -23,7 +23,7 @@ from jax import export
 from jax.extend.core import Jaxpr
 from jax.sharding import AbstractMesh, NamedSharding
 
-from . import compile_worker
+from . import answers, compile_worker
 from .buffer_assignment import dump_options
 from .targets import Target
 from .tracing import TracedStep, inner_jaxprs
@@ -114,6 +114,19 @@ def _compile_in_child(
         "compiler_options": options,
         "xla_remat": xla_remat,
     }
+    rest = {name: part for name, part in request.items() if name != "exported"}
+    # A dump is made by compiling alone.
+    kept = None if options else answers.answer_file(exported.mlir_module_serialized, rest)
+    answer = answers.read(kept) if kept else None
+    if answer is None:
+        answer = _ask_child(request, target)
+        if kept:
+            answers.write(kept, answer)
+    return CompiledStep(**answer)
+
+
+def _ask_child(request: dict[str, Any], target: Target) -> dict[str, Any]:
+    """What the compiler for a target, in a process of its own, says of a program."""
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
@@ -134,10 +147,10 @@ def _compile_in_child(
             raise CompileError(
                 f"the compiler for {target.name} ended with status {child.returncode}:\n{log}"
             )
-        answer = pickle.loads(answer_file.read_bytes())
+        answer: dict[str, Any] = pickle.loads(answer_file.read_bytes())
     if "error" in answer:
         raise CompileError(answer["error"])
-    return CompiledStep(**answer)
+    return answer
 
 
 def _place(leaf: Any) -> str | None:

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from jaxcomp.memory import CompileError
+from jaxcomp.memory import CompileError, compiling
 from jaxcomp.memory.compiling import compile_step
 from jaxcomp.memory.targets import Target, resolve
 from jaxcomp.memory.tracing import trace
@@ -53,6 +53,31 @@ def test_a_mesh_of_absent_devices_is_not_for_attached_ones():
     x = X.update(sharding=NamedSharding(mesh, PartitionSpec("data")))
     with pytest.raises(ValueError, match=r"target='cpu': an argument lies on an abstract mesh's"):
         compile_step(trace(jnp.sin, x), resolve("cpu"))
+
+
+@needs_gpu_compiler
+def test_a_second_look_is_not_compiled(tmp_path, monkeypatch):
+    asked, ask = [], compiling._ask_child
+
+    def counting(request, target):
+        asked.append(request["xla_remat"])
+        return ask(request, target)
+
+    monkeypatch.setattr(compiling, "_ask_child", counting)
+    before = jax.config.values["jax_compilation_cache_dir"]
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    try:
+        looks = [
+            compile_step(trace(lambda x: jnp.sin(x @ x), X), resolve("h100"), xla_remat=xla_remat)
+            for xla_remat in (True, True, False)
+        ]
+        assert asked == [True, False]
+        assert looks[0] == looks[1]
+        jax.config.update("jax_compilation_cache_dir", None)
+        compile_step(trace(jnp.sin, X), resolve("h100"))
+        assert asked == [True, False, True]
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
 
 
 def test_a_dump_folder_that_cannot_be_written(tmp_path):
