@@ -2,9 +2,9 @@
 
     python -m experiments.bench.fits --out experiments/results/fits-resnet50
 
-Each way is compiled for one GPU at two batches, and the line through them tells the largest batch
-for each size of memory, of which JAX preallocates 75%. The largest of all is compiled too: what it
-needs, over what the line says, is the error of the line.
+Each way is compiled for one GPU at two batches, and the line through them tells about which batch
+is the largest that a part holds, of whose memory JAX preallocates 75%. That of the largest part is
+compiled too; the line through it and the larger of the two tells the largest batch of each part.
 """
 
 import json
@@ -62,17 +62,27 @@ def main(
         rows = table["rows"]
     text = ""
     for name in track(ways, "compiling"):
-        one, two = (needed(name, batch) for batch in BATCHES)
-        slope = (two - one) / (BATCHES[1] - BATCHES[0])
-        base = one - slope * BATCHES[0]
-        largest = {part: int((room[part] - base) / slope) // STEP * STEP for part in PARTS}
-        most = max(largest.values())
-        error = needed(name, most) / (base + slope * most) - 1
-        line = {"row": name, "base_bytes": base, "bytes_per_example": slope}
+        points = {batch: needed(name, batch) for batch in BATCHES}
+        most = max(largest(points, room).values())
+        points[most] = needed(name, most)
         rows = [row for row in rows if row["row"] != name]
-        rows.append({**line, "largest_batch": largest, "error_of_the_line": error})
+        rows.append({"row": name, "total_bytes": points, "largest_batch": largest(points, room)})
         text = _write(out, model, room, sorted(rows, key=lambda row: _place(row["row"])))
     typer.echo(text)
+
+
+def largest(points: dict[int, int], room: dict[str, int]) -> dict[str, int]:
+    """The largest batch of each part, by the line through the two largest of the points.
+
+    Example:
+        >>> largest({64: 164, 128: 228}, {"small": 231, "large": 400})
+        {'small': 128, 'large': 296}
+    """
+    (one, fewer), (two, more) = sorted(points.items())[-2:]
+    slope = (more - fewer) / (two - one)
+    return {
+        part: int(two + (memory - more) / slope) // STEP * STEP for part, memory in room.items()
+    }
 
 
 def _place(name: str) -> int:
@@ -83,11 +93,9 @@ def _place(name: str) -> int:
 def _write(out: Path, model: str, room: dict[str, int], rows: list[dict[str, Any]]) -> str:
     content = describe_environment() | {"model": model, "usable_bytes": room, "rows": rows}
     write_json(out / "fits.json", content)
-    table = [["way", *PARTS, "MiB / image", "error of the line"]]
+    table = [["way", *PARTS]]
     for row in rows:
-        batches = [str(row["largest_batch"][part]) for part in PARTS]
-        figures = f"{row['bytes_per_example'] / 2**20:.1f}", f"{row['error_of_the_line']:+.1%}"
-        table.append([row["row"], *batches, *figures])
+        table.append([row["row"], *(str(row["largest_batch"][part]) for part in PARTS)])
     title = f"{model}, 224px, bfloat16, whole SGD step: largest batch (multiples of {STEP}):"
     return write_table(out / "fits.md", title, table, content["command"])
 
