@@ -21,6 +21,6 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 # Compilation makes a first example slow; a failure must come back on the next run.
 hypothesis.settings.register_profile(
-    "jaxcomp", deadline=None, derandomize=True, max_examples=15, database=None
+    "jaxcomp", deadline=None, derandomize=True, max_examples=25, database=None
 )
 hypothesis.settings.load_profile("jaxcomp")

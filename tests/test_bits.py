@@ -135,7 +135,7 @@ def test_a_plan_meets_its_budget_in_bytes():
     """Codes alone: ranges, and the order of runs, come on top."""
     model = Net(jc.Quantize(bits=2))
     shape = jax.ShapeDtypeStruct(X.shape, X.dtype)
-    for bits in (1, 3.5):
+    for bits in (1, 2, 3.5, 8):
         jc.apply(model, plan_bits(loss, model, X, bits=bits, run=4))
         kept = storage(model, shape)
         floats = [m for m in kept.modules if m.op in ("conv", "dot", "batch_norm")]
@@ -183,7 +183,7 @@ def test_a_planner_is_bounded_and_shown():
 def test_a_planner_keeps_a_plan_that_is_good_enough():
     model = Net(jc.Quantize(bits=2))
     planner = BitPlanner(loss, run=4, every=1)
-    assert [planner.update(model, X, step) for step in (0, 1)] == [True, False]
+    assert [planner.update(model, X, step) for step in (0, 1, 2)] == [True, False, False]
 
 
 def test_one_sample_a_run_gives_every_layer_one_width():

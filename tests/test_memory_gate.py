@@ -37,11 +37,11 @@ def _stored_by_block(codec: jc.Codec, batch: int, size: int, width: int, dtype: 
     return coded + masks + statistics + (weights + scales) * jnp.dtype(dtype).itemsize
 
 
-def test_h100_keeps_what_a_block_declares(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("bits", [2, 4])
+def test_h100_keeps_what_a_block_declares(bits: int, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("jax_cuda13_plugin")
     batch, stage = 16, {"size": 56, "width": 64, "dtype": jnp.bfloat16}
-    bits = 2
-    declared = _stored_by_block(jc.Quantize(bits), batch, **stage)
+    declared = _stored_by_block(jc.Quantize(bits=bits), batch, **stage)
     two, three = (
         _report(f"quantize:bits={bits}", blocks, batch, "h100", **stage) for blocks in (2, 3)
     )

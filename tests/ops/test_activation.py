@@ -94,9 +94,10 @@ def test_smooth_activations_keep_their_derivative(case, dtype):
     # A derivative that is rounded otherwise may have its code rounded otherwise.
     _, pull_coded = jax.vjp(coded, x)
     assert_close(pull_coded(dy)[0], dy * decoded, rtol)
-    # Not stock's own gradient: in float16 it cancels, and loses several bits on some CPUs.
-    exact = functools.partial(op, codec=Exact())
-    assert_close(pull(exact)(x, dy), (stock(x), dy * derivative), rtol)
+    exact = pull(functools.partial(op, codec=Exact()))(x, dy)
+    assert_close(exact, (stock(x), dy * derivative), rtol)
+    if dtype != jnp.float16:  # where stock's own gradient cancels, by several bits on some CPUs
+        assert_close(exact, pull(stock)(x, dy), rtol)
     (stored,) = {name for shape, name in stored_shapes(coded, x) if shape == x.shape}
     assert stored == "uint4"
 
