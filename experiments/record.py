@@ -11,6 +11,7 @@ from typing import Any
 import flax
 import jax
 import optax
+import typer
 
 
 def describe_environment() -> dict[str, Any]:
@@ -39,6 +40,21 @@ def make_folder(out: Path) -> None:
         raise OSError(
             f"out={str(out)!r}: expected a folder, there or to be made ({error.strerror})"
         ) from error
+
+
+def read_table(path: Path, described: dict[str, Any]) -> dict[str, Any]:
+    """An earlier table of the same description, to which rows are added.
+
+    Raises:
+        BadParameter: there is none, or it is of another description.
+    """
+    if not path.exists():
+        raise typer.BadParameter(f"add: {path} is not there yet")
+    table: dict[str, Any] = json.loads(path.read_text())
+    other = [f"{key}={table[key]!r}" for key in described if table[key] != described[key]]
+    if other:
+        raise typer.BadParameter(f"add: {path} is of {', '.join(other)}")
+    return table
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -7,7 +7,6 @@ is the largest that a part holds, of whose memory JAX preallocates 75%. That of 
 compiled too; the line through it and the larger of the two tells the largest batch of each part.
 """
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +14,7 @@ import typer
 from rich.progress import track
 
 from experiments.bench.memory import Out, Ways
-from experiments.record import describe_environment, write_json, write_table
+from experiments.record import describe_environment, read_table, write_json, write_table
 from jaxcomp import memory
 from jaxcomp.memory.targets import resolve
 from jaxcomp.models import steps
@@ -56,10 +55,7 @@ def main(
 
     rows: list[dict[str, Any]] = []
     if add:
-        table = json.loads((out / "fits.json").read_text())
-        if (table["model"], table["usable_bytes"]) != (model, room):
-            raise typer.BadParameter(f"add: {out} is not of {model} on {', '.join(PARTS)}")
-        rows = table["rows"]
+        rows = read_table(out / "fits.json", {"model": model, "usable_bytes": room})["rows"]
     text = ""
     for name in track(ways, "compiling"):
         points = {batch: needed(name, batch) for batch in BATCHES}

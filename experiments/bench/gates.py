@@ -10,7 +10,6 @@ if a layer keeps more than `LIMIT` times what it declares.
 """
 
 import dataclasses
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,7 +22,7 @@ from rich.progress import track
 
 import jaxcomp as jc
 from experiments.bench.memory import Out, Target
-from experiments.record import describe_environment, write_json, write_table
+from experiments.record import describe_environment, read_table, write_json, write_table
 from jaxcomp.memory.analyze import analyze_step
 from jaxcomp.memory.targets import resolve
 from jaxcomp.memory.tracing import trace
@@ -179,10 +178,7 @@ def main(
     cases = [(name, codec) for name, gate in GATES.items() for codec in gate.codecs]
     rows: list[dict[str, Any]] = []
     if add:
-        table = json.loads((out / "gates.json").read_text())
-        if table["target"] != target:
-            raise typer.BadParameter(f"add: {out} is of target={table['target']!r}")
-        rows = table["rows"]
+        rows = read_table(out / "gates.json", {"target": target})["rows"]
     there = {(row["operation"], row["codec"]) for row in rows}
     cases = [(name, codec) for name, codec in cases if (name, str(codec)) not in there]
     text = _write(out, target, rows)

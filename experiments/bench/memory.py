@@ -9,7 +9,6 @@ needs no script: `jaxcomp memory --help`.
 """
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +16,7 @@ import typer
 from rich.console import Console
 
 from experiments.config import DTYPES
-from experiments.record import describe_environment, write_json
+from experiments.record import describe_environment, read_table, write_json
 from jaxcomp import memory
 from jaxcomp.memory import MemoryReport
 from jaxcomp.memory.comparison import MakeStep, Row
@@ -88,14 +87,9 @@ def tabulate(
 
 def _rows(path: Path, described: dict[str, object]) -> list[Row]:
     """The rows of an earlier table of the same step, which tells their figures by name."""
-    if not path.exists():
-        raise typer.BadParameter(f"add: {path} is not there yet")
-    table = json.loads(path.read_text())
-    if {key: table[key] for key in described} != described:
-        raise typer.BadParameter(f"add: {path} is not of {described}")
     rows = []
     own, report = ({f.name for f in dataclasses.fields(kind)} for kind in (Row, MemoryReport))
-    for figures in table["rows"]:
+    for figures in read_table(path, described)["rows"]:
         if not figures["error"] and not report <= figures.keys():
             raise typer.BadParameter(f"add: {path} lacks {sorted(report - figures.keys())}")
         known = None if figures["error"] else {k: v for k, v in figures.items() if k in report}

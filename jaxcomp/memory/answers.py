@@ -14,6 +14,8 @@ from typing import Any
 
 import jax
 
+from .targets import is_installed
+
 _WHEELS = ("jaxlib", "libtpu", "jax-cuda13-pjrt", "jax-cuda12-pjrt")
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
@@ -28,8 +30,7 @@ def answer_file(program: bytes, *rest: Any) -> Path | None:
     folder = jax.config.values["jax_compilation_cache_dir"]
     if folder is None or not jax.config.values["jax_enable_compilation_cache"]:
         return None
-    installed = {wheel.metadata["Name"]: wheel.version for wheel in metadata.distributions()}
-    versions = [installed.get(wheel) for wheel in _WHEELS]
+    versions = [metadata.version(wheel) if is_installed(wheel) else None for wheel in _WHEELS]
     flags = [os.environ.get(name) for name in _FLAGS]
     key = hashlib.sha256(program)
     key.update(repr((jax.__version__, versions, flags, rest)).encode())

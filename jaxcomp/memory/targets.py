@@ -235,14 +235,15 @@ def _tpu(name: str, tpu: Tpu, topology: str | None = None) -> Target:
 
 def _require(target: str, extra: str, *wheels: str) -> None:
     """Raises the error that names the extra to install, if none of the wheels is there."""
-    if not any(_is_installed(wheel) for wheel in wheels):
+    if not any(is_installed(wheel) for wheel in wheels):
         raise ImportError(
             f"target={target!r} needs the compiler in the wheel {wheels[0]!r}; "
             f"install it with: pip install 'jaxcomp[{extra}]'"
         )
 
 
-def _is_installed(wheel: str) -> bool:
+def is_installed(wheel: str) -> bool:
+    """Whether a wheel of this name is installed."""
     try:
         metadata.distribution(wheel)
     except metadata.PackageNotFoundError:
