@@ -24,15 +24,17 @@ from experiments.bench.memory import Out
 from experiments.record import describe_environment, write_json, write_table
 from jaxcomp.codecs.block_sparse import Product
 from jaxcomp.memory import analyze
+from jaxcomp.memory.targets import resolve
 from jaxcomp.ops import block_product
 
-PRODUCTS: tuple[Product, ...] = ("dense", "rows", "triton")
+PORTABLE: tuple[Product, ...] = ("dense", "rows")
+KERNELS: dict[str, Product] = {"cuda": "triton", "tpu": "tpu"}
 MATRICES = {  # batch, tokens, features, columns: linear layers of ResMLP-S24 at 224 pixels
     "mixing": (128, 384, 196, 196),
     "fc2": (128, 196, 1536, 384),
 }
-BLOCKS = ((8, 8), (256, 8))
-DENSITIES = (0.1, 0.5)
+BLOCKS = ((8, 8), (32, 8), (256, 8))
+DENSITIES = (0.1, 0.25, 0.5)
 RUN_BATCH = 8  # of the timed matrices, float32
 
 Gradient = Callable[[jc.Encoded, jax.Array], jax.Array]
@@ -40,13 +42,11 @@ Gradient = Callable[[jc.Encoded, jax.Array], jax.Array]
 
 def gradient(codec: jc.BlockSparse, product: Product) -> Gradient:
     """The weight's gradient as a function of code and cotangent, in float32."""
-    if product == "rows":
-        return functools.partial(block_product.by_rows, codec)
-    if product == "triton":
-        return functools.partial(block_product.by_triton, codec)
-    return lambda code, g: jnp.einsum(
-        "btc,btn->cn", codec.decode(code), g, preferred_element_type=jnp.float32
-    )
+    if product == "dense":
+        return lambda code, g: jnp.einsum(
+            "btc,btn->cn", codec.decode(code), g, preferred_element_type=jnp.float32
+        )
+    return functools.partial(block_product.GRADIENTS[product], codec)
 
 
 def compiled(
@@ -72,7 +72,7 @@ def compiled(
 
 
 def seconds(codec: jc.BlockSparse, shape: tuple[int, ...], runs: int) -> dict[str, float]:
-    """The least time of each product that a CPU can run, taken in turn."""
+    """The least time of each portable product, taken in turn."""
     rng = np.random.default_rng(0)
     _, *tokens, features, columns = shape
     x, g = (
@@ -80,9 +80,8 @@ def seconds(codec: jc.BlockSparse, shape: tuple[int, ...], runs: int) -> dict[st
         for n in (features, columns)
     )
     code = jax.jit(codec.encode)(x)
-    products = [p for p in PRODUCTS if p != "triton"]
-    steps = {p: jax.jit(gradient(codec, p)).lower(code, g).compile() for p in products}
-    times: dict[str, list[float]] = {p: [] for p in products}
+    steps = {p: jax.jit(gradient(codec, p)).lower(code, g).compile() for p in PORTABLE}
+    times: dict[str, list[float]] = {p: [] for p in PORTABLE}
     for _, (name, step) in itertools.product(range(runs + 1), steps.items()):
         start = time.perf_counter()
         jax.block_until_ready(step(code, g))
@@ -100,7 +99,10 @@ def main(
     cases = [*itertools.product(MATRICES.items(), BLOCKS, DENSITIES)]
     for (name, shape), block, density in track(cases, "compiling"):
         codec = jc.BlockSparse(block, density)
-        products = [p for p in PRODUCTS if p != "triton" or _powers_of_two(codec, shape)]
+        kernel = KERNELS[resolve(target).platform]
+        products = [*PORTABLE]
+        if kernel != "triton" or _powers_of_two(codec, shape):
+            products.append(kernel)
         times = seconds(codec, shape, runs)
         for product in products:
             case = {"matrix": name, "block": block, "density": density, "product": product}

@@ -13,7 +13,7 @@ from jaxtyping import Array, Integer
 from jaxcomp.codecs.codec import Codec, Encoded, Exact, Seed, array_nbytes
 
 Block = int | tuple[int, int]
-Product = typing.Literal["auto", "dense", "rows", "triton"]
+Product = typing.Literal["auto", "dense", "rows", "triton", "tpu"]
 _EXACT = Exact()
 
 
@@ -64,9 +64,10 @@ class BlockSparse(Codec):
         values: How the values of kept blocks are stored.
         product: How a linear layer makes its weight's gradient of them: "dense", of the decoded
             matrix; "rows", a product for each row of blocks, of the kept ones alone; "triton", a
-            kernel for CUDA that decodes on the chip, for one device (or inside `jax.shard_map`) and
-            blocks whose sides are powers of two; "auto", "rows" where they take less memory than
-            the decoded matrix, else "dense".
+            kernel for CUDA that decodes on the chip, for blocks whose sides are powers of two;
+            "tpu", a kernel for TPUs that adds up the products of "rows" on the chip, for blocks
+            whose width is a multiple of 8 (both for one device, or inside `jax.shard_map`);
+            "auto", "rows" where they take less memory than the decoded matrix, else "dense".
 
     Raises:
         TypeError: If `values` is not a codec.

@@ -88,10 +88,9 @@ def _of_blocks(
     if not isinstance(codec, BlockSparse) or not layer or rhs.ndim != 2:
         return None
     way = block_product.choose(codec, lhs.shape, rhs.shape[1], lhs.dtype.itemsize)
-    if way == "triton":
-        block_product.check_triton(codec, lhs.shape)
-    ways = {"rows": block_product.by_rows, "triton": block_product.by_triton}
-    return functools.partial(ways[way], codec) if way in ways else None
+    block_product.check(codec, lhs.shape, way)
+    gradient = block_product.GRADIENTS.get(way)
+    return gradient and functools.partial(gradient, codec)
 
 
 class Reads(typing.NamedTuple):

@@ -1,0 +1,84 @@
+"""Speed, accuracy and memory of a ResMLP with pruned residuals (arXiv:2311.16883, section 4).
+
+    python -m experiments.reproduce.block_sparse --epochs 6 --out experiments/results/pruning
+
+Trains a small ResMLP over densities and sizes of blocks, as `experiments.compare` does, beside the
+plain step, recomputation and accumulation.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from matplotlib.figure import Figure
+
+from experiments.compare import Row, compare, report
+from experiments.config import TrainConfig
+from experiments.record import make_folder
+
+WAYS = (
+    "plain",
+    "remat",
+    "accumulate:4",
+    "pruning:density=0.1",
+    "pruning:density=0.25",
+    "pruning:density=0.5",
+    "pruning:density=0.25,block=4",
+    "pruning:density=0.25,block=16",
+    "pruning:density=0.25,block=1x8",
+    "pruning:density=0.25,rest_bits=2",
+)
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Accuracy over memory and over time; bars are the standard deviation over seeds."""
+    figure = Figure(figsize=(11, 5), layout="constrained")
+    memory, time = figure.subplots(1, 2, sharey=True)
+    for number, row in enumerate(rows):
+        accuracy, spread = np.mean(row.test_accuracy), np.std(row.test_accuracy, ddof=1)
+        cost = row.measurement
+        for axes, x in (
+            (memory, (cost.temp_bytes or np.nan) / 2**20),
+            (time, cost.step_time_ratio),
+        ):
+            style = {"fmt": "os^D"[number % 4], "color": f"C{number}", "capsize": 3}
+            axes.errorbar(x, 100 * accuracy, 100 * spread, label=row.way, **style)
+    memory.set(xlabel="compiled: XLA temp, MiB", ylabel="test accuracy, %")
+    time.set(xlabel="step time / plain")
+    time.legend(fontsize=8, frameon=False)
+    for axes in (memory, time):
+        axes.grid(alpha=0.25)
+    figure.savefig(path, dpi=150)
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="Directory of the results.")],
+    way: Annotated[list[str] | None, typer.Option(help="A row, plain first.")] = None,
+    seed: Annotated[list[int] | None, typer.Option(help="Two or more. Default: 0, 1, 2.")] = None,
+    model: str = "resmlp_tiny",
+    dataset: str = TrainConfig.dataset,
+    data_dir: Annotated[Path | None, typer.Option(help="Where the full data sets are.")] = None,
+    epochs: int = TrainConfig.epochs,
+    batch: int = TrainConfig.batch,
+    lr: float = TrainConfig.lr,
+) -> None:
+    """Trains, compares and draws; the same command again goes on."""
+    ways, seeds = way or list(WAYS), seed or [0, 1, 2]
+    if len(seeds) < 2 or ways[0] != "plain":
+        raise typer.BadParameter(f"way={ways}, seed={seeds}: expected plain first, 2 or more seeds")
+    config = TrainConfig(
+        model=model, dataset=dataset, data_dir=data_dir, epochs=epochs, batch=batch, lr=lr
+    )
+    make_folder(out)
+    rows = compare(config, ways, seeds, out / "runs")
+    if rows is None:
+        typer.echo("stopped; the same command goes on")
+        raise typer.Exit(130)
+    report(config, seeds, rows, out)
+    draw(rows, out / "accuracy.png")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,100 @@
+"""A TPU kernel for weight gradients of products whose left operand is stored in blocks."""
+
+import functools
+import typing
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu
+from jaxtyping import Array, Float
+
+from jaxcomp.codecs import BlockSparse, Encoded
+from jaxcomp.codecs.block_sparse import Grid
+
+LANES, SUBLANES = 128, 8  # of a register of 32 bits
+SUMS_NBYTES = 4 * 2**20  # of the chip's memory, for a tile of the gradient
+
+
+def by_tpu(
+    codec: BlockSparse, code: Encoded, cotangent: Float[Array, "batch ... columns"]
+) -> Float[Array, "features columns"]:
+    """A kernel that multiplies each row of blocks as `by_rows`, and adds up by feature on the chip.
+
+    It reads the blocks once for each tile of columns and the cotangent once, multiplies the kept
+    blocks alone, and writes nothing but the gradient. For TPU; elsewhere Pallas interprets it,
+    which is for tests. A batch that is spread over devices needs a `jax.shard_map`.
+
+    Raises:
+        ValueError: If the width of the blocks is no multiple of 8.
+    """
+    check(codec, code.shape)
+    grid = codec.grid(code.shape)
+    (tall, wide), batch, columns = grid.block, code.shape[0], cotangent.shape[-1]
+    if not batch:
+        return jnp.zeros((grid.width, columns), jnp.float32)
+    data = codec.data(code).reshape(batch, grid.rows, grid.kept, tall, wide)
+    data = data.swapaxes(2, 3).reshape(batch, grid.rows, tall, grid.kept * wide)
+    g = cotangent.reshape(batch, grid.height, columns)
+    g = jnp.pad(g, ((0, 0), (0, grid.rows * tall - grid.height), (0, 0)))
+    g = g.reshape(batch, grid.rows, tall, columns)
+    indices = code.arrays[0].reshape(batch, grid.rows, 1, grid.kept).astype(jnp.int32)
+    features = grid.columns * wide
+    tile = min(columns, max(1, SUMS_NBYTES // (4 * features * LANES)) * LANES)
+
+    def run(interpret: bool, *args: Array) -> Array:
+        return pl.pallas_call(
+            functools.partial(_kernel, grid),
+            grid=(-(-columns // tile), batch, grid.rows),
+            in_specs=[
+                pl.BlockSpec(
+                    (None, None, 1, grid.kept), lambda j, b, r: (b, r, 0, 0), memory_space=tpu.SMEM
+                ),
+                pl.BlockSpec((None, None, tall, grid.kept * wide), lambda j, b, r: (b, r, 0, 0)),
+                pl.BlockSpec((None, None, tall, tile), lambda j, b, r: (b, r, 0, j)),
+            ],
+            out_specs=pl.BlockSpec((features, tile), lambda j, b, r: (0, j)),
+            out_shape=jax.ShapeDtypeStruct((features, columns), jnp.float32),
+            interpret=interpret,
+            name="block_product",
+        )(*args)
+
+    dtype = jnp.promote_types(data.dtype, g.dtype)
+    sums = lax.platform_dependent(
+        indices,
+        data.astype(dtype),
+        g.astype(dtype),
+        tpu=functools.partial(run, False),
+        default=functools.partial(run, True),
+    )
+    return sums[: grid.width]
+
+
+def check(codec: BlockSparse, shape: tuple[int, ...]) -> None:
+    """Raises a ValueError unless the kernel knows blocks of this size."""
+    block = codec.grid(shape).block
+    if block[1] % SUBLANES:
+        raise ValueError(
+            f"product='tpu': expected blocks whose width is a multiple of {SUBLANES}, got {block} "
+            f"for x of shape {shape}"
+        )
+
+
+def _kernel(
+    grid: Grid, indices: typing.Any, data: typing.Any, cotangent: typing.Any, out: typing.Any
+) -> None:
+    """Adds a row of blocks of one sample to a tile of the gradient, which stays on the chip."""
+
+    @pl.when((pl.program_id(1) == 0) & (pl.program_id(2) == 0))
+    def _() -> None:
+        out[...] = jnp.zeros_like(out)
+
+    over_tokens = ((0,), (0,)), ((), ())
+    products = lax.dot_general(
+        data[...], cotangent[...], over_tokens, preferred_element_type=jnp.float32
+    )
+    wide = grid.block[1]
+    for i in range(grid.kept):
+        at = pl.ds(pl.multiple_of(indices[0, i] * wide, wide), wide)
+        out[at, :] += products[i * wide : (i + 1) * wide]

@@ -1,0 +1,39 @@
+import json
+
+import pytest
+import typer
+from matplotlib.figure import Figure
+
+from experiments.compare import Row
+from experiments.measure import Measurement
+from experiments.reproduce import block_sparse as module
+from jaxcomp.ways import Way
+
+
+def row(way, accuracy, temp_bytes):
+    return Row(way, accuracy, [2.0, 1.0], Measurement(10, 4.0, "cpu", temp_bytes, 0.1, 1.5))
+
+
+def test_ways_are_known():
+    assert [Way.parse(way).spec for way in module.WAYS] == list(module.WAYS)
+
+
+def test_table_and_plot_are_written(tmp_path, monkeypatch):
+    rows = [row("plain", [0.5, 0.7], 2**20), row("pruning:density=0.1", [0.4, 0.4], None)]
+    drawn = []
+    monkeypatch.setattr(module, "compare", lambda *given: rows)
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    module.main(tmp_path, way=["plain", "pruning:density=0.1"], seed=[0, 1], epochs=1)
+    assert json.loads((tmp_path / "comparison.json").read_text())["seeds"] == [0, 1]
+    memory, time = drawn[-1].axes
+    (plain,) = time.containers[0].lines[0].get_xydata().tolist()
+    assert plain == pytest.approx([1.5, 60])
+    assert memory.containers[0].lines[0].get_xdata().tolist() == [1.0]
+    assert [text.get_text() for text in time.get_legend().get_texts()] == [r.way for r in rows]
+
+
+def test_bad_input(tmp_path):
+    with pytest.raises(typer.BadParameter, match="expected plain first, 2 or more seeds"):
+        module.main(tmp_path, way=["remat"], seed=[0, 1])
+    with pytest.raises(typer.BadParameter, match="expected plain first, 2 or more seeds"):
+        module.main(tmp_path, seed=[0])
