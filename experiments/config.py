@@ -21,11 +21,12 @@ class TrainConfig:
         epochs: passes over the training split, shuffled anew for each.
         epoch_steps: steps of an epoch; None is as many as there are whole batches.
         batch: images in a batch, over all devices.
+        optimizer: ``sgd`` or ``adamw``.
         lr: peak of the learning rate: a linear warm-up from 0, then a cosine down to 0.
         warmup_epochs: length of the warm-up.
         momentum: of SGD.
-        nesterov: whether the momentum is Nesterov's.
-        weight_decay: coupled (added to the gradient), on kernels only.
+        nesterov: whether SGD's momentum is Nesterov's.
+        weight_decay: on kernels only; SGD's is coupled (added to the gradient), AdamW's is not.
         label_smoothing: weight of the uniform distribution in the targets.
         augment: whether training images are augmented.
         dtype: of the computation; parameters, optimiser and batch statistics are float32.
@@ -44,6 +45,7 @@ class TrainConfig:
     epochs: int = 10
     epoch_steps: int | None = None
     batch: int = 128
+    optimizer: Literal["sgd", "adamw"] = "sgd"
     lr: float = 0.1
     warmup_epochs: float = 0.5
     momentum: float = 0.9
@@ -61,6 +63,7 @@ class TrainConfig:
             ("epoch_steps", self.epoch_steps is None or self.epoch_steps >= 1, "1 or more"),
             ("plan_steps", self.plan_steps is None or self.plan_steps >= 1, "1 or more"),
             ("batch", self.batch >= 1, "1 or more"),
+            ("optimizer", self.optimizer in ("sgd", "adamw"), "sgd or adamw"),
             ("lr", self.lr > 0, "more than 0"),
             ("warmup_epochs", 0 <= self.warmup_epochs < self.epochs, "0 to less than epochs"),
             ("momentum", 0 <= self.momentum < 1, "0 to less than 1"),

@@ -97,8 +97,11 @@ def of_model(
 
 
 def _optimizer(config: TrainConfig, dataset: Dataset) -> optax.GradientTransformation:
+    schedule = learning_rate(config, count_epoch_steps(config, dataset))
+    if config.optimizer == "adamw":
+        return training.adamw(schedule, weight_decay=config.weight_decay)
     return training.sgd(
-        learning_rate(config, count_epoch_steps(config, dataset)),
+        schedule,
         momentum=config.momentum,
         nesterov=config.nesterov,
         weight_decay=config.weight_decay,

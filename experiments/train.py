@@ -178,6 +178,7 @@ def main(
     epochs: int = TrainConfig.epochs,
     epoch_steps: Annotated[int | None, typer.Option(help="Default: all batches.")] = None,
     batch: Annotated[int, typer.Option(help="Images in a batch.")] = TrainConfig.batch,
+    optimizer: Literal["sgd", "adamw"] = TrainConfig.optimizer,
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = TrainConfig.lr,
     warmup_epochs: float = TrainConfig.warmup_epochs,
     momentum: float = TrainConfig.momentum,
@@ -198,7 +199,7 @@ def main(
     ] = None,
     tensorboard: Annotated[bool, typer.Option(help="Write TensorBoard scalars.")] = True,
 ) -> None:
-    """Trains a ResNet; Ctrl-C saves, --resume goes on."""
+    """Trains an image classifier; Ctrl-C saves, --resume goes on."""
     try:
         config = TrainConfig(
             model=model,
@@ -208,6 +209,7 @@ def main(
             epochs=epochs,
             epoch_steps=epoch_steps,
             batch=batch,
+            optimizer=optimizer,
             lr=lr,
             warmup_epochs=warmup_epochs,
             momentum=momentum,

@@ -59,14 +59,19 @@ def sgd(
     schedule: optax.Schedule, *, momentum: float, nesterov: bool, weight_decay: float
 ) -> optax.GradientTransformation:
     """SGD with momentum and coupled weight decay on kernels; biases and norms' scales have none."""
-
-    def is_kernel(params: optax.Params) -> optax.Params:
-        return jax.tree.map(lambda p: p.ndim > 1, params)
-
     return optax.chain(
-        optax.add_decayed_weights(weight_decay, mask=is_kernel),
+        optax.add_decayed_weights(weight_decay, mask=_is_kernel),
         optax.sgd(schedule, momentum=momentum, nesterov=nesterov),
     )
+
+
+def adamw(schedule: optax.Schedule, *, weight_decay: float) -> optax.GradientTransformation:
+    """AdamW, whose decoupled weight decay is on kernels alone (arXiv:1711.05101)."""
+    return optax.adamw(schedule, weight_decay=weight_decay, mask=_is_kernel)
+
+
+def _is_kernel(params: optax.Params) -> optax.Params:
+    return jax.tree.map(lambda p: p.ndim > 1, params)
 
 
 def init_state(model: nnx.Module, optimizer: optax.GradientTransformation) -> TrainState:

@@ -25,7 +25,6 @@ WAYS = (
     "pruning:density=0.1",
     "pruning:density=0.25",
     "pruning:density=0.5",
-    "pruning:density=0.25,block=4",
     "pruning:density=0.25,block=16",
     "pruning:density=0.25,block=1x8",
     "pruning:density=0.25,rest_bits=2",
@@ -62,14 +61,20 @@ def main(
     data_dir: Annotated[Path | None, typer.Option(help="Where the full data sets are.")] = None,
     epochs: int = TrainConfig.epochs,
     batch: int = TrainConfig.batch,
-    lr: float = TrainConfig.lr,
+    lr: Annotated[float, typer.Option(help="Of AdamW.")] = 2e-3,
 ) -> None:
     """Trains, compares and draws; the same command again goes on."""
     ways, seeds = way or list(WAYS), seed or [0, 1, 2]
     if len(seeds) < 2 or ways[0] != "plain":
         raise typer.BadParameter(f"way={ways}, seed={seeds}: expected plain first, 2 or more seeds")
     config = TrainConfig(
-        model=model, dataset=dataset, data_dir=data_dir, epochs=epochs, batch=batch, lr=lr
+        model=model,
+        dataset=dataset,
+        data_dir=data_dir,
+        optimizer="adamw",
+        epochs=epochs,
+        batch=batch,
+        lr=lr,
     )
     make_folder(out)
     rows = compare(config, ways, seeds, out / "runs")

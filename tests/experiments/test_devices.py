@@ -44,10 +44,13 @@ def test_loss_smooths_labels(model, batch):
     assert metrics.accuracy == (logits.argmax(-1) == batch.labels).mean()
 
 
-def test_weight_decay_is_for_kernels_only(model):
-    state = training.init_state(model, optimizer())
+@pytest.mark.parametrize(
+    "optimizer", [optimizer(), training.adamw(lambda count: 0.1, weight_decay=1e-2)]
+)
+def test_weight_decay_is_for_kernels_only(model, optimizer):
+    state = training.init_state(model, optimizer)
     zeros = jax.tree.map(jnp.zeros_like, state.params)
-    updates, _ = optimizer().update(zeros, state.opt_state, state.params)
+    updates, _ = optimizer.update(zeros, state.opt_state, state.params)
     pairs = list(zip(*map(jax.tree.leaves, (updates, state.params)), strict=True))
     assert {param.ndim for _, param in pairs} == {1, 2, 4}
     for update, param in pairs:

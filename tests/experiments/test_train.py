@@ -179,6 +179,7 @@ def test_checkpoint_of_other_arrays_is_refused(tiny, tmp_path):
         ("epochs", 0),
         ("epoch_steps", 0),
         ("batch", 0),
+        ("optimizer", "lamb"),
         ("lr", 0.0),
         ("warmup_epochs", 2.0),
         ("momentum", 1.0),
@@ -191,6 +192,18 @@ def test_checkpoint_of_other_arrays_is_refused(tiny, tmp_path):
 def test_config_checks_its_values(name, value):
     with pytest.raises(ValueError, match=f"{name}={value!r}: expected"):
         dataclasses.replace(CONFIG, **{name: value})
+
+
+def test_optimizer_is_the_named_one(tiny):
+    """Of its first step only the sign of the gradient is in AdamW's."""
+    config = dataclasses.replace(CONFIG, optimizer="adamw", warmup_epochs=0, weight_decay=0.0)
+    run = build(config, tiny)
+    before = jax.tree.map(np.asarray, run.state.params)
+    batches = tiny.batches("train", 16, seed=0, epoch=0, augment=False, drop_remainder=True)
+    state, _ = run.train_step(run.state, *shard(*next(batches)))
+    steps = jax.tree.map(lambda a, b: np.abs(a - b), state.params, before)
+    largest = [step.max() for step in jax.tree.leaves(steps)]
+    np.testing.assert_allclose(largest, config.lr, rtol=1e-2)
 
 
 def test_config_survives_json():
