@@ -36,8 +36,9 @@ def memory_command(
         list[str] | None,
         typer.Argument(
             metavar="[ROW]...",
-            help="plain, remat, remat:dots, offload, accumulate:N, or a codec such as "
-            f"quantize:bits=2. Default: {' '.join(ROWS)}; of your own factory "
+            help="plain, remat, remat:dots, offload, accumulate:N, compress:transformer:bits=4 "
+            "(any model), or a codec such as quantize:bits=2. "
+            f"Default: {' '.join(ROWS)}; of your own factory "
             f"{' '.join(ROWS_OF_ANY_MODEL)}.",
         ),
     ] = None,

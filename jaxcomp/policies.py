@@ -15,6 +15,9 @@ from jaxcomp.patterns import check_pattern
 
 Policy = Callable[..., bool]
 
+MIN_SIZE = 2**14
+"""Elements from which on whole models store by a codec if nothing else is said."""
+
 ROLES = ("operand", "derivative", "mask", "index", "statistic", "input", "other")
 
 
@@ -117,29 +120,31 @@ class CodecPolicy:
 
 @dataclasses.dataclass(frozen=True)
 class Match:
-    """A rule: the values that it matches are stored by one codec.
+    """A rule: one answer for the values that it matches.
 
     Attributes:
-        codec: The codec.
+        answer: The codec that stores them, or False: they are computed again.
         names: Names given by `checkpoint_name`; empty matches all values.
         primitives: Names of the primitives that made the value; empty matches all.
         roles: Roles as `Value` has them; empty matches all but "statistic".
         dtypes: Names of dtypes; empty matches all.
         min_size: Least number of elements.
         path: Regular expression for the whole path of a module; "" matches all values.
+        required: Whether it is an error if nothing matches.
     """
 
-    codec: Codec
+    answer: Codec | bool
     names: Sequence[str] = ()
     primitives: Sequence[str] = ()
     roles: Sequence[str] = ()
     dtypes: Sequence[str] = ()
     min_size: int = 0
     path: str = ""
+    required: bool = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.codec, Codec):
-            raise TypeError(f"codec={self.codec!r}: expected a codec such as Quantize(bits=4)")
+        if self.answer is not False and not isinstance(self.answer, Codec):
+            raise TypeError(f"codec={self.answer!r}: expected a codec such as Quantize(bits=4)")
         for field in ("names", "primitives", "roles", "dtypes"):
             given = getattr(self, field)
             if isinstance(given, str) or not all(isinstance(text, str) for text in given):
@@ -150,8 +155,8 @@ class Match:
             raise ValueError(f"roles={self.roles}: {sorted(unknown)} not among {ROLES}")
         check_pattern("path", self.path)
 
-    def __call__(self, value: Value) -> Codec | None:
-        """The codec if the value matches, else None."""
+    def __call__(self, value: Value) -> Codec | bool | None:
+        """The answer if the value matches, else None."""
         named = not self.names or bool(set(self.names) & set(value.names))
         made = not self.primitives or value.primitive in self.primitives
         right_role = value.role in self.roles if self.roles else value.role != "statistic"
@@ -160,7 +165,7 @@ class Match:
         able = value.is_float or bool(self.names)  # to name an integer is an error, told later
         inside = not self.path or bool(re.fullmatch(self.path, value.path))
         matches = named and made and right_role and right_dtype and large and able and inside
-        return self.codec if matches else None
+        return self.answer if matches else None
 
 
 def compress(
@@ -200,6 +205,41 @@ def compress(
         4
     """
     return CodecPolicy((Match(codec, names, primitives, roles, dtypes, min_size, path),))
+
+
+def recompute(
+    *,
+    names: Sequence[str] = (),
+    primitives: Sequence[str] = (),
+    roles: Sequence[str] = (),
+    dtypes: Sequence[str] = (),
+    min_size: int = 0,
+    path: str = "",
+    required: bool = True,
+) -> CodecPolicy:
+    """A policy for `jaxcomp.checkpoint`: values that match all conditions are computed again.
+
+    What they are computed from is then stored exactly, so no bias comes of it.
+
+    Args:
+        names: As `compress` takes it, and so are the arguments that follow.
+        primitives: See there.
+        roles: See there.
+        dtypes: See there.
+        min_size: See there.
+        path: See there.
+        required: Whether it is an error if nothing matches.
+
+    Raises:
+        TypeError: If a condition is not a sequence of strings.
+        ValueError: As `compress`.
+
+    Example:
+        >>> policy = recompute(primitives=("dot_general",))
+        >>> policy(Value((8, 8), jnp.float32, "dot_general")), policy(Value((8, 8), jnp.float32))
+        (False, None)
+    """
+    return CodecPolicy((Match(False, names, primitives, roles, dtypes, min_size, path, required),))
 
 
 def compress_dots(codec: Codec) -> CodecPolicy:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
+from jaxcomp import policies
 from jaxcomp.codecs import (
     AvgPool,
     BlockSparse,
@@ -18,7 +19,10 @@ from jaxcomp.codecs import (
     SignAware,
 )
 from jaxcomp.codecs.block_sparse import Block, Product
+from jaxcomp.codecs.codec import FLOATS
+from jaxcomp.policies import CodecPolicy
 from jaxcomp.rules import Rule, Rules
+from jaxcomp.transform.algebra import CHEAP
 
 CODECS: dict[str, type[Codec]] = {
     c.name: c for c in (Exact, Cast, Quantize, AvgPool, DualPrecision, BlockSparse)
@@ -173,6 +177,34 @@ def offloaded(rules: Rules) -> Rules:
     )
 
 
+def transformer(bits: int = 4) -> CodecPolicy:
+    """A policy for transformers, for `jaxcomp.compress` and `jaxcomp.checkpoint`.
+
+    Values of 16,384 elements or more wait in a few bits, without bias but for that of a norm's
+    input (one part in its number of features). What an attention under `jax.checkpoint`, a loop or
+    a `custom_vjp` reads has to be exact: queries, keys and values are made again from the one input
+    of the products that made them, which is stored exactly instead of three results.
+
+    Args:
+        bits: Bits of an element: 1, 2, 3, 4 or 8.
+
+    Returns:
+        The policy.
+
+    Raises:
+        ValueError: If `bits` is none of these.
+
+    Example:
+        >>> query = policies.Value((8, 64, 512), "float32", "dot_general")
+        >>> operand = policies.Value((8, 64, 512), "float32", "mul", role="operand")
+        >>> transformer(bits=2)(query), transformer(bits=2)(operand).bits
+        (False, 2)
+    """
+    made = tuple(sorted(CHEAP | {"dot_general"}))
+    exact = policies.recompute(primitives=made, roles=("other",), dtypes=FLOATS, required=False)
+    return policies.first(exact, policies.compress(Quantize(bits), min_size=policies.MIN_SIZE))
+
+
 Level = Literal["L0", "L1", "L2", "L3", "L4"]
 
 
@@ -214,6 +246,7 @@ RECIPES: dict[str, Callable[..., Rules]] = {
     "pooling": pooling,
     "pruning": pruning,
 }
+POLICIES: dict[str, Callable[..., CodecPolicy]] = {"transformer": transformer}
 
 
 def _read_block(value: str) -> Block:
@@ -279,11 +312,36 @@ def read(spec: str) -> Codec | Rules:
     if name == "offload":
         made = read(options)
         return Offload(made) if isinstance(made, Codec) else offloaded(made)
-    make: Callable[..., Any] | None = RECIPES.get(name, CODECS.get(name))
+    return _make(spec, CODECS | RECIPES)
+
+
+def policy_from_spec(spec: str) -> CodecPolicy:
+    """Reads the spec of a policy for `jaxcomp.compress`.
+
+    Args:
+        spec: As `read`: "transformer:bits=4", or a codec, which then stores all values of 16,384
+            elements or more.
+
+    Returns:
+        The policy.
+
+    Raises:
+        ValueError: As `read`.
+
+    Example:
+        >>> policy_from_spec("quantize:bits=4") == policies.compress(Quantize(4), min_size=2**14)
+        True
+    """
+    made = _make(spec, CODECS | POLICIES)
+    return policies.compress(made, min_size=policies.MIN_SIZE) if isinstance(made, Codec) else made
+
+
+def _make(spec: str, makers: dict[str, Callable[..., Any]]) -> Any:
+    """Calls the maker that a spec names, with its options."""
+    name, _, options = spec.partition(":")
+    make = makers.get(name)
     if make is None:
-        raise ValueError(
-            f"spec={spec!r}: unknown codec {name!r}, expected one of {[*CODECS, *RECIPES]}"
-        )
+        raise ValueError(f"spec={spec!r}: unknown codec {name!r}, expected one of {[*makers]}")
     parameters = inspect.signature(make).parameters
     kwargs: dict[str, Any] = {}
     for option in options.split(",") if options else ():

@@ -1,7 +1,7 @@
 """The ways of making a training step that tables compare: JAX's own, and jaxcomp's recipes."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import jax
@@ -10,7 +10,9 @@ from flax import nnx
 from jaxcomp import recipes
 from jaxcomp.codecs import Codec, Exact
 from jaxcomp.nn.remat import remat_blocks
+from jaxcomp.policies import CodecPolicy
 from jaxcomp.rules import Rules, apply
+from jaxcomp.transform.compress import compress
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -40,6 +42,7 @@ class Way:
         remat: Whether each block of the model is recomputed in the backward pass.
         policy: What of a block is then kept or moved, as `jax.checkpoint` takes it.
         boundary: How the input of a block then waits; None is exactly.
+        compressed: What `jaxcomp.compress` makes the whole model store by; None is nothing.
         micro_batches: How many parts the batch is split into; their gradients are averaged. A
             BatchNorm then normalises by the statistics of its micro-batch, so that the step is
             another function than with 1.
@@ -55,6 +58,7 @@ class Way:
     policy: Callable[..., Any] | None = None
     micro_batches: int = 1
     boundary: Codec | None = None
+    compressed: CodecPolicy | None = None
 
     @classmethod
     def parse(cls, spec: str) -> "Way":
@@ -65,7 +69,9 @@ class Way:
                 convolutions are kept), `remat:CODEC` (a block's input waits as the codec of this
                 spec stores it, such as `remat:quantize:bits=8`; biased), `offload` (results of
                 products and convolutions are kept in the host's memory), `accumulate:N` (N
-                micro-batches, 2 or more), or the spec of a codec or recipe, such as
+                micro-batches, 2 or more) or `accumulate:N:WAY` (each made by another way),
+                `compress:POLICY` (`jaxcomp.compress` of any model, by a policy as
+                `recipes.policy_from_spec` reads it), or the spec of a codec or recipe, such as
                 `quantize:bits=2` (or `offload:quantize:bits=2`, in the host's memory), or several,
                 each for a part of the model, as `recipes.from_spec` reads them.
 
@@ -78,12 +84,15 @@ class Way:
         if spec in _REMAT:
             return cls(spec, remat=True, policy=_REMAT[spec])
         if name == "accumulate":
-            if not (argument.isdecimal() and int(argument) >= 2):
+            count, _, inner = argument.partition(":")
+            if not (count.isdecimal() and int(count) >= 2) or inner.startswith(name):
                 raise ValueError(
                     f"way={spec!r}: expected accumulate:N with N=2 or more micro-batches"
                 )
-            return cls(spec, micro_batches=int(argument))
+            return replace(cls.parse(inner or "plain"), spec=spec, micro_batches=int(count))
         try:
+            if name == "compress":
+                return cls(spec, compressed=recipes.policy_from_spec(argument))
             if name == "remat":
                 codec = recipes.read(argument)
                 if not isinstance(codec, Codec):
@@ -92,15 +101,16 @@ class Way:
             return cls(spec, rules=recipes.from_spec(spec))
         except ValueError as error:
             raise ValueError(
-                f"way={spec!r}: expected plain, {', '.join(_REMAT)}, accumulate:N, or the spec of "
-                f"a codec or recipe: {error}"
+                f"way={spec!r}: expected plain, {', '.join(_REMAT)}, accumulate:N, "
+                f"compress:POLICY, or the spec of a codec or recipe: {error}"
             ) from error
 
     @property
     def is_plain(self) -> bool:
         """Whether the step is the plain one: no rules, nothing recomputed, the batch whole."""
         exact = all(isinstance(rule.codec, Exact) for rule in self.rules)
-        return exact and not self.remat and self.micro_batches == 1
+        whole = self.micro_batches == 1 and self.compressed is None
+        return exact and whole and not self.remat
 
     def __call__(self, model: M) -> M:
         """Changes a model so that it stores its activations in this way.
@@ -119,6 +129,8 @@ class Way:
             apply(model, self.rules)
         if self.remat:
             remat_blocks(model, self.policy, self.boundary)
+        if self.compressed is not None:
+            compress(model, self.compressed)
         return model
 
     def check_batch(self, batch: int, devices: int = 1) -> None:

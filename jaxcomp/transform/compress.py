@@ -18,7 +18,7 @@ from jaxcomp.visits import watched
 
 M = TypeVar("M", bound=nnx.Module)
 
-LARGE = policies.compress(Quantize(bits=4), min_size=2**14)
+LARGE = policies.compress(Quantize(bits=4), min_size=policies.MIN_SIZE)
 """The policy of `compress` if none is given: values of 16,384 elements or more, in 4 bits."""
 
 

@@ -154,7 +154,7 @@ def describe(value: Value) -> str:
 
 def _check_hits(policy: CodecPolicy, hits: dict[Any, int], values: list[Value]) -> None:
     for rule in policy.rules:
-        if isinstance(rule, Match) and rule not in hits:
+        if isinstance(rule, Match) and rule.required and rule not in hits:
             names, primitives, roles, paths = (
                 ", ".join(sorted(found)) or "none"
                 for found in (

@@ -1,0 +1,80 @@
+r"""Peak memory and HBM traffic of transformers' training steps, and the frontier between them.
+
+    python -m experiments.bench.transformers --target h100 \
+        --out experiments/results/transformers-h100
+
+Of each case a folder with memory.json, memory.md and frontier.png: who is lowest on the left moves
+the fewest bytes in the least memory.
+"""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from matplotlib.figure import Figure
+
+from experiments import transformers
+from experiments.bench.memory import Out, Target, Ways, tabulate
+from jaxcomp.memory.comparison import MakeStep
+
+CASES: dict[str, tuple[MakeStep, int, str]] = {
+    "lm": (transformers.lm, 8, "Language model, 6 x 768, 1024 tokens, bfloat16, AdamW step"),
+    "long_lm": (transformers.long_lm, 1, "The same, 8192 tokens"),
+    "vit_b16": (transformers.vit_b16, 128, "ViT-B/16, 224px, bfloat16, AdamW step"),
+}
+WAYS = (
+    "plain",
+    "remat",
+    "remat:dots",
+    "offload",
+    "remat:quantize:bits=8",
+    "compress:transformer:bits=4",
+    "compress:transformer:bits=2",
+)
+SPLIT = ("accumulate:2", "accumulate:4", "accumulate:2:compress:transformer:bits=4")
+
+
+def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
+    """Every row of a table, plain first, by its traffic and its peak; the frontier is a line."""
+    points = sorted(
+        (row["hbm_traffic_bytes"] / rows[0]["hbm_traffic_bytes"], row["total_bytes"], row["row"])
+        for row in rows
+        if not row["error"]
+    )
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    best = [p for i, p in enumerate(points) if all(p[1] < other[1] for other in points[:i])]
+    axes.step([p[0] for p in best], [p[1] / 2**20 for p in best], where="post", color="#999999")
+    for traffic, total, name in points:
+        ours = "compress" in name or "quantize" in name
+        axes.plot(traffic, total / 2**20, "o" if ours else "s", color="C0" if ours else "C1")
+        axes.annotate(name, (traffic, total / 2**20), (4, 4), textcoords="offset points", size=7)
+    axes.set(xlabel="HBM traffic / plain", ylabel="needs, MiB", title=title, ylim=(0, None))
+    axes.margins(x=0.2)
+    axes.grid(alpha=0.25)
+    figure.savefig(path, dpi=150)
+
+
+def main(
+    out: Out,
+    case: Annotated[list[str] | None, typer.Option(help="Default: all.")] = None,
+    way: Ways = None,
+    target: Target = None,
+    add: Annotated[bool, typer.Option("--add", help="Keep other rows that are there.")] = False,
+) -> None:
+    """Compiles every way of every case; nothing is run."""
+    unknown = set(case or ()) - set(CASES)
+    if unknown:
+        raise typer.BadParameter(f"case={sorted(unknown)}: expected of {list(CASES)}")
+    for name in case or CASES:
+        make_step, batch, title = CASES[name]
+        ways = way or [*WAYS, *(SPLIT if batch > 1 else ())]
+        folder = out / name
+        tabulate(make_step, ways, title, batch, target, folder, add=add)
+        rows = json.loads((folder / "memory.json").read_text())["rows"]
+        draw(rows, f"{title}, batch {batch}", folder / "frontier.png")
+
+
+if __name__ == "__main__":
+    typer.run(main)

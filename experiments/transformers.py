@@ -1,0 +1,187 @@
+"""A decoder language model and a vision transformer in plain Flax NNX, and their training steps.
+
+    jaxcomp memory experiments.transformers:lm plain remat compress:transformer:bits=4 --batch 8 \\
+        --target h100
+
+They are written as users write them and know nothing of jaxcomp: what their steps store is the
+business of `jaxcomp.ways`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jaxcomp import training
+from jaxcomp.ways import Way
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a transformer.
+
+    Attributes:
+        width: features of a token.
+        depth: blocks.
+        heads: of each attention.
+        queries: how many tokens ask at once; those of a longer sequence take turns.
+    """
+
+    width: int = 768
+    depth: int = 6
+    heads: int = 12
+    queries: int = 1024
+
+
+class Attention(nnx.Module):
+    """Multi-head attention, whose scores are computed again in the backward pass."""
+
+    def __init__(self, shape: Shape, causal: bool, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
+        self.heads, self.queries, self.causal = shape.heads, shape.queries, causal
+        self.qkv = nnx.Linear(shape.width, 3 * shape.width, dtype=dtype, rngs=rngs)
+        self.out = nnx.Linear(shape.width, shape.width, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        q, k, v = (
+            part.reshape(*x.shape[:2], self.heads, -1) for part in jnp.split(self.qkv(x), 3, -1)
+        )
+
+        mixed = jax.checkpoint(attend, static_argnums=(3, 4))(q, k, v, self.causal, self.queries)
+        return self.out(mixed.reshape(x.shape))
+
+
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, causal: bool, queries: int) -> jax.Array:
+    """Attention, (batch, length, heads, features); of many queries, some at a time."""
+    length = q.shape[1]
+    if length <= queries:
+        return jax.nn.dot_product_attention(q, k, v, is_causal=causal)
+
+    @jax.checkpoint
+    def some(start: jax.Array) -> jax.Array:
+        part = jax.lax.dynamic_slice_in_dim(q, start, queries, axis=1)
+        before = start + jnp.arange(queries)[:, None] >= jnp.arange(length)
+        mask = before[None, None] if causal else None
+        return jax.nn.dot_product_attention(part, k, v, mask=mask)
+
+    parts = jax.lax.map(some, jnp.arange(0, length, queries))
+    return jnp.moveaxis(parts, 0, 1).reshape(q.shape)
+
+
+class Block(nnx.Module):
+    """A pre-norm block."""
+
+    def __init__(self, shape: Shape, causal: bool, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
+        width = shape.width
+        self.norm1 = nnx.LayerNorm(width, dtype=dtype, rngs=rngs)
+        self.attention = Attention(shape, causal, dtype, rngs)
+        self.norm2 = nnx.LayerNorm(width, dtype=dtype, rngs=rngs)
+        self.up = nnx.Linear(width, 4 * width, dtype=dtype, rngs=rngs)
+        self.down = nnx.Linear(4 * width, width, dtype=dtype, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x + self.attention(self.norm1(x))
+        return x + self.down(jax.nn.gelu(self.up(self.norm2(x))))
+
+
+class LM(nnx.Module):
+    """A decoder language model with tied embeddings."""
+
+    def __init__(
+        self,
+        vocabulary: int,
+        length: int,
+        shape: Shape = Shape(),
+        *,
+        dtype: DTypeLike = jnp.bfloat16,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.embed = nnx.Embed(vocabulary, shape.width, dtype=dtype, rngs=rngs)
+        self.position = nnx.Embed(length, shape.width, dtype=dtype, rngs=rngs)
+        self.blocks = nnx.List(Block(shape, True, dtype, rngs) for _ in range(shape.depth))
+        self.norm = nnx.LayerNorm(shape.width, dtype=dtype, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Logits of the next token, (batch, length, vocabulary)."""
+        x = self.embed(tokens) + self.position(jnp.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return self.embed.attend(self.norm(x))
+
+
+class ViT(nnx.Module):
+    """A vision transformer that averages its tokens."""
+
+    def __init__(
+        self,
+        classes: int,
+        image: int,
+        patch: int,
+        shape: Shape,
+        *,
+        channels: int = 3,
+        dtype: DTypeLike = jnp.bfloat16,
+        rngs: nnx.Rngs,
+    ) -> None:
+        tokens = (image // patch) ** 2
+        self.stem = nnx.Conv(
+            channels, shape.width, (patch, patch), patch, padding="VALID", dtype=dtype, rngs=rngs
+        )
+        self.position = nnx.Param(0.02 * jax.random.normal(rngs.params(), (tokens, shape.width)))
+        self.blocks = nnx.List(Block(shape, False, dtype, rngs) for _ in range(shape.depth))
+        self.norm = nnx.LayerNorm(shape.width, dtype=dtype, rngs=rngs)
+        self.head = nnx.Linear(shape.width, classes, dtype=dtype, rngs=rngs)
+
+    def __call__(self, images: jax.Array) -> jax.Array:
+        """Logits, (batch, classes)."""
+        x = self.stem(images)
+        x = x.reshape(x.shape[0], -1, x.shape[-1])
+        x = x + self.position[...].astype(x.dtype)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x).mean(1))
+
+
+Factory = Callable[[Way, int], tuple[Callable[..., Any], tuple[Any, ...]]]
+
+
+def _factory(make: Callable[[], nnx.Module], inputs: Any, labels: Any) -> Factory:
+    """From a way and a batch size to the jitted AdamW step and its arguments, as shapes."""
+
+    def make_step(way: Way, batch: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        model = way(nnx.eval_shape(make))
+        optimizer = training.adamw(lambda count: 1e-3, weight_decay=0.1)
+        loss_fn = training.make_loss(model, label_smoothing=0.0)
+        step = training.make_train_step(loss_fn, optimizer, way.micro_batches)
+        state = jax.eval_shape(lambda: training.init_state(model, optimizer))
+        arrays = (jax.ShapeDtypeStruct((batch, *a.shape), a.dtype) for a in (inputs, labels))
+        return step, (state, *arrays)
+
+    return make_step
+
+
+def _lm(length: int, queries: int) -> Factory:
+    tokens = jax.ShapeDtypeStruct((length,), jnp.int32)
+    shape = Shape(queries=queries)
+    return _factory(lambda: LM(256, length, shape, rngs=nnx.Rngs(0)), tokens, tokens)
+
+
+def lm(way: Way, batch: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A step of a language model of bytes, six blocks of 768 features, on 1024 tokens."""
+    return _lm(1024, 1024)(way, batch)
+
+
+def long_lm(way: Way, batch: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A step of the same model on 8192 tokens."""
+    return _lm(8192, 512)(way, batch)
+
+
+def vit_b16(way: Way, batch: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """A step of ViT-B/16 on images of 224 pixels of 1000 classes."""
+    images = jax.ShapeDtypeStruct((224, 224, 3), jnp.bfloat16)
+    labels = jax.ShapeDtypeStruct((), jnp.int32)
+    shape = Shape(depth=12)
+    return _factory(lambda: ViT(1000, 224, 16, shape, rngs=nnx.Rngs(0)), images, labels)(way, batch)
