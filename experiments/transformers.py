@@ -63,7 +63,7 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, causal: bool, queries: int)
     @jax.checkpoint
     def some(start: jax.Array) -> jax.Array:
         part = jax.lax.dynamic_slice_in_dim(q, start, queries, axis=1)
-        before = start + jnp.arange(queries)[:, None] >= jnp.arange(length)
+        before = start + jnp.arange(queries)[:, None] >= jnp.arange(length)[None]
         mask = before[None, None] if causal else None
         return jax.nn.dot_product_attention(part, k, v, mask=mask)
 
@@ -106,7 +106,7 @@ class LM(nnx.Module):
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """Logits of the next token, (batch, length, vocabulary)."""
-        x = self.embed(tokens) + self.position(jnp.arange(tokens.shape[1]))
+        x = self.embed(tokens) + self.position(jnp.arange(tokens.shape[1])[None])
         for block in self.blocks:
             x = block(x)
         return self.embed.attend(self.norm(x))
@@ -139,7 +139,7 @@ class ViT(nnx.Module):
         """Logits, (batch, classes)."""
         x = self.stem(images)
         x = x.reshape(x.shape[0], -1, x.shape[-1])
-        x = x + self.position[...].astype(x.dtype)
+        x = x + self.position[...].astype(x.dtype)[None]
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x).mean(1))

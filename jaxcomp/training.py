@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from jaxcomp.residuals import compiler_options
 
@@ -38,12 +38,12 @@ class Metrics(NamedTuple):
     accuracy: Float[Array, ""]
 
 
-Images = Float[Array | np.ndarray, "batch height width channels"]
-Labels = Int[Array | np.ndarray, " batch"]
-TrainStep = jax.stages.Wrapped  # of (TrainState, Images, Labels) to (TrainState, Metrics)
-EvalStep = Callable[[TrainState, Images, Labels], Int[Array, ""]]
+Inputs = Shaped[Array | np.ndarray, "batch ..."]
+Labels = Int[Array | np.ndarray, "batch ..."]
+TrainStep = jax.stages.Wrapped  # of (TrainState, Inputs, Labels) to (TrainState, Metrics)
+EvalStep = Callable[[TrainState, Inputs, Labels], Int[Array, ""]]
 LossFunction = Callable[
-    [State, State, Images, Labels], tuple[Float[Array, ""], tuple[State, Metrics]]
+    [State, State, Inputs, Labels], tuple[Float[Array, ""], tuple[State, Metrics]]
 ]
 
 
@@ -81,7 +81,7 @@ def init_state(model: nnx.Module, optimizer: optax.GradientTransformation) -> Tr
 
 
 def make_loss(model: nnx.Module, label_smoothing: float) -> LossFunction:
-    """The mean cross-entropy as a function of (params, model_state, images, labels).
+    """The mean cross-entropy as a function of (params, model_state, inputs, labels).
 
     It also returns the new ``model_state`` and the :class:`Metrics`.
     """
@@ -89,10 +89,10 @@ def make_loss(model: nnx.Module, label_smoothing: float) -> LossFunction:
     graphdef, _, _ = split_model(model)
 
     def loss_fn(
-        params: State, model_state: State, images: Images, labels: Labels
+        params: State, model_state: State, inputs: Inputs, labels: Labels
     ) -> tuple[Float[Array, ""], tuple[State, Metrics]]:
         network = nnx.merge(graphdef, params, model_state, copy=True)
-        logits = network(images).astype(jnp.float32)
+        logits = network(inputs).astype(jnp.float32)
         targets = optax.smooth_labels(jax.nn.one_hot(labels, logits.shape[-1]), label_smoothing)
         loss = optax.softmax_cross_entropy(logits, targets).mean()
         accuracy = (logits.argmax(-1) == labels).mean()
@@ -118,14 +118,14 @@ def make_train_step(
     gradient = jax.grad(loss_fn, has_aux=True)
 
     def accumulate(
-        params: State, model_state: State, images: Images, labels: Labels
+        params: State, model_state: State, inputs: Inputs, labels: Labels
     ) -> tuple[State, tuple[State, Metrics]]:
         # Every micro_batches-th example, so that a batch split over devices is not moved.
         batches = jax.tree.map(
-            lambda x: x.reshape(-1, micro_batches, *x.shape[1:]).swapaxes(0, 1), (images, labels)
+            lambda x: x.reshape(-1, micro_batches, *x.shape[1:]).swapaxes(0, 1), (inputs, labels)
         )
 
-        def body(carry: Accumulated, batch: tuple[Images, Labels]) -> tuple[Accumulated, None]:
+        def body(carry: Accumulated, batch: tuple[Inputs, Labels]) -> tuple[Accumulated, None]:
             (total, model_state), batch = jax.lax.optimization_barrier((carry, batch))
             grads, (model_state, metrics) = gradient(params, model_state, *batch)
             total = jax.tree.map(lambda t, x: t + x / micro_batches, total, (grads, metrics))
@@ -138,9 +138,9 @@ def make_train_step(
         (grads, metrics), model_state = carry
         return grads, (model_state, metrics)
 
-    def step(state: TrainState, images: Images, labels: Labels) -> tuple[TrainState, Metrics]:
+    def step(state: TrainState, inputs: Inputs, labels: Labels) -> tuple[TrainState, Metrics]:
         compute = gradient if micro_batches == 1 else accumulate
-        grads, (model_state, metrics) = compute(state.params, state.model_state, images, labels)
+        grads, (model_state, metrics) = compute(state.params, state.model_state, inputs, labels)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         return TrainState(state.step + 1, params, model_state, opt_state), metrics
@@ -153,8 +153,8 @@ def make_eval_step(model: nnx.Module) -> EvalStep:
     model.eval()
     graphdef, _, _ = split_model(model)
 
-    def step(state: TrainState, images: Images, labels: Labels) -> Int[Array, ""]:
+    def step(state: TrainState, inputs: Inputs, labels: Labels) -> Int[Array, ""]:
         network = nnx.merge(graphdef, state.params, state.model_state)
-        return (network(images).argmax(-1) == labels).sum()
+        return (network(inputs).argmax(-1) == labels).sum()
 
     return jax.jit(step)

@@ -4,7 +4,7 @@ import pytest
 from flax import nnx
 
 import jaxcomp as jc
-from jaxcomp import recipes
+from jaxcomp import policies, recipes
 from jaxcomp.ways import Way
 
 
@@ -22,6 +22,21 @@ from jaxcomp.ways import Way
             Way("remat:quantize:bits=8", remat=True, boundary=jc.Quantize(bits=8)),
         ),
         ("accumulate:4", Way("accumulate:4", micro_batches=4)),
+        (
+            "compress:quantize:bits=2",
+            Way(
+                "compress:quantize:bits=2",
+                compressed=policies.compress(jc.Quantize(bits=2), min_size=2**14),
+            ),
+        ),
+        (
+            "accumulate:2:compress:transformer:bits=2",
+            Way(
+                "accumulate:2:compress:transformer:bits=2",
+                micro_batches=2,
+                compressed=recipes.transformer(2),
+            ),
+        ),
         ("quantize:bits=2", Way("quantize:bits=2", rules=recipes.from_spec("quantize:bits=2"))),
     ],
 )
@@ -31,7 +46,15 @@ def test_parse(spec, expected):
 
 @pytest.mark.parametrize(
     "spec",
-    ["accumulate", "accumulate:", "accumulate:0", "accumulate:1", "accumulate:-2", "accumulate:x"],
+    [
+        "accumulate",
+        "accumulate:",
+        "accumulate:0",
+        "accumulate:1",
+        "accumulate:-2",
+        "accumulate:x",
+        "accumulate:2:accumulate:2",
+    ],
 )
 def test_parse_wrong_accumulate(spec):
     with pytest.raises(ValueError, match=rf"way='{spec}': expected accumulate:N with N=2 or more"):
@@ -39,11 +62,26 @@ def test_parse_wrong_accumulate(spec):
 
 
 @pytest.mark.parametrize(
-    "spec", ["", "plane", "plain:2", "remat:conv", "remat:fused", "quantize:bits=5"]
+    "spec",
+    [
+        "",
+        "plane",
+        "plain:2",
+        "remat:conv",
+        "remat:fused",
+        "quantize:bits=5",
+        "compress",
+        "compress:fused",
+    ],
 )
 def test_parse_unknown(spec):
     with pytest.raises(ValueError, match=rf"way='{spec}': expected plain, remat, remat:dots, "):
         Way.parse(spec)
+
+
+def test_parse_unknown_way_of_micro_batches():
+    with pytest.raises(ValueError, match="way='plane': expected plain, remat, "):
+        Way.parse("accumulate:2:plane")
 
 
 def test_check_batch():
@@ -71,6 +109,13 @@ def test_a_way_is_applied_to_the_model():
     assert model.layers[0].layers[0].codec == jc.Quantize(bits=4)
 
 
+def test_any_model_is_compressed():
+    model = nnx.Sequential(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), jnp.sin)
+    assert Way.parse("compress:quantize:bits=2")(model) is model
+    (value,) = jc.plan(model, jax.ShapeDtypeStruct((512, 64), jnp.float32)).values
+    assert value.decision.startswith("Quantize(bits=2")
+
+
 @pytest.mark.parametrize(("spec", "stored"), [("plain", 2), ("remat", 1), ("remat:dots", 2)])
 def test_what_of_a_block_waits(spec, stored):
     """Of two blocks: both cosines; the second's input, the first's being given; both products."""
@@ -84,5 +129,5 @@ def test_what_of_a_block_waits(spec, stored):
 def test_plain_is_told_from_others():
     assert Way.parse("plain").is_plain
     assert Way.parse("exact").is_plain
-    for spec in ("remat", "offload", "accumulate:2", "quantize:bits=2"):
+    for spec in ("remat", "offload", "accumulate:2", "quantize:bits=2", "compress:quantize:bits=2"):
         assert not Way.parse(spec).is_plain

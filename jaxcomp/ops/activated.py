@@ -4,7 +4,7 @@ import dataclasses
 import typing
 
 import jax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from jaxcomp import residuals
 from jaxcomp.codecs import Codec, Encoded, noise
@@ -33,7 +33,7 @@ class Activation:
     codec: Codec = dataclasses.field(metadata={"static": True})
 
 
-def value(x: Float[Array, "..."] | Activation) -> Float[Array, "..."]:
+def value(x: Shaped[Array, "..."] | Activation) -> Shaped[Array, "..."]:
     """The array itself, of one that may travel with its code.
 
     Example:

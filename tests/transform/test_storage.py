@@ -164,6 +164,28 @@ def test_jax_policies_keep_and_recompute():
         assert_close(got, exact, 1e-5)
 
 
+def test_chosen_values_are_computed_again():
+    def sine(x, w1, w2):
+        return jnp.sin(checkpoint_name(x @ w1, "hidden")) @ w2
+
+    def decisions(policy):
+        return [v.decision for v in jc.checkpoint(sine, policy).plan(X, W1, W2).values]
+
+    again = policies.recompute(names=("hidden",))
+    assert decisions(policies.compress(CODEC)) == [str(CODEC)] * 2
+    assert decisions(policies.first(again, policies.compress(CODEC))) == []  # by the arguments
+    gradient, expected = (
+        jax.grad(lambda *args, f=f: f(*args).sum(), (0, 1))(X, W1, W2)
+        for f in (jc.checkpoint(sine, again), sine)
+    )
+    assert_close(gradient, expected)
+    with pytest.raises(ValueError, match="matches nothing"):
+        decisions(policies.recompute(names=("other",)))
+    assert decisions(policies.recompute(names=("other",), required=False)) == ["exact"]
+    with pytest.raises(TypeError, match="names='hidden': expected a tuple"):
+        policies.recompute(names="hidden")
+
+
 def test_offloaded_values_leave_the_device():
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],

@@ -1,0 +1,105 @@
+"""Transformers in plain Flax: what `recipes.transformer` makes of their steps."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import typer
+from flax import nnx
+
+import jaxcomp as jc
+from experiments import transformers
+from experiments.bench import transformers as bench
+from jaxcomp import policies
+from jaxcomp.ways import Way
+from tests.helpers import assert_close, assert_same_bits, assert_unbiased, normal
+
+SHAPE = transformers.Shape(width=32, depth=2, heads=4)
+TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 17, (8, 64)))
+
+
+def create(policy=None):
+    model = transformers.LM(17, 64, SHAPE, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    return model if policy is None else jc.compress(model, policy)
+
+
+def loss(model):
+    return jnp.sin(3 * model(TOKENS)).sum()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_queries_that_take_turns_see_the_same(causal):
+    q, k, v = (normal((2, 12, 3, 8), seed=i) for i in range(3))
+    whole = jax.nn.dot_product_attention(q, k, v, is_causal=causal)
+    assert_close(transformers.attend(q, k, v, causal, 12), whole, 1e-6)
+    assert_close(transformers.attend(q, k, v, causal, 4), whole, 1e-6)
+
+
+def test_queries_keys_and_values_are_not_stored():
+    plan, with_them = (
+        jc.plan(create(policy), TOKENS)
+        for policy in (jc.recipes.transformer(4), policies.compress(jc.Quantize(4), min_size=2**14))
+    )
+    attention = (8, 64, 4, 8)
+    assert sum(v.shape == attention for v in with_them.values if v.role == "other") == 6
+    assert not any(v.role == "other" for v in plan.values)
+    # The second block's are made again from its norm's output, the first's from the tokens.
+    exact = [v for v in plan.values if v.decision == "exact" and v.shape == (8, 64, 32)]
+    assert [v.path for v in exact] == ["blocks/1/norm1"]
+
+
+def test_the_forward_pass_is_exact_and_so_is_what_is_computed_again():
+    again = policies.recompute(primitives=("split",))
+    stock, exact, coded = create(), create(again), create(jc.recipes.transformer(2))
+    call = nnx.jit(lambda model: model(TOKENS))
+    assert_same_bits(call(coded), call(stock))
+    gradient = nnx.jit(nnx.grad(loss))
+    assert_close(jax.tree.leaves(gradient(exact)), jax.tree.leaves(gradient(stock)), 1e-4)
+
+
+def test_the_gradient_is_unbiased():
+    """But for the norms, whose inputs come twice across a mean of 32: they are exact here."""
+    norms = policies.compress(jc.Exact(), path=".*norm.?")
+    model = create(policies.first(norms, jc.recipes.transformer(2)))
+    model.unused = nnx.Param(jnp.zeros(()))
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def gradient(draw):
+        drawn = jax.tree.map(lambda p: p if p.shape else draw, params)
+        grads = jax.grad(lambda p: loss(nnx.merge(graphdef, p, rest, copy=True)))(drawn)
+        return [grads["blocks"][0][name]["kernel"][...] for name in ("up", "down")]
+
+    draws = jax.jit(lambda d: jax.lax.map(gradient, d, batch_size=20))(jnp.arange(200.0))
+    exact = nnx.grad(loss)(create())
+    for name, found in zip(("up", "down"), draws, strict=True):
+        assert_unbiased(found, exact["blocks"][0][name]["kernel"][...])
+
+
+def test_steps_are_those_of_any_way():
+    for make, batch in ((transformers.lm, 8), (transformers.long_lm, 1), (transformers.vit_b16, 4)):
+        step, arguments = make(Way.parse("plain"), batch)
+        state, metrics = jax.eval_shape(step, *arguments)
+        assert metrics.loss.shape == ()
+        assert jax.tree.structure(state) == jax.tree.structure(arguments[0])
+
+
+def test_frontier_is_drawn(tmp_path, monkeypatch):
+    written = {"hbm_traffic_bytes": 2, "total_bytes": 2**20, "error": None}
+    rows = [
+        {"row": "plain"} | written,
+        {"row": "compress:quantize:bits=4"} | written | {"hbm_traffic_bytes": 3},
+        {"row": "remat"} | written | {"error": "refused"},
+    ]
+
+    def tabulate(make_step, ways, title, batch, target, folder, add):
+        folder.mkdir()
+        (folder / "memory.json").write_text(json.dumps({"rows": rows}))
+        assert ("accumulate:4" in ways) == (batch > 1)
+
+    monkeypatch.setattr(bench, "tabulate", tabulate)
+    bench.main(tmp_path, target="h100")
+    assert all((tmp_path / case / "frontier.png").exists() for case in bench.CASES)
+    with pytest.raises(typer.BadParameter, match=r"case=\['gpt'\]: expected of"):
+        bench.main(tmp_path, case=["gpt"])
