@@ -20,7 +20,11 @@ from jaxcomp.memory.comparison import MakeStep
 
 CASES: dict[str, tuple[MakeStep, int, str]] = {
     "lm": (transformers.lm, 8, "Language model, 6 x 768, 1024 tokens, bfloat16, AdamW step"),
-    "long_lm": (transformers.long_lm, 1, "The same, 8192 tokens"),
+    "long_lm": (
+        transformers.long_lm,
+        1,
+        "Language model, 6 x 768, 8192 tokens, bfloat16, AdamW step",
+    ),
     "vit_b16": (transformers.vit_b16, 128, "ViT-B/16, 224px, bfloat16, AdamW step"),
 }
 WAYS = (
@@ -29,6 +33,8 @@ WAYS = (
     "remat:dots",
     "offload",
     "remat:quantize:bits=8",
+    "remat:quantize:bits=4",
+    "compress:quantize:bits=4",
     "compress:transformer:bits=4",
     "compress:transformer:bits=2",
 )
