@@ -92,11 +92,17 @@ def seconds(codec: jc.BlockSparse, shape: tuple[int, ...], runs: int) -> dict[st
 def main(
     out: Out,
     target: Annotated[str, typer.Option(help="As jaxcomp.memory.targets.")] = "h100",
+    matrix: Annotated[list[str] | None, typer.Option(help="Default: all.")] = None,
+    density: Annotated[list[float] | None, typer.Option(help="Default: three.")] = None,
     runs: Annotated[int, typer.Option(help="Timed runs on the CPU.")] = 5,
 ) -> None:
     """Compiles and times every case; writes block_sparse.json and block_sparse.md."""
     rows: list[dict[str, Any]] = []
-    cases = [*itertools.product(MATRICES.items(), BLOCKS, DENSITIES)]
+    unknown = set(matrix or ()) - set(MATRICES)
+    if unknown:
+        raise typer.BadParameter(f"matrix={sorted(unknown)}: expected of {list(MATRICES)}")
+    matrices = [(name, MATRICES[name]) for name in matrix or MATRICES]
+    cases = [*itertools.product(matrices, BLOCKS, density or DENSITIES)]
     for (name, shape), block, density in track(cases, "compiling"):
         codec = jc.BlockSparse(block, density)
         kernel = KERNELS[resolve(target).platform]
