@@ -93,7 +93,9 @@ def main(
     out: Out,
     target: Annotated[str, typer.Option(help="As jaxcomp.memory.targets.")] = "h100",
     matrix: Annotated[list[str] | None, typer.Option(help="Default: all.")] = None,
-    density: Annotated[list[float] | None, typer.Option(help="Default: three.")] = None,
+    densities: Annotated[
+        list[float] | None, typer.Option("--density", help="Default: three.")
+    ] = None,
     runs: Annotated[int, typer.Option(help="Timed runs on the CPU.")] = 5,
 ) -> None:
     """Compiles and times every case; writes block_sparse.json and block_sparse.md."""
@@ -102,7 +104,7 @@ def main(
     if unknown:
         raise typer.BadParameter(f"matrix={sorted(unknown)}: expected of {list(MATRICES)}")
     matrices = [(name, MATRICES[name]) for name in matrix or MATRICES]
-    cases = [*itertools.product(matrices, BLOCKS, density or DENSITIES)]
+    cases = [*itertools.product(matrices, BLOCKS, densities or DENSITIES)]
     for (name, shape), block, density in track(cases, "compiling"):
         codec = jc.BlockSparse(block, density)
         kernel = KERNELS[resolve(target).platform]
