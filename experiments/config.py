@@ -26,7 +26,8 @@ class TrainConfig:
         warmup_epochs: length of the warm-up.
         momentum: of SGD.
         nesterov: whether SGD's momentum is Nesterov's.
-        weight_decay: on kernels only; SGD's is coupled (added to the gradient), AdamW's is not.
+        weight_decay: of parameters of two or more axes; SGD's is coupled (added to the gradient),
+            AdamW's is not.
         label_smoothing: weight of the uniform distribution in the targets.
         augment: whether training images are augmented.
         dtype: of the computation; parameters, optimiser and batch statistics are float32.

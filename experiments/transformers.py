@@ -59,6 +59,8 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, causal: bool, queries: int)
     length = q.shape[1]
     if length <= queries:
         return jax.nn.dot_product_attention(q, k, v, is_causal=causal)
+    if length % queries:
+        raise ValueError(f"queries={queries}: expected a divisor of the length, {length}")
 
     @jax.checkpoint
     def some(start: jax.Array) -> jax.Array:

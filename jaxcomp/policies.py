@@ -15,6 +15,9 @@ from jaxcomp.patterns import check_pattern
 
 Policy = Callable[..., bool]
 
+RECOMPUTABLE = "recomputable"
+"""The answer of `recomputable`."""
+
 MIN_SIZE = 2**14
 """Elements from which on whole models store by a codec if nothing else is said."""
 
@@ -123,7 +126,7 @@ class Match:
     """A rule: one answer for the values that it matches.
 
     Attributes:
-        answer: The codec that stores them, or False: they are computed again.
+        answer: The codec that stores them, or `RECOMPUTABLE`.
         names: Names given by `checkpoint_name`; empty matches all values.
         primitives: Names of the primitives that made the value; empty matches all.
         roles: Roles as `Value` has them; empty matches all but "statistic".
@@ -133,7 +136,7 @@ class Match:
         required: Whether it is an error if nothing matches.
     """
 
-    answer: Codec | bool
+    answer: Codec | str
     names: Sequence[str] = ()
     primitives: Sequence[str] = ()
     roles: Sequence[str] = ()
@@ -143,26 +146,29 @@ class Match:
     required: bool = True
 
     def __post_init__(self) -> None:
-        if self.answer is not False and not isinstance(self.answer, Codec):
+        if self.answer != RECOMPUTABLE and not isinstance(self.answer, Codec):
             raise TypeError(f"codec={self.answer!r}: expected a codec such as Quantize(bits=4)")
         for field in ("names", "primitives", "roles", "dtypes"):
             given = getattr(self, field)
             if isinstance(given, str) or not all(isinstance(text, str) for text in given):
                 raise TypeError(f"{field}={given!r}: expected a tuple of strings")
             object.__setattr__(self, field, tuple(given))
+        if isinstance(self.min_size, bool) or not isinstance(self.min_size, int):
+            raise TypeError(f"min_size={self.min_size!r}: expected a number of elements")
         unknown = set(self.roles) - set(ROLES)
         if unknown:
             raise ValueError(f"roles={self.roles}: {sorted(unknown)} not among {ROLES}")
         check_pattern("path", self.path)
 
-    def __call__(self, value: Value) -> Codec | bool | None:
+    def __call__(self, value: Value) -> Codec | str | None:
         """The answer if the value matches, else None."""
         named = not self.names or bool(set(self.names) & set(value.names))
         made = not self.primitives or value.primitive in self.primitives
         right_role = value.role in self.roles if self.roles else value.role != "statistic"
         right_dtype = not self.dtypes or dtype_name(value.dtype) in self.dtypes
         large = math.prod(value.shape) >= self.min_size
-        able = value.is_float or bool(self.names)  # to name an integer is an error, told later
+        # To name an integer for a codec is an error, told later.
+        able = value.is_float or bool(self.names) or self.answer == RECOMPUTABLE
         inside = not self.path or bool(re.fullmatch(self.path, value.path))
         matches = named and made and right_role and right_dtype and large and able and inside
         return self.answer if matches else None
@@ -207,7 +213,7 @@ def compress(
     return CodecPolicy((Match(codec, names, primitives, roles, dtypes, min_size, path),))
 
 
-def recompute(
+def recomputable(
     *,
     names: Sequence[str] = (),
     primitives: Sequence[str] = (),
@@ -217,9 +223,11 @@ def recompute(
     path: str = "",
     required: bool = True,
 ) -> CodecPolicy:
-    """A policy for `jaxcomp.checkpoint`: values that match all conditions are computed again.
+    """A policy for `jaxcomp.checkpoint`: products that match may be computed again, too.
 
-    What they are computed from is then stored exactly, so no bias comes of it.
+    Without it a product that has to be exact is stored. With it, it is made again where that
+    follows from exact values and takes fewer bytes, of which each product made again counts for
+    half of its own: of a chain of products, whose last result alone is needed, that is stored.
 
     Args:
         names: As `compress` takes it, and so are the arguments that follow.
@@ -235,11 +243,12 @@ def recompute(
         ValueError: As `compress`.
 
     Example:
-        >>> policy = recompute(primitives=("dot_general",))
+        >>> policy = recomputable(primitives=("dot_general",))
         >>> policy(Value((8, 8), jnp.float32, "dot_general")), policy(Value((8, 8), jnp.float32))
-        (False, None)
+        ('recomputable', None)
     """
-    return CodecPolicy((Match(False, names, primitives, roles, dtypes, min_size, path, required),))
+    conditions = names, primitives, roles, dtypes, min_size, path, required
+    return CodecPolicy((Match(RECOMPUTABLE, *conditions),))
 
 
 def compress_dots(codec: Codec) -> CodecPolicy:

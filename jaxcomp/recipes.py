@@ -19,10 +19,8 @@ from jaxcomp.codecs import (
     SignAware,
 )
 from jaxcomp.codecs.block_sparse import Block, Product
-from jaxcomp.codecs.codec import FLOATS
 from jaxcomp.policies import CodecPolicy
 from jaxcomp.rules import Rule, Rules
-from jaxcomp.transform.algebra import CHEAP
 
 CODECS: dict[str, type[Codec]] = {
     c.name: c for c in (Exact, Cast, Quantize, AvgPool, DualPrecision, BlockSparse)
@@ -183,7 +181,8 @@ def transformer(bits: int = 4) -> CodecPolicy:
     Values of 16,384 elements or more wait in a few bits, without bias but for that of a norm's
     input (one part in its number of features). What an attention under `jax.checkpoint`, a loop or
     a `custom_vjp` reads has to be exact: queries, keys and values are made again from the one input
-    of the products that made them, which is stored exactly instead of three results.
+    of the products that made them, which is stored exactly instead of three results. Other products
+    that have to be exact are made again, too, where `policies.recomputable` finds it worth while.
 
     Args:
         bits: Bits of an element: 1, 2, 3, 4 or 8.
@@ -192,17 +191,16 @@ def transformer(bits: int = 4) -> CodecPolicy:
         The policy.
 
     Raises:
-        ValueError: If `bits` is none of these.
+        ValueError: If `bits` is none of these; on tracing, if no value has so many elements.
 
     Example:
         >>> query = policies.Value((8, 64, 512), "float32", "dot_general")
         >>> operand = policies.Value((8, 64, 512), "float32", "mul", role="operand")
         >>> transformer(bits=2)(query), transformer(bits=2)(operand).bits
-        (False, 2)
+        ('recomputable', 2)
     """
-    made = tuple(sorted(CHEAP | {"dot_general"}))
-    exact = policies.recompute(primitives=made, roles=("other",), dtypes=FLOATS, required=False)
-    return policies.first(exact, policies.compress(Quantize(bits), min_size=policies.MIN_SIZE))
+    dots = policies.recomputable(primitives=("dot_general",), roles=("other",), required=False)
+    return policies.first(dots, policies.compress(Quantize(bits), min_size=policies.MIN_SIZE))
 
 
 Level = Literal["L0", "L1", "L2", "L3", "L4"]
@@ -319,8 +317,8 @@ def policy_from_spec(spec: str) -> CodecPolicy:
     """Reads the spec of a policy for `jaxcomp.compress`.
 
     Args:
-        spec: As `read`: "transformer:bits=4", or a codec, which then stores all values of 16,384
-            elements or more.
+        spec: "transformer:bits=4", or a codec as `read` takes it, not in the host's memory, which
+            then stores all values of 16,384 elements or more.
 
     Returns:
         The policy.

@@ -58,19 +58,22 @@ def split_model(model: nnx.Module) -> tuple[nnx.GraphDef[Any], State, State]:
 def sgd(
     schedule: optax.Schedule, *, momentum: float, nesterov: bool, weight_decay: float
 ) -> optax.GradientTransformation:
-    """SGD with momentum and coupled weight decay on kernels; biases and norms' scales have none."""
+    """SGD with momentum, and coupled weight decay of parameters of two or more axes.
+
+    Biases and norms' scales have no decay, then, where their layers are not stacked.
+    """
     return optax.chain(
-        optax.add_decayed_weights(weight_decay, mask=_is_kernel),
+        optax.add_decayed_weights(weight_decay, mask=_has_axes),
         optax.sgd(schedule, momentum=momentum, nesterov=nesterov),
     )
 
 
 def adamw(schedule: optax.Schedule, *, weight_decay: float) -> optax.GradientTransformation:
-    """AdamW, whose decoupled weight decay is on kernels alone (arXiv:1711.05101)."""
-    return optax.adamw(schedule, weight_decay=weight_decay, mask=_is_kernel)
+    """AdamW (arXiv:1711.05101), with decoupled weight decay of the same parameters as `sgd`."""
+    return optax.adamw(schedule, weight_decay=weight_decay, mask=_has_axes)
 
 
-def _is_kernel(params: optax.Params) -> optax.Params:
+def _has_axes(params: optax.Params) -> optax.Params:
     return jax.tree.map(lambda p: p.ndim > 1, params)
 
 

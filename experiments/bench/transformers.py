@@ -42,11 +42,17 @@ SPLIT = ("accumulate:2", "accumulate:4", "accumulate:2:compress:transformer:bits
 
 
 def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
-    """Every row of a table, plain first, by its traffic and its peak; the frontier is a line."""
+    """Every row of a table by its traffic and its peak; the frontier is a line.
+
+    Raises:
+        ValueError: If plain is not among the rows, or was refused.
+    """
+    found = {row["row"]: row for row in rows if not row["error"] and row["hbm_traffic_bytes"]}
+    if "plain" not in found:
+        raise ValueError(f"rows={list(found)}: expected plain among them")
+    plain = found["plain"]["hbm_traffic_bytes"]
     points = sorted(
-        (row["hbm_traffic_bytes"] / rows[0]["hbm_traffic_bytes"], row["total_bytes"], row["row"])
-        for row in rows
-        if not row["error"]
+        (row["hbm_traffic_bytes"] / plain, row["total_bytes"], name) for name, row in found.items()
     )
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()

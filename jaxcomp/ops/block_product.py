@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 from jaxcomp.codecs import BlockSparse, Encoded
@@ -36,7 +37,10 @@ def choose(codec: BlockSparse, shape: tuple[int, ...], columns: int, itemsize: i
 
 
 def by_rows(
-    codec: BlockSparse, code: Encoded, cotangent: Float[Array, "batch ... columns"]
+    codec: BlockSparse,
+    code: Encoded,
+    cotangent: Float[Array, "batch ... columns"],
+    precision: lax.PrecisionLike = None,
 ) -> Float[Array, "features columns"]:
     """Multiplies each row of blocks by its part of the cotangent, and adds up by feature.
 
@@ -54,6 +58,7 @@ def by_rows(
         "brktw,brtn->brkwn",
         data.astype(dtype),
         g.astype(dtype),
+        precision=precision,
         preferred_element_type=jnp.float32,
     )
     products = products.reshape(-1, wide, columns)

@@ -14,11 +14,14 @@ from jaxcomp.codecs import BlockSparse, Encoded
 from jaxcomp.codecs.block_sparse import Grid
 
 LANES, SUBLANES = 128, 8  # of a register of 32 bits
-SUMS_NBYTES = 4 * 2**20  # of the chip's memory, for a tile of the gradient
+VMEM_NBYTES = 12 * 2**20  # of the 16 MiB that XLA gives a kernel
 
 
 def by_tpu(
-    codec: BlockSparse, code: Encoded, cotangent: Float[Array, "batch ... columns"]
+    codec: BlockSparse,
+    code: Encoded,
+    cotangent: Float[Array, "batch ... columns"],
+    precision: lax.PrecisionLike = None,
 ) -> Float[Array, "features columns"]:
     """A kernel that multiplies each row of blocks as `by_rows`, and adds up by feature on the chip.
 
@@ -27,12 +30,13 @@ def by_tpu(
     which is for tests. A batch that is spread over devices needs a `jax.shard_map`.
 
     Raises:
-        ValueError: If the width of the blocks is no multiple of 8.
+        ValueError: If the width of the blocks is no multiple of 8, or there are so many features or
+            such tall blocks that a tile of the gradient and its operands do not fit on the chip.
     """
     check(codec, code.shape)
     grid = codec.grid(code.shape)
     (tall, wide), batch, columns = grid.block, code.shape[0], cotangent.shape[-1]
-    if not batch:
+    if not code.arrays[0].size:
         return jnp.zeros((grid.width, columns), jnp.float32)
     data = codec.data(code).reshape(batch, grid.rows, grid.kept, tall, wide)
     data = data.swapaxes(2, 3).reshape(batch, grid.rows, tall, grid.kept * wide)
@@ -41,11 +45,11 @@ def by_tpu(
     g = g.reshape(batch, grid.rows, tall, columns)
     indices = code.arrays[0].reshape(batch, grid.rows, 1, grid.kept).astype(jnp.int32)
     features = grid.columns * wide
-    tile = min(columns, max(1, SUMS_NBYTES // (4 * features * LANES)) * LANES)
+    tile = min(columns, max(1, VMEM_NBYTES // _nbytes(grid)) * LANES)
 
     def run(interpret: bool, *args: Array) -> Array:
         return pl.pallas_call(
-            functools.partial(_kernel, grid),
+            functools.partial(_kernel, grid, precision),
             grid=(-(-columns // tile), batch, grid.rows),
             in_specs=[
                 pl.BlockSpec(
@@ -79,10 +83,27 @@ def check(codec: BlockSparse, shape: tuple[int, ...]) -> None:
             f"product='tpu': expected blocks whose width is a multiple of {SUBLANES}, got {block} "
             f"for x of shape {shape}"
         )
+    if _nbytes(codec.grid(shape)) > VMEM_NBYTES:
+        raise ValueError(
+            f"product='tpu': x of shape {shape} needs {_nbytes(codec.grid(shape))} bytes on the "
+            f"chip, expected at most {VMEM_NBYTES}; use 'dense'"
+        )
+
+
+def _nbytes(grid: Grid) -> int:
+    """On the chip for a tile of as many columns as there are lanes, buffers for copies included."""
+    (tall, wide), kept = grid.block, grid.kept * grid.block[1]
+    sums, products, data = grid.columns * wide * LANES, kept * LANES, tall * (kept + LANES)
+    return 4 * (2 * sums + products + 2 * data)
 
 
 def _kernel(
-    grid: Grid, indices: typing.Any, data: typing.Any, cotangent: typing.Any, out: typing.Any
+    grid: Grid,
+    precision: lax.PrecisionLike,
+    indices: typing.Any,
+    data: typing.Any,
+    cotangent: typing.Any,
+    out: typing.Any,
 ) -> None:
     """Adds a row of blocks of one sample to a tile of the gradient, which stays on the chip."""
 
@@ -92,7 +113,7 @@ def _kernel(
 
     over_tokens = ((0,), (0,)), ((), ())
     products = lax.dot_general(
-        data[...], cotangent[...], over_tokens, preferred_element_type=jnp.float32
+        data[...], cotangent[...], over_tokens, precision, preferred_element_type=jnp.float32
     )
     wide = grid.block[1]
     for i in range(grid.kept):

@@ -19,7 +19,10 @@ PROGRAMS = 512  # at least, so that a large GPU is busy
 
 
 def by_triton(
-    codec: BlockSparse, code: Encoded, cotangent: Float[Array, "batch ... columns"]
+    codec: BlockSparse,
+    code: Encoded,
+    cotangent: Float[Array, "batch ... columns"],
+    precision: lax.PrecisionLike = None,
 ) -> Float[Array, "features columns"]:
     """A kernel that reads the kept blocks and makes the dense matrix in registers, tile by tile.
 
@@ -36,7 +39,7 @@ def by_triton(
     data, slots = codec.data(code), codec.slots(code).astype(jnp.int32)
     if max(data.size, cotangent.size, slots.size) >= 2**31:
         raise ValueError(f"product='triton': x of shape {code.shape} is too large; use 'dense'")
-    if not batch:
+    if not code.arrays[0].size:
         return jnp.zeros((grid.width, columns), jnp.float32)
     rows, features, width = TILE
     tiles = -(-grid.width // features), -(-columns // width)
@@ -46,7 +49,7 @@ def by_triton(
 
     def run(interpret: bool, *args: Array) -> Array:
         sums = pl.pallas_call(
-            functools.partial(_kernel, grid, batch * grid.rows, columns, steps),
+            functools.partial(_kernel, grid, batch * grid.rows, columns, steps, precision),
             grid=(*tiles, parts),
             out_shape=jax.ShapeDtypeStruct(
                 (parts, tiles[0] * features, tiles[1] * width), jnp.float32
@@ -83,6 +86,7 @@ def _kernel(
     block_rows: int,
     columns: int,
     steps: int,
+    precision: lax.PrecisionLike,
     slots: typing.Any,
     data: typing.Any,
     cotangent: typing.Any,
@@ -112,6 +116,6 @@ def _kernel(
         g = triton.load(
             cotangent.at[at], mask=there[:, None] & (column < columns)[None, :], other=0.0
         )
-        return total + jnp.dot(x, g, preferred_element_type=jnp.float32)
+        return total + jnp.dot(x, g, precision=precision, preferred_element_type=jnp.float32)
 
     out[...] = lax.fori_loop(0, steps, step, jnp.zeros((features, width), jnp.float32))

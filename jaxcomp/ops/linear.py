@@ -76,12 +76,16 @@ def dot_general(
     )
     if codec is None:
         return stock(lhs, rhs)
-    gradient = _of_blocks(coder(codec), lhs, rhs, dimension_numbers)
+    gradient = _of_blocks(coder(codec), lhs, rhs, dimension_numbers, precision)
     return bilinear(stock, codec, lhs, rhs, seed, sink=sink, weight_gradient=gradient)
 
 
 def _of_blocks(
-    codec: Codec, lhs: Array, rhs: Array, dimension_numbers: DotDimensionNumbers
+    codec: Codec,
+    lhs: Array,
+    rhs: Array,
+    dimension_numbers: DotDimensionNumbers,
+    precision: lax.PrecisionLike,
 ) -> WeightGradient | None:
     """How the gradient of `rhs` is made of a block-sparse code, if not of the decoded `lhs`."""
     layer = [[*map(list, axes)] for axes in dimension_numbers] == [[[lhs.ndim - 1], [0]], [[], []]]
@@ -90,7 +94,7 @@ def _of_blocks(
     way = block_product.choose(codec, lhs.shape, rhs.shape[1], lhs.dtype.itemsize)
     block_product.check(codec, lhs.shape, way)
     gradient = block_product.GRADIENTS.get(way)
-    return gradient and functools.partial(gradient, codec)
+    return gradient and functools.partial(gradient, codec, precision=precision)
 
 
 class Reads(typing.NamedTuple):

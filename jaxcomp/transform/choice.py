@@ -135,22 +135,25 @@ class _Choice:
         """How each value that is stored waits for the backward pass."""
         wanted = {*demand.multiplied, *demand.exact}
         lossless = not any(d.codec for d in self._decisions.values())
-        first: set[Any] = set()
+        first, again = set[Any](), set[Any]()
         if not self._biased:
-            first = cheapest(
-                wanted if lossless else demand.exact, self._exact_parents, self._exact_cost
+            first, again = cheapest(
+                wanted if lossless else demand.exact,
+                self._exact_parents,
+                self._exact_cost,
+                self._toll,
             )
-        self._exact = self._had_exactly(first)
+        self._exact = self._had_exactly(first, again)
         for value in self._graph.order:  # so that recursion stays shallow
             self._is_lossy(value)
-        second = cheapest(wanted - self._exact, self._parents, self._cost)
+        second, _ = cheapest(wanted - self._exact, self._parents, self._cost, self._toll)
         stored = {value: self._exactly(value, value in demand.exact) for value in first}
         for value in second:
             codec = self._decisions[value].codec
             stored[value] = Stored(codec) if codec else self._exactly(value, False)
         if not self._biased:
             # What exact values give, too, needs no code.
-            exact = self._had_exactly({v for v, how in stored.items() if not how.is_noisy})
+            exact = self._had_exactly({v for v, how in stored.items() if not how.is_noisy}, again)
             stored = {v: how for v, how in stored.items() if not (how.is_noisy and v in exact)}
         order = {value: i for i, value in enumerate(self._graph.made_by)}
         return dict(sorted(stored.items(), key=lambda item: order.get(item[0], -1)))
@@ -166,12 +169,14 @@ class _Choice:
             note = "kept exactly: cannot be computed again from codes without bias"
         return Stored(offload=decision.action == "offload", note=note)
 
-    def _had_exactly(self, stored: set[Any]) -> set[Any]:
+    def _had_exactly(self, stored: set[Any], again: set[Any]) -> set[Any]:
+        """What follows from exact values; products only if they are made `again` anyway."""
         graph = self._graph
         found = {*graph.held, *graph.jaxpr.constvars, *stored}
         for value in graph.order:
             parents = self._exact_parents(value)
-            if parents is not None and found.issuperset(parents):
+            free = value in again or not self._toll(value)
+            if parents is not None and free and found.issuperset(parents):
                 found.add(value)
         return found
 
@@ -179,7 +184,14 @@ class _Choice:
         again = self._graph.again(value)
         if again is None or again[0].effects:
             return False
-        return is_cheap(again[0]) or self._decisions[value].action == "recompute"
+        return is_cheap(again[0]) or self._decisions[value].action in ("recompute", "again")
+
+    def _toll(self, value: Any) -> int:
+        """What it costs to make a product again where the policy leaves that open, in bytes."""
+        decision, again = self._decisions.get(value), self._graph.again(value)
+        if decision is None or decision.action != "again" or again is None or is_cheap(again[0]):
+            return 0
+        return nbytes(value.aval) // 2
 
     def _exact_parents(self, value: Any) -> list[Any] | None:
         if value in self._graph.held or value in self._graph.jaxpr.constvars:

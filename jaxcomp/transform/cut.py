@@ -2,18 +2,31 @@
 
 import collections
 from collections.abc import Callable, Collection, Hashable, Sequence
-from typing import TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 V = TypeVar("V", bound=Hashable)
 
 NEVER = 1 << 62  # the cost of what cannot be stored
 
 
+class Cut(NamedTuple, Generic[V]):
+    """What is stored, and what is computed from it.
+
+    Attributes:
+        stored: The values to store.
+        computed: Those to compute, on the way to what is wanted.
+    """
+
+    stored: set[V]
+    computed: set[V]
+
+
 def cheapest(
     wanted: Collection[V],
     made_of: Callable[[V], Sequence[V] | None],
     cost: Callable[[V], int],
-) -> set[V]:
+    toll: Callable[[V], int] = lambda value: 0,
+) -> Cut[V]:
     """Chooses what to store so that all that is wanted can be had.
 
     Of equally cheap choices it is the one nearest to what is wanted, so that little is computed
@@ -23,9 +36,10 @@ def cheapest(
         wanted: The values that must be stored or computed.
         made_of: What a value is computed from; None if it cannot be computed again.
         cost: Of storing a value; `NEVER` if it cannot be stored.
+        toll: Of computing it again.
 
     Returns:
-        The values to store.
+        The values to store, and those to compute.
 
     Raises:
         ValueError: If something wanted can be neither stored nor computed.
@@ -33,8 +47,11 @@ def cheapest(
     Example:
         >>> parents = {"y": ["x", "mask"], "z": ["x"]}
         >>> costs = {"x": 4, "y": 4, "z": 4, "mask": 1}
-        >>> sorted(cheapest(["y", "z"], parents.get, costs.get))
+        >>> sorted(cheapest(["y", "z"], parents.get, costs.get).stored)
         ['mask', 'x']
+        >>> costs, tolls = costs | {"z": 5}, {"y": 4, "z": 0}
+        >>> sorted(cheapest(["y", "z"], parents.get, costs.get, tolls.__getitem__).stored)
+        ['x', 'y']
     """
     residual: dict[Hashable, dict[Hashable, int]] = collections.defaultdict(dict)
 
@@ -54,6 +71,7 @@ def cheapest(
         if parents is None:
             edge(source, (value, "in"), NEVER)
             continue
+        edge(source, (value, "in"), toll(value))
         for parent in parents:
             edge((parent, "out"), (value, "in"), NEVER)
             if parent not in seen:
@@ -72,7 +90,8 @@ def cheapest(
             backwards[end][start] = capacity
     after = _reached(backwards, sink)
     flows = {v for v in seen if residual[v, "out"][v, "in"] > 0}
-    return {v for v in flows if (v, "out") in after and (v, "in") not in after}
+    stored = {v for v in flows if (v, "out") in after and (v, "in") not in after}
+    return Cut(stored, {v for v in seen if (v, "in") in after})
 
 
 def _reached(

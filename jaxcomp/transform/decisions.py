@@ -1,18 +1,20 @@
 """Asks a policy about every value of a program."""
 
 import dataclasses
+import math
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Var
 
 from jaxcomp.codecs import Codec, Exact
-from jaxcomp.policies import CodecPolicy, Match, Value, dtype_name
+from jaxcomp.policies import RECOMPUTABLE, CodecPolicy, Match, Value, dtype_name
 from jaxcomp.transform.graph import Graph, coded_nbytes, module_path, nbytes, source
 
 Policy = Codec | CodecPolicy | Callable[..., Any]
-Action = typing.Literal["either", "store", "recompute", "offload"]
+Action = typing.Literal["either", "again", "store", "recompute", "offload"]
 
 # What JAX's policies may return besides booleans, by the names of their types.
 _ANSWERS: dict[str, Action] = {
@@ -29,7 +31,7 @@ class Decision:
 
     Attributes:
         action: "store" it or "offload" it as it is, "recompute" it, or "either": whatever takes
-            fewer bytes.
+            fewer bytes, as "again", with which products count among what may be computed.
         codec: How it is stored; None is exactly.
         note: Why it is stored exactly after all.
     """
@@ -121,6 +123,10 @@ def _decision(answer: Any, value: Value) -> Decision:
     if isinstance(answer, Exact):
         return Decision("store")
     if isinstance(answer, Codec):
+        try:
+            answer.check(value.shape, value.dtype if value.is_float else jnp.float32)
+        except ValueError as error:
+            raise ValueError(f"policy answers {answer} for {describe(value)}: {error}") from error
         if not value.is_float:
             raise TypeError(
                 f"policy answers {answer} for {describe(value)}: only float32, bfloat16 and "
@@ -129,6 +135,8 @@ def _decision(answer: Any, value: Value) -> Decision:
         return _by_codec(answer, value)
     if answer is None:
         return Decision()
+    if answer == RECOMPUTABLE:
+        return Decision("again")
     if isinstance(answer, bool):
         return Decision("store" if answer else "recompute")
     action = _ANSWERS.get(type(answer).__name__)
@@ -166,5 +174,6 @@ def _check_hits(policy: CodecPolicy, hits: dict[Any, int], values: list[Value]) 
             )
             raise ValueError(
                 f"{rule} matches nothing, or only what an earlier rule took; the function has "
-                f"names: {names}; primitives: {primitives}; roles: {roles}; paths: {paths}"
+                f"names: {names}; primitives: {primitives}; roles: {roles}; paths: {paths}; at "
+                f"most {max((math.prod(v.shape) for v in values), default=0)} elements"
             )

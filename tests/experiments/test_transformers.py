@@ -35,6 +35,8 @@ def test_queries_that_take_turns_see_the_same(causal):
     whole = jax.nn.dot_product_attention(q, k, v, is_causal=causal)
     assert_close(transformers.attend(q, k, v, causal, 12), whole, 1e-6)
     assert_close(transformers.attend(q, k, v, causal, 4), whole, 1e-6)
+    with pytest.raises(ValueError, match="queries=5: expected a divisor of the length, 12"):
+        transformers.attend(q, k, v, causal, 5)
 
 
 def test_queries_keys_and_values_are_not_stored():
@@ -51,7 +53,7 @@ def test_queries_keys_and_values_are_not_stored():
 
 
 def test_the_forward_pass_is_exact_and_so_is_what_is_computed_again():
-    again = policies.recompute(primitives=("split",))
+    again = policies.recomputable(roles=("other",))
     stock, exact, coded = create(), create(again), create(jc.recipes.transformer(2))
     call = nnx.jit(lambda model: model(TOKENS))
     assert_same_bits(call(coded), call(stock))
@@ -101,5 +103,7 @@ def test_frontier_is_drawn(tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "tabulate", tabulate)
     bench.main(tmp_path, target="h100")
     assert all((tmp_path / case / "frontier.png").exists() for case in bench.CASES)
+    with pytest.raises(ValueError, match="expected plain among them"):
+        bench.draw(rows[1:], "", tmp_path / "frontier.png")
     with pytest.raises(typer.BadParameter, match=r"case=\['gpt'\]: expected of"):
         bench.main(tmp_path, case=["gpt"])

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxcomp import BlockSparse, memory, ops
-from jaxcomp.ops import block_product
+from jaxcomp.ops import block_product, block_tpu
 from tests.helpers import (
     DTYPES,
     assert_close,
@@ -55,6 +55,35 @@ def test_narrow_floats(product, dtype):
     assert got.dtype == jnp.float32
     decoded = codec.decode(code).astype(jnp.float32)
     assert_close(got, jnp.einsum("btc,btn->cn", decoded, g.astype(jnp.float32)), 1e-5)
+
+
+@pytest.mark.parametrize("product", SMALL)
+def test_precision_is_the_products_own(product):
+    x, w = normal((2, 8, 16)), normal((16, 5), seed=1)
+    codec = BlockSparse(SMALL[product], 0.5, product=product)
+    numbers = (((2,), (0,)), ((), ()))
+
+    def loss(w):
+        return ops.dot_general(x, w, numbers, jax.lax.Precision.HIGHEST, codec=codec).sum()
+
+    text = str(jax.make_jaxpr(jax.grad(loss))(w))
+    assert text.count("dot_general[") == text.count("Precision.HIGHEST, Precision.HIGHEST") > 1
+
+
+def test_columns_take_turns_on_a_chip(monkeypatch):
+    codec = BlockSparse((8, 8), 0.5, product="tpu")
+    x, g = normal((3, 20, 48)), normal((3, 20, 300), seed=1)
+    monkeypatch.setattr(block_tpu, "VMEM_NBYTES", block_tpu._nbytes(codec.grid(x.shape)))
+    code = codec.encode(x)
+    got = jax.jit(functools.partial(block_tpu.by_tpu, codec))(code, g)
+    assert_close(got, jnp.einsum("btc,btn->cn", codec.decode(code), g), 1e-5)
+
+
+def test_nothing_to_multiply():
+    for product, gradient in block_product.GRADIENTS.items():
+        codec = BlockSparse(SMALL[product], 0.5, product=product)
+        code = codec.encode(jnp.zeros((2, 0, 16)))
+        assert gradient(codec, code, jnp.zeros((2, 0, 5))).tolist() == [[0.0] * 5] * 16
 
 
 def test_tall_blocks_are_multiplied_as_they_are():
@@ -112,5 +141,8 @@ def test_kernel_that_cannot_be_is_an_error():
         linear(x, w, BlockSparse((6, 4), 0.5, product="triton"))
     with pytest.raises(ValueError, match=r"product='tpu': expected blocks whose width .* \(8, 4\)"):
         linear(x, w, BlockSparse((8, 4), 0.5, product="tpu"))
+    x, w = (jax.ShapeDtypeStruct(s, jnp.float32) for s in [(2, 64, 16384), (16384, 8)])
+    with pytest.raises(ValueError, match=r"product='tpu': x of shape \(2, 64, 16384\) needs"):
+        jax.eval_shape(lambda x, w: linear(x, w, BlockSparse((64, 8), 0.25, product="tpu")), x, w)
     with without_type_checks(), pytest.raises(ValueError, match="product='cuda': expected one of"):
         BlockSparse(product="cuda")

@@ -164,26 +164,40 @@ def test_jax_policies_keep_and_recompute():
         assert_close(got, exact, 1e-5)
 
 
-def test_chosen_values_are_computed_again():
-    def sine(x, w1, w2):
-        return jnp.sin(checkpoint_name(x @ w1, "hidden")) @ w2
+def test_products_are_made_again_where_that_takes_fewer_bytes():
+    def read(*values):
+        return jax.checkpoint(lambda *v: sum(jnp.sum(jnp.sin(x)) for x in v))(*values)
 
-    def decisions(policy):
-        return [v.decision for v in jc.checkpoint(sine, policy).plan(X, W1, W2).values]
+    def three(x, w1, w2):
+        h = jnp.cumsum(jnp.tanh(x @ w1), 1)  # is stored, or what it follows from
+        return read(h @ w2, 2 * (h @ w2), h @ jnp.cos(w2))
 
-    again = policies.recompute(names=("hidden",))
-    assert decisions(policies.compress(CODEC)) == [str(CODEC)] * 2
-    assert decisions(policies.first(again, policies.compress(CODEC))) == []  # by the arguments
-    gradient, expected = (
-        jax.grad(lambda *args, f=f: f(*args).sum(), (0, 1))(X, W1, W2)
-        for f in (jc.checkpoint(sine, again), sine)
-    )
-    assert_close(gradient, expected)
-    with pytest.raises(ValueError, match="matches nothing"):
-        decisions(policies.recompute(names=("other",)))
-    assert decisions(policies.recompute(names=("other",), required=False)) == ["exact"]
+    def deep(x, w1, w2):
+        y = x
+        for _ in range(3):
+            y = jnp.tanh(jnp.tanh(y @ w1) @ w2)
+        weigh = jax.checkpoint(lambda x, y: jnp.sum(jnp.sin(x)) * jnp.sum(jnp.sin(y)))
+        return weigh(x, lax.stop_gradient(y @ w1)) + jnp.sum(w1) + jnp.sum(w2)
+
+    again = policies.recomputable(primitives=("dot_general",))
+
+    def stored(fn, *policy):
+        plan = jc.checkpoint(fn, policies.first(*policy, policies.by_value(lambda v: None)))
+        shapes = [v.shape for v in plan.plan(X, W1, W2).values]
+        expected, got = (jax.grad(f, (0, 1, 2))(X, W1, W2) for f in (fn, plan))
+        assert_close(got, expected)
+        return sorted(shapes)
+
+    assert stored(three) == [(32, 128), (32, 128), (32, 256), (32, 256)]
+    assert stored(three, again) == [(32, 256)]
+    assert stored(deep, again) == [(32, 256)]  # of a chain, the result
+    assert stored(three, policies.recomputable(names=("no",), required=False)) == stored(three)
+    with pytest.raises(ValueError, match=r"matches nothing.* at most 8192 elements"):
+        jc.checkpoint(deep, policies.recomputable(names=("no",))).plan(X, W1, W2)
     with pytest.raises(TypeError, match="names='hidden': expected a tuple"):
-        policies.recompute(names="hidden")
+        policies.recomputable(names="hidden")
+    with pytest.raises(TypeError, match="min_size='3': expected a number"):
+        policies.compress(CODEC, min_size="3")
 
 
 def test_offloaded_values_leave_the_device():
