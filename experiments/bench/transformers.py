@@ -54,16 +54,18 @@ def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     points = sorted(
         (row["hbm_traffic_bytes"] / plain, row["total_bytes"], name) for name, row in found.items()
     )
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
     axes = figure.subplots()
     best = [p for i, p in enumerate(points) if all(p[1] < other[1] for other in points[:i])]
     axes.step([p[0] for p in best], [p[1] / 2**20 for p in best], where="post", color="#999999")
-    for traffic, total, name in points:
+    top = 1.1 * found["plain"]["total_bytes"] / 2**20
+    for number, (traffic, total, name) in enumerate(points):
         ours = "compress" in name or "quantize" in name
-        axes.plot(traffic, total / 2**20, "o" if ours else "s", color="C0" if ours else "C1")
-        axes.annotate(name, (traffic, total / 2**20), (4, 4), textcoords="offset points", size=7)
-    axes.set(xlabel="HBM traffic / plain", ylabel="needs, MiB", title=title, ylim=(0, None))
-    axes.margins(x=0.2)
+        above = f" (above: {total / 2**20:.0f} MiB)" if total / 2**20 > top else ""
+        marker = "o" if ours else "s"
+        axes.scatter(traffic, total / 2**20, label=name + above, marker=marker, color=f"C{number}")
+    axes.set(xlabel="HBM traffic / plain", ylabel="needs, MiB", title=title, ylim=(0, top))
+    figure.legend(loc="outside right upper", fontsize=8, frameon=False)
     axes.grid(alpha=0.25)
     figure.savefig(path, dpi=150)
 
