@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu
 from jaxtyping import Array, Float
 
+from jaxcomp import residuals
 from jaxcomp.codecs import BlockSparse, Encoded
 from jaxcomp.codecs.block_sparse import Grid
 
@@ -30,10 +31,12 @@ def by_tpu(
     which is for tests. A batch that is spread over devices needs a `jax.shard_map`.
 
     Raises:
+        NotImplementedError: When the result is differentiated.
         ValueError: If the width of the blocks is no multiple of 8, or there are so many features or
             such tall blocks that a tile of the gradient and its operands do not fit on the chip.
     """
     check(codec, code.shape)
+    cotangent = residuals.undifferentiable(cotangent)  # Pallas has no derivative of a kernel
     grid = codec.grid(code.shape)
     (tall, wide), batch, columns = grid.block, code.shape[0], cotangent.shape[-1]
     if not code.arrays[0].size:

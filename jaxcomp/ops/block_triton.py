@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jaxtyping import Array, Float, Integer
 
+from jaxcomp import residuals
 from jaxcomp.codecs import BlockSparse, Encoded
 from jaxcomp.codecs.block_sparse import Grid
 
@@ -31,9 +32,11 @@ def by_triton(
     `jax.shard_map`.
 
     Raises:
+        NotImplementedError: When the result is differentiated.
         ValueError: If a side of the blocks is no power of two, or an array has 2^31 elements.
     """
     check(codec, code.shape)
+    cotangent = residuals.undifferentiable(cotangent)  # Pallas has no derivative of a kernel
     grid = codec.grid(code.shape)
     batch, columns = code.shape[0], cotangent.shape[-1]
     data, slots = codec.data(code), codec.slots(code).astype(jnp.int32)

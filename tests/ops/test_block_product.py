@@ -70,6 +70,15 @@ def test_precision_is_the_products_own(product):
     assert text.count("dot_general[") == text.count("Precision.HIGHEST, Precision.HIGHEST") > 1
 
 
+@pytest.mark.parametrize("product", ["triton", "tpu"])
+def test_kernels_have_no_derivative(product):
+    x, w = normal((2, 8, 16)), normal((16, 5), seed=1)
+    codec = BlockSparse(SMALL[product], 0.5, product=product)
+    gradient = jax.grad(lambda w: (linear(x, w, codec) ** 2).sum())
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        jax.jvp(gradient, (w,), (w,))
+
+
 def test_columns_take_turns_on_a_chip(monkeypatch):
     codec = BlockSparse((8, 8), 0.5, product="tpu")
     x, g = normal((3, 20, 48)), normal((3, 20, 300), seed=1)
@@ -103,19 +112,19 @@ def test_tall_blocks_are_multiplied_as_they_are():
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 @pytest.mark.parametrize(
-    ("product", "target", "less"),
-    [("triton", "h100", "hbm_traffic_bytes"), ("tpu", "v5e", "flops")],
+    ("product", "target", "less", "dense"),
+    [("triton", "h100", "hbm_traffic_bytes", "h100"), ("tpu", "v5e", "flops", "cpu")],
 )
-def test_kernels_compile_for_absent_devices(product, target, less):
-    """They take less of something than the product of the decoded matrix."""
+def test_kernels_compile_for_absent_devices(product, target, less, dense):
+    """They take less of something than the product of the decoded matrix, compiled for `dense`."""
     x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in [(4, 64, 128), (128, 64)])
 
-    def count(product):
+    def count(product, target):
         codec = BlockSparse(8, 0.25, product=product)
         gradient = jax.grad(lambda w, x: jnp.sin(linear(x, w, codec).astype(jnp.float32)).sum())
         return getattr(memory.analyze(gradient, w, x, target=target), less)
 
-    assert count(product) < count("dense")
+    assert count(product, target) < count("dense", dense)
 
 
 def test_vmap_of_grad_equals_a_loop():
