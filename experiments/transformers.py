@@ -147,43 +147,40 @@ class ViT(nnx.Module):
         return self.head(self.norm(x).mean(1))
 
 
-Factory = Callable[[Way, int], tuple[Callable[..., Any], tuple[Any, ...]]]
+Step = tuple[Callable[..., Any], tuple[Any, ...]]
+"""A jitted AdamW step and its arguments, as shapes."""
 
 
-def _factory(make: Callable[[], nnx.Module], inputs: Any, labels: Any) -> Factory:
-    """From a way and a batch size to the jitted AdamW step and its arguments, as shapes."""
-
-    def make_step(way: Way, batch: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        model = way(nnx.eval_shape(make))
-        optimizer = training.adamw(lambda count: 1e-3, weight_decay=0.1)
-        loss_fn = training.make_loss(model, label_smoothing=0.0)
-        step = training.make_train_step(loss_fn, optimizer, way.micro_batches)
-        state = jax.eval_shape(lambda: training.init_state(model, optimizer))
-        arrays = (jax.ShapeDtypeStruct((batch, *a.shape), a.dtype) for a in (inputs, labels))
-        return step, (state, *arrays)
-
-    return make_step
+def _step(make: Callable[[], nnx.Module], inputs: Any, labels: Any, way: Way, batch: int) -> Step:
+    """A step of a model, of whose batch `inputs` and `labels` are one example."""
+    model = way(nnx.eval_shape(make))
+    optimizer = training.adamw(lambda count: 1e-3, weight_decay=0.1)
+    loss_fn = training.make_loss(model, label_smoothing=0.0)
+    step = training.make_train_step(loss_fn, optimizer, way.micro_batches)
+    state = jax.eval_shape(lambda: training.init_state(model, optimizer))
+    arrays = (jax.ShapeDtypeStruct((batch, *a.shape), a.dtype) for a in (inputs, labels))
+    return step, (state, *arrays)
 
 
-def _lm(length: int, queries: int) -> Factory:
+def _lm(length: int, queries: int, way: Way, batch: int) -> Step:
     tokens = jax.ShapeDtypeStruct((length,), jnp.int32)
     shape = Shape(queries=queries)
-    return _factory(lambda: LM(256, length, shape, rngs=nnx.Rngs(0)), tokens, tokens)
+    return _step(lambda: LM(256, length, shape, rngs=nnx.Rngs(0)), tokens, tokens, way, batch)
 
 
-def lm(way: Way, batch: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def lm(way: Way, batch: int) -> Step:
     """A step of a language model of bytes, six blocks of 768 features, on 1024 tokens."""
-    return _lm(1024, 1024)(way, batch)
+    return _lm(1024, 1024, way, batch)
 
 
-def long_lm(way: Way, batch: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def long_lm(way: Way, batch: int) -> Step:
     """A step of the same model on 8192 tokens."""
-    return _lm(8192, 512)(way, batch)
+    return _lm(8192, 512, way, batch)
 
 
-def vit_b16(way: Way, batch: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def vit_b16(way: Way, batch: int) -> Step:
     """A step of ViT-B/16 on images of 224 pixels of 1000 classes."""
     images = jax.ShapeDtypeStruct((224, 224, 3), jnp.bfloat16)
     labels = jax.ShapeDtypeStruct((), jnp.int32)
     shape = Shape(depth=12)
-    return _factory(lambda: ViT(1000, 224, 16, shape, rngs=nnx.Rngs(0)), images, labels)(way, batch)
+    return _step(lambda: ViT(1000, 224, 16, shape, rngs=nnx.Rngs(0)), images, labels, way, batch)

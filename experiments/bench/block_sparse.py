@@ -105,9 +105,9 @@ def main(
         raise typer.BadParameter(f"matrix={sorted(unknown)}: expected of {list(MATRICES)}")
     matrices = [(name, MATRICES[name]) for name in matrix or MATRICES]
     cases = [*itertools.product(matrices, BLOCKS, densities or DENSITIES)]
+    kernel = KERNELS[resolve(target).platform]
     for (name, shape), block, density in track(cases, "compiling"):
         codec = jc.BlockSparse(block, density)
-        kernel = KERNELS[resolve(target).platform]
         products = [*PORTABLE]
         if kernel != "triton" or _powers_of_two(codec, shape):
             products.append(kernel)

@@ -6,7 +6,6 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Var
 
 from jaxcomp.codecs import Codec, Exact
@@ -123,16 +122,15 @@ def _decision(answer: Any, value: Value) -> Decision:
     if isinstance(answer, Exact):
         return Decision("store")
     if isinstance(answer, Codec):
-        try:
-            answer.check(value.shape, value.dtype if value.is_float else jnp.float32)
-        except ValueError as error:
-            raise ValueError(f"policy answers {answer} for {describe(value)}: {error}") from error
         if not value.is_float:
             raise TypeError(
                 f"policy answers {answer} for {describe(value)}: only float32, bfloat16 and "
                 "float16 can have a codec"
             )
-        return _by_codec(answer, value)
+        try:
+            return _by_codec(answer, value)
+        except ValueError as error:
+            raise ValueError(f"policy answers {answer} for {describe(value)}: {error}") from error
     if answer is None:
         return Decision()
     if answer == RECOMPUTABLE:
