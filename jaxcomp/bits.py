@@ -111,9 +111,9 @@ def sensitivities(
         return jax.grad(of, (0, 1))(params, sinks)
 
     _, statistics = gradient(params, no_noise, rest, batch)
-    nnx.update(probed, statistics)
-    filled = {path: typing.cast(Sink, modules[path].sink) for path in layers}
-    found = {path: np.array(sink[...], np.float64) for path, sink in filled.items()}
+    filled = coded_modules(nnx.merge(graphdef, params, statistics, rest, copy=True))
+    sinks = {path: typing.cast(Sink, filled[path].sink) for path in layers}
+    found = {path: np.array(sink[...], np.float64) for path, sink in sinks.items()}
     norms = [path for path in layers if modules[path].kind.endswith("norm")]
     drawn = [moved(params, draw) for draw in range(_DRAWS)] if norms else []
     exact = [vector(gradient(p, no_noise, rest, batch)[0]) for p in drawn]
