@@ -6,7 +6,7 @@ Compiled for a target: FLOPs, HBM traffic and scratch memory of one weight gradi
 cotangent. On the CPU at hand: time by that of "dense", each the least of several runs in turn.
 """
 
-import functools
+import dataclasses
 import itertools
 import time
 from collections.abc import Callable
@@ -40,13 +40,12 @@ RUN_BATCH = 8  # of the timed matrices, float32
 Gradient = Callable[[jc.Encoded, jax.Array], jax.Array]
 
 
-def gradient(codec: jc.BlockSparse, product: Product) -> Gradient:
+def gradient(
+    codec: jc.BlockSparse, product: Product, shape: tuple[int, ...], columns: int
+) -> Gradient:
     """The weight's gradient as a function of code and cotangent, in float32."""
-    if product == "dense":
-        return lambda code, g: jnp.einsum(
-            "btc,btn->cn", codec.decode(code), g, preferred_element_type=jnp.float32
-        )
-    return functools.partial(block_product.GRADIENTS[product], codec)
+    codec = dataclasses.replace(codec, product=product)
+    return block_product.gradient(codec, shape, columns, jnp.float32)
 
 
 def compiled(
@@ -60,7 +59,7 @@ def compiled(
     # What is declared is found by differentiation, which the kernel has no rule for.
     @jax.custom_vjp
     def run(code: jc.Encoded, g: jax.Array) -> jax.Array:
-        return gradient(codec, product)(code, g)
+        return gradient(codec, product, x.shape, columns)(code, g)
 
     run.defvjp(lambda code, g: (run(code, g), None), lambda _, dw: (None, None))
     report = analyze(run, code, g, target=target, xla_remat=False)
@@ -80,7 +79,9 @@ def seconds(codec: jc.BlockSparse, shape: tuple[int, ...], runs: int) -> dict[st
         for n in (features, columns)
     )
     code = jax.jit(codec.encode)(x)
-    steps = {p: jax.jit(gradient(codec, p)).lower(code, g).compile() for p in PORTABLE}
+    steps = {
+        p: jax.jit(gradient(codec, p, x.shape, columns)).lower(code, g).compile() for p in PORTABLE
+    }
     times: dict[str, list[float]] = {p: [] for p in PORTABLE}
     for _, (name, step) in itertools.product(range(runs + 1), steps.items()):
         start = time.perf_counter()

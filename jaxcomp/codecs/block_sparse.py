@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import sparse
 from jax.typing import DTypeLike
-from jaxtyping import Array, Integer
+from jaxtyping import Array, Float, Integer
 
 from jaxcomp.codecs.codec import Codec, Encoded, Exact, Seed, array_nbytes
 
@@ -35,6 +35,15 @@ class Grid(typing.NamedTuple):
     block: tuple[int, int]
     height: int
     width: int
+
+    def rows_of_blocks(
+        self, x: Float[Array, "batch ... columns"]
+    ) -> Float[Array, "batch rows tall columns"]:
+        """The tokens of a matrix of as many as this one, by row of blocks, filled up with zeros."""
+        batch, *_, columns = x.shape
+        x = x.reshape(batch, self.height, columns)
+        x = jnp.pad(x, ((0, 0), (0, self.rows * self.block[0] - self.height), (0, 0)))
+        return x.reshape(batch, self.rows, self.block[0], columns)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,8 +75,8 @@ class BlockSparse(Codec):
             matrix; "rows", a product for each row of blocks, of the kept ones alone; "triton", a
             kernel for CUDA that decodes on the chip, for blocks whose sides are powers of two;
             "tpu", a kernel for TPUs that adds up the products of "rows" on the chip, for blocks
-            whose width is a multiple of 8 (both for one device, or inside `jax.shard_map`);
-            "auto", "rows" where they take less memory than the decoded matrix, else "dense".
+            whose width is a multiple of 8; "auto", on a TPU its kernel where that knows the blocks,
+            elsewhere "rows" where they take less memory than the decoded matrix, else "dense".
 
     Raises:
         TypeError: If `values` is not a codec.

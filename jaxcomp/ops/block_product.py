@@ -1,8 +1,12 @@
 """Weight gradients of products whose left operand is stored in blocks, which stays as it is."""
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxcomp.codecs import BlockSparse, Encoded
@@ -12,28 +16,15 @@ from jaxcomp.ops import block_tpu, block_triton
 _KERNELS = {"triton": block_triton, "tpu": block_tpu}
 
 
-def choose(codec: BlockSparse, shape: tuple[int, ...], columns: int, itemsize: int) -> Product:
-    """How `codec.product` says that a weight's gradient is made; "auto" is decided by bytes.
-
-    The products of rows of blocks take less memory than the dense matrix where blocks are tall:
-    with an `itemsize` of 2 bytes, more than `2 * density * columns` rows.
-
-    Args:
-        codec: Of the product's left operand.
-        shape: Shape of that.
-        columns: Columns of the weight.
-        itemsize: Bytes of an element.
-
-    Example:
-        >>> codec = BlockSparse(block=(196, 8), density=0.25)
-        >>> choose(codec, (128, 196, 384), 384, 2), choose(codec, (128, 196, 384), 1536, 2)
-        ('rows', 'dense')
-    """
-    if codec.product != "auto":
-        return codec.product
-    grid = codec.grid(shape)
-    sums = grid.rows * grid.kept * grid.block[1] * columns * 4
-    return "rows" if sums < grid.height * grid.width * itemsize else "dense"
+def by_dense(
+    codec: BlockSparse,
+    code: Encoded,
+    cotangent: Float[Array, "batch ... columns"],
+    precision: lax.PrecisionLike = None,
+) -> Float[Array, "features columns"]:
+    """Decodes and multiplies."""
+    rows = tuple(range(len(code.shape) - 1))
+    return jnp.tensordot(codec.decode(code), cotangent, (rows, rows), precision=precision)
 
 
 def by_rows(
@@ -49,15 +40,10 @@ def by_rows(
     """
     grid = codec.grid(code.shape)
     (tall, wide), batch, columns = grid.block, code.shape[0], cotangent.shape[-1]
-    data = codec.data(code).reshape(batch, grid.rows, grid.kept, tall, wide)
-    g = cotangent.reshape(batch, grid.height, columns)
-    g = jnp.pad(g, ((0, 0), (0, grid.rows * tall - grid.height), (0, 0)))
-    g = g.reshape(batch, grid.rows, tall, columns)
-    dtype = jnp.promote_types(data.dtype, g.dtype)
     products = jnp.einsum(
         "brktw,brtn->brkwn",
-        data.astype(dtype),
-        g.astype(dtype),
+        codec.data(code).reshape(batch, grid.rows, grid.kept, tall, wide),
+        grid.rows_of_blocks(cotangent),
         precision=precision,
         preferred_element_type=jnp.float32,
     )
@@ -67,11 +53,69 @@ def by_rows(
     return sums.reshape(-1, columns)[: grid.width]
 
 
-GRADIENTS = {"rows": by_rows, "triton": block_triton.by_triton, "tpu": block_tpu.by_tpu}
-"""How each product but "dense" makes the weight's gradient of the code and the cotangent."""
+GRADIENTS = {
+    "dense": by_dense,
+    "rows": by_rows,
+    "triton": block_triton.by_triton,
+    "tpu": block_tpu.by_tpu,
+}
+"""How each product makes the weight's gradient of the code and the cotangent."""
 
 
-def check(codec: BlockSparse, shape: tuple[int, ...], product: Product) -> None:
-    """Raises a ValueError if a kernel does not know blocks of this size."""
-    if product in _KERNELS:
-        _KERNELS[product].check(codec, shape)
+def choose(codec: BlockSparse, shape: tuple[int, ...], columns: int, itemsize: int) -> Product:
+    """What "auto" means on a CPU or GPU: the product that takes less memory.
+
+    The products of rows of blocks take less than the dense matrix where blocks are tall: with an
+    `itemsize` of 2 bytes, more than `2 * density * columns` rows.
+
+    Args:
+        codec: Of the product's left operand.
+        shape: Shape of that.
+        columns: Columns of the weight.
+        itemsize: Bytes of an element.
+
+    Example:
+        >>> codec = BlockSparse(block=(196, 8), density=0.25)
+        >>> choose(codec, (128, 196, 384), 384, 2), choose(codec, (128, 196, 384), 1536, 2)
+        ('rows', 'dense')
+    """
+    grid = codec.grid(shape)
+    sums = grid.rows * grid.kept * grid.block[1] * columns * 4
+    return "rows" if sums < grid.height * grid.width * itemsize else "dense"
+
+
+def gradient(
+    codec: BlockSparse,
+    shape: tuple[int, ...],
+    columns: int,
+    dtype: DTypeLike,
+    precision: lax.PrecisionLike = None,
+) -> Callable[[Encoded, Array], Array]:
+    """How `codec.product` says that a weight's gradient is made of code and cotangent.
+
+    Args:
+        codec: Of the product's left operand.
+        shape: Shape of that.
+        columns: Columns of the weight.
+        dtype: Of the weight, and of the gradient.
+        precision: Of the product.
+
+    Raises:
+        ValueError: If the product is a kernel that does not know blocks of this size.
+    """
+
+    def by(product: Product) -> Callable[[Encoded, Array], Array]:
+        def of(code: Encoded, cotangent: Array) -> Array:
+            return GRADIENTS[product](codec, code, cotangent, precision).astype(dtype)
+
+        return of
+
+    if codec.product == "auto":
+        portable = by(choose(codec, shape, columns, jnp.dtype(dtype).itemsize))
+        if block_tpu.refusal(codec, shape):
+            return portable
+        return functools.partial(lax.platform_dependent, tpu=by("tpu"), default=portable)
+    kernel = _KERNELS.get(codec.product)
+    if kernel is not None and (refusal := kernel.refusal(codec, shape)):
+        raise ValueError(f"product={codec.product!r}: {refusal}")
+    return by(codec.product)

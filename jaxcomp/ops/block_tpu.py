@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 from jaxcomp import residuals
 from jaxcomp.codecs import BlockSparse, Encoded
 from jaxcomp.codecs.block_sparse import Grid
+from jaxcomp.ops.batch_sum import batch_sum
 
 LANES, SUBLANES = 128, 8  # of a register of 32 bits
 VMEM_NBYTES = 12 * 2**20  # of the 16 MiB that XLA gives a kernel
@@ -28,14 +29,11 @@ def by_tpu(
 
     It reads the blocks once for each tile of columns and the cotangent once, multiplies the kept
     blocks alone, and writes nothing but the gradient. For TPU; elsewhere Pallas interprets it,
-    which is for tests. A batch that is spread over devices needs a `jax.shard_map`.
+    which is for tests. For blocks of a size that `refusal` has nothing to say against.
 
     Raises:
         NotImplementedError: When the result is differentiated.
-        ValueError: If the width of the blocks is no multiple of 8, or there are so many features or
-            such tall blocks that a tile of the gradient and its operands do not fit on the chip.
     """
-    check(codec, code.shape)
     cotangent = residuals.undifferentiable(cotangent)  # Pallas has no derivative of a kernel
     grid = codec.grid(code.shape)
     (tall, wide), batch, columns = grid.block, code.shape[0], cotangent.shape[-1]
@@ -43,14 +41,13 @@ def by_tpu(
         return jnp.zeros((grid.width, columns), jnp.float32)
     data = codec.data(code).reshape(batch, grid.rows, grid.kept, tall, wide)
     data = data.swapaxes(2, 3).reshape(batch, grid.rows, tall, grid.kept * wide)
-    g = cotangent.reshape(batch, grid.height, columns)
-    g = jnp.pad(g, ((0, 0), (0, grid.rows * tall - grid.height), (0, 0)))
-    g = g.reshape(batch, grid.rows, tall, columns)
+    g = grid.rows_of_blocks(cotangent)
     indices = code.arrays[0].reshape(batch, grid.rows, 1, grid.kept).astype(jnp.int32)
     features = grid.columns * wide
-    tile = min(columns, max(1, VMEM_NBYTES // _nbytes(grid)) * LANES)
 
-    def run(interpret: bool, *args: Array) -> Array:
+    def run(interpret: bool, indices: Array, data: Array, g: Array) -> Array:
+        batch, *_, columns = g.shape
+        tile = min(columns, max(1, VMEM_NBYTES // _nbytes(grid)) * LANES)
         return pl.pallas_call(
             functools.partial(_kernel, grid, precision),
             grid=(-(-columns // tile), batch, grid.rows),
@@ -65,32 +62,32 @@ def by_tpu(
             out_shape=jax.ShapeDtypeStruct((features, columns), jnp.float32),
             interpret=interpret,
             name="block_product",
-        )(*args)
+        )(indices, data, g)
+
+    def kernel(*args: Array) -> Array:
+        return lax.platform_dependent(
+            *args, tpu=functools.partial(run, False), default=functools.partial(run, True)
+        )
 
     dtype = jnp.promote_types(data.dtype, g.dtype)
-    sums = lax.platform_dependent(
-        indices,
-        data.astype(dtype),
-        g.astype(dtype),
-        tpu=functools.partial(run, False),
-        default=functools.partial(run, True),
-    )
+    sums = batch_sum(kernel, indices, data.astype(dtype), cotangent=g.astype(dtype))
     return sums[: grid.width]
 
 
-def check(codec: BlockSparse, shape: tuple[int, ...]) -> None:
-    """Raises a ValueError unless the kernel knows blocks of this size."""
-    block = codec.grid(shape).block
+def refusal(codec: BlockSparse, shape: tuple[int, ...]) -> str | None:
+    """Why the kernel does not know blocks of this size; None if it does."""
+    block, nbytes = codec.grid(shape).block, _nbytes(codec.grid(shape))
     if block[1] % SUBLANES:
-        raise ValueError(
-            f"product='tpu': expected blocks whose width is a multiple of {SUBLANES}, got {block} "
-            f"for x of shape {shape}"
+        return (
+            f"expected blocks whose width is a multiple of {SUBLANES}, got {block} for x of shape "
+            f"{shape}"
         )
-    if _nbytes(codec.grid(shape)) > VMEM_NBYTES:
-        raise ValueError(
-            f"product='tpu': x of shape {shape} needs {_nbytes(codec.grid(shape))} bytes on the "
-            f"chip, expected at most {VMEM_NBYTES}; use 'dense'"
+    if nbytes > VMEM_NBYTES:
+        return (
+            f"x of shape {shape} needs {nbytes} bytes on the chip, expected at most {VMEM_NBYTES}; "
+            "use 'dense'"
         )
+    return None
 
 
 def _nbytes(grid: Grid) -> int:

@@ -91,10 +91,7 @@ def _of_blocks(
     layer = [[*map(list, axes)] for axes in dimension_numbers] == [[[lhs.ndim - 1], [0]], [[], []]]
     if not isinstance(codec, BlockSparse) or not layer or rhs.ndim != 2:
         return None
-    way = block_product.choose(codec, lhs.shape, rhs.shape[1], lhs.dtype.itemsize)
-    block_product.check(codec, lhs.shape, way)
-    gradient = block_product.GRADIENTS.get(way)
-    return gradient and functools.partial(gradient, codec, precision=precision)
+    return block_product.gradient(codec, lhs.shape, rhs.shape[1], rhs.dtype, precision)
 
 
 class Reads(typing.NamedTuple):
@@ -163,7 +160,7 @@ def bilinear(
             if sink is not None:
                 dsink = sensitivity(codec.decode(code), cotangent, uses)
             if weight_gradient is not None:
-                drhs = weight_gradient(code, cotangent).astype(rhs.dtype)
+                drhs = weight_gradient(code, cotangent)
             else:
                 decoded = codec.decode(code)
                 transpose = jax.linear_transpose(lambda rhs: product(decoded, rhs), like_rhs)

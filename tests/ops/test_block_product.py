@@ -90,7 +90,7 @@ def test_columns_take_turns_on_a_chip(monkeypatch):
 
 def test_nothing_to_multiply():
     for product, gradient in block_product.GRADIENTS.items():
-        codec = BlockSparse(SMALL[product], 0.5, product=product)
+        codec = BlockSparse(SMALL.get(product, 4), 0.5, product=product)
         code = codec.encode(jnp.zeros((2, 0, 16)))
         assert gradient(codec, code, jnp.zeros((2, 0, 5))).tolist() == [[0.0] * 5] * 16
 
@@ -137,11 +137,59 @@ def test_vmap_of_grad_equals_a_loop():
             assert_close(jax.tree.map(lambda g, i=i: g[i], batched), gradient(x[i], w))
 
 
-def test_rows_of_a_spread_batch_are_summed_at_the_end():
-    codec = BlockSparse((8, 4), 0.5, product="rows")
-    x, w = shard(normal((16, 8, 16))), replicate(normal((16, 5), seed=1))
+@pytest.mark.parametrize("product", ["auto", "dense", *SMALL])
+def test_a_spread_batch_is_summed_at_the_end(product):
+    codec = BlockSparse((8, 8), 0.5, product=product)
+    x, w = normal((16, 8, 16)), normal((16, 5), seed=1)
+    gradient = jax.jit(jax.grad(lambda w, x: (linear(x, w, codec) ** 2).sum()))
+    assert collectives(gradient, replicate(w), shard(x)) == {"all-reduce"}
+    assert_close(gradient(replicate(w), shard(x)), gradient(w, x), 1e-5)
+
+
+@pytest.mark.parametrize("product", ["triton", "tpu"])
+def test_columns_of_a_weight_stay_spread(product):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+
+    def put(array, *spec):
+        place = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+        return jax.device_put(array, place)
+
+    codec = BlockSparse((8, 8), 0.5, product=product)
+    x, w = normal((8, 8, 16)), normal((16, 6), seed=1)
+    gradient = jax.jit(jax.grad(lambda w, x: (linear(x, w, codec) ** 2).sum()))
+    spread = put(w, None, "model"), put(x, "data")
+    assert collectives(gradient, *spread) == {"all-reduce"}
+    assert gradient(*spread).sharding.spec == jax.P(None, "model")
+    assert_close(gradient(*spread), gradient(w, x), 1e-5)
+
+
+def test_a_tpu_takes_its_kernel():
+    shapes = (4, 64, 128), (128, 64)
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
+
+    def flops(product, block):
+        codec = BlockSparse(block, 0.25, product=product)
+        gradient = jax.grad(lambda w, x: jnp.sin(linear(x, w, codec).astype(jnp.float32)).sum())
+        return memory.analyze(gradient, w, x, target="v5e").flops
+
+    assert flops("auto", 8) == flops("tpu", 8) < flops("dense", 8)
+    assert flops("auto", 4) == flops("dense", 4)  # which the kernel does not know
+
+
+def test_a_kernel_on_several_absent_devices_needs_shard_map():
+    codec = BlockSparse((8, 8), 0.5, product="tpu")
+    w, x = replicate(normal((16, 5), seed=1)), shard(normal((16, 8, 16)))
     gradient = jax.grad(lambda w, x: (linear(x, w, codec) ** 2).sum())
-    assert collectives(gradient, w, x) == {"all-reduce"}
+    with pytest.raises(memory.CompileError, match="Python callback partitions"):
+        memory.analyze(gradient, w, x, target="v5e:4x2")
+
+    def of_a_part(w, x):
+        return jax.lax.psum(gradient(w, x), "batch")
+
+    specs = {"in_specs": (jax.P(), x.sharding.spec), "out_specs": jax.P(), "check_vma": False}
+    by_hand = jax.shard_map(of_a_part, mesh=x.sharding.mesh, **specs)
+    assert memory.analyze(by_hand, w, x, target="v5e:4x2").flops > 0
+    assert_close(jax.jit(by_hand)(w, x), gradient(w, x), 1e-5)
 
 
 def test_kernel_that_cannot_be_is_an_error():
