@@ -23,9 +23,11 @@ class Branch(nnx.Module):
         # A mask value for each sample.
         self.drop = nn.Dropout(drop, broadcast_dims=(1, 2), rngs=options["rngs"]) if drop else None
 
-    def __call__(self, x: Float[Array, "batch tokens dim"]) -> Float[Array, "batch tokens dim"]:
-        """Returns what is added to the block's input."""
-        x = self.scale(x)
+    def __call__(
+        self, x: Float[Array, "batch tokens _"], linear: nn.Linear | None = None
+    ) -> Float[Array, "batch tokens dim"]:
+        """Returns what is added to the block's input, of `x` or of `linear(x)`."""
+        x = self.scale(x) if linear is None else nn.scaled_linear(x, linear, self.scale)
         return x if self.drop is None else self.drop(x)
 
 
@@ -50,7 +52,7 @@ class Block(nnx.Module):
         """Returns the block's output."""
         mixed = self.mixing(self.norm1(x).swapaxes(1, 2)).swapaxes(1, 2)
         x = x + self.branch1(mixed)
-        return x + self.branch2(self.fc2(self.act(self.fc1(self.norm2(x)))))
+        return x + self.branch2(self.act(self.fc1(self.norm2(x))), self.fc2)
 
 
 class ResMLP(nnx.Module):

@@ -18,4 +18,5 @@ from jaxcomp.ops.norm_act import clipped as clipped
 from jaxcomp.ops.norm_act import norm_act as norm_act
 from jaxcomp.ops.pooling import avg_pool as avg_pool
 from jaxcomp.ops.pooling import max_pool as max_pool
+from jaxcomp.ops.scaled_linear import scaled_linear as scaled_linear
 from jaxcomp.ops.sensitivity import Sink as Sink

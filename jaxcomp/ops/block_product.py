@@ -24,7 +24,13 @@ def by_dense(
 ) -> Float[Array, "features columns"]:
     """Decodes and multiplies."""
     rows = tuple(range(len(code.shape) - 1))
-    return jnp.tensordot(codec.decode(code), cotangent, (rows, rows), precision=precision)
+    return jnp.tensordot(
+        codec.decode(code),
+        cotangent,
+        (rows, rows),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
 
 
 def by_rows(

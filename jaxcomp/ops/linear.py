@@ -5,6 +5,7 @@ import typing
 from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import CustomVJPPrimal
 from jax.typing import DTypeLike
@@ -76,22 +77,44 @@ def dot_general(
     )
     if codec is None:
         return stock(lhs, rhs)
-    gradient = _of_blocks(coder(codec), lhs, rhs, dimension_numbers, precision)
+    layer = [[*map(list, axes)] for axes in dimension_numbers] == [[[lhs.ndim - 1], [0]], [[], []]]
+    gradient = None
+    if isinstance(coder(codec), BlockSparse) and layer and rhs.ndim == 2:
+        gradient = layer_gradient(codec, lhs, rhs.shape[1], rhs.dtype, precision)
     return bilinear(stock, codec, lhs, rhs, seed, sink=sink, weight_gradient=gradient)
 
 
-def _of_blocks(
+def layer_gradient(
     codec: Codec,
-    lhs: Array,
-    rhs: Array,
-    dimension_numbers: DotDimensionNumbers,
+    x: Float[Array, "batch ... features"],
+    columns: int,
+    dtype: DTypeLike,
     precision: lax.PrecisionLike,
-) -> WeightGradient | None:
-    """How the gradient of `rhs` is made of a block-sparse code, if not of the decoded `lhs`."""
-    layer = [[*map(list, axes)] for axes in dimension_numbers] == [[[lhs.ndim - 1], [0]], [[], []]]
-    if not isinstance(codec, BlockSparse) or not layer or rhs.ndim != 2:
-        return None
-    return block_product.gradient(codec, lhs.shape, rhs.shape[1], rhs.dtype, precision)
+) -> WeightGradient:
+    """How a linear layer's weight gradient is made of its coded input and the cotangent.
+
+    Args:
+        codec: How the input is stored.
+        x: The input, or its shape.
+        columns: Columns of the weight.
+        dtype: Of the weight's gradient.
+        precision: Of the product.
+    """
+    codec = coder(codec)
+    if isinstance(codec, BlockSparse):
+        return block_product.gradient(codec, x.shape, columns, dtype, precision)
+    rows = tuple(range(x.ndim - 1))
+
+    def of_decoded(code: Encoded, cotangent: Array) -> Array:
+        return jnp.tensordot(
+            codec.decode(code),
+            cotangent,
+            (rows, rows),
+            precision=precision,
+            preferred_element_type=dtype,
+        )
+
+    return of_decoded
 
 
 class Reads(typing.NamedTuple):

@@ -1,0 +1,145 @@
+"""A linear layer and LayerScale as one operation."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxcomp as jc
+from jaxcomp import ops
+from tests.helpers import DTYPES, assert_close, collectives, normal, replicate, shard, stored_shapes
+
+CODECS = jc.Quantize(bits=2), jc.BlockSparse(4, 0.5), jc.Exact()
+X = normal((8, 6, 16))
+PARAMS = normal((16, 10), seed=1), normal((10,), seed=2), normal((10,), seed=3)
+
+
+def stock(x, kernel, bias, scale):
+    kernel, bias, scale = (a.astype(x.dtype) for a in (kernel, bias, scale))
+    y = jax.lax.dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())))
+    return (y + bias[None, None]) * scale[None, None]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_forward_is_bit_identical(dtype):
+    x = X.astype(dtype)
+    coded = functools.partial(ops.scaled_linear, codec=jc.Quantize(bits=2))
+    got, pullback = jax.vjp(jax.jit(coded), x, *PARAMS)
+    assert got.dtype == dtype
+    np.testing.assert_array_equal(got, jax.jit(stock)(x, *PARAMS))
+    assert [g.dtype for g in pullback(got)] == [dtype, *[jnp.float32] * 3]
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=lambda c: c.name)
+@pytest.mark.parametrize("scale", [PARAMS[2], jnp.zeros(10)])
+def test_gradients_are_exact_at_the_decoded_input(codec, scale):
+    kernel, bias, _ = PARAMS
+    g = normal((8, 6, 10), seed=4)
+    _, pullback = jax.vjp(functools.partial(ops.scaled_linear, codec=codec), X, kernel, bias, scale)
+    decoded = codec.decode(codec.encode(X))
+    dx, *_ = jax.vjp(stock, X, kernel, bias, scale)[1](g)
+    _, *expected = jax.vjp(stock, decoded, kernel, bias, scale)[1](g)
+    got = pullback(g)
+    assert_close(got[0], dx, 1e-5)
+    assert_close(list(got[1:]), expected, 1e-5)
+
+
+def test_the_gradients_of_narrow_floats_are_summed_in_float32():
+    """Nearer to the exact ones than those of the three operations."""
+    x, g = X.astype(jnp.bfloat16), normal((8, 6, 10), seed=4).astype(jnp.bfloat16)
+    exact = jax.vjp(stock, x.astype(jnp.float32), *PARAMS)[1](g.astype(jnp.float32))
+    coded = functools.partial(ops.scaled_linear, codec=jc.Exact())
+
+    def error(fn):
+        got = jax.vjp(fn, x, *PARAMS)[1](g)
+        return np.array(
+            [float(jnp.abs(a - b).max()) for a, b in zip(got[1:], exact[1:], strict=True)]
+        )
+
+    assert np.all(error(coded) < error(stock))
+
+
+def test_stored_is_the_input_alone():
+    coded = functools.partial(ops.scaled_linear, codec=jc.Quantize(bits=2))
+    batch = [s for s in stored_shapes(coded, X, *PARAMS) if s[0][:1] == (8,)]
+    assert batch == sorted(
+        (a.shape, a.dtype.name) for a in jax.tree.leaves(jc.Quantize(bits=2).encode(X))
+    )
+    frozen = functools.partial(coded, kernel=PARAMS[0], bias=PARAMS[1], scale=PARAMS[2])
+    assert stored_shapes(frozen, X) == [((16, 10), "float32")]
+
+
+def test_vmap_of_grad_equals_a_loop():
+    xs = jnp.stack([X, 2 * X])
+    gradient = jax.grad(
+        lambda x, *params: jnp.sin(ops.scaled_linear(x, *params, codec=jc.Exact())).sum(),
+        (0, 1, 2, 3),
+    )
+    batched = jax.vmap(gradient, (0, None, None, None))(xs, *PARAMS)
+    for i, x in enumerate(xs):
+        assert_close(jax.tree.map(lambda g, i=i: g[i], batched), gradient(x, *PARAMS), 1e-5)
+
+
+def test_a_spread_batch_is_summed_at_the_end():
+    def loss(params, x):
+        return jnp.sin(ops.scaled_linear(x, *params, codec=jc.Quantize(bits=4))).sum()
+
+    gradient = jax.jit(jax.grad(loss))
+    spread = replicate(PARAMS), shard(X)
+    assert collectives(gradient, *spread) == {"all-reduce"}
+    assert_close(gradient(*spread), gradient(PARAMS, X), 1e-5)
+
+
+def test_second_derivatives_are_right_or_refused():
+    def loss(op):
+        return lambda kernel, x: jnp.sin(op(x, kernel, *PARAMS[1:])).sum()
+
+    coded, exact = (
+        loss(functools.partial(ops.scaled_linear, codec=jc.Quantize(bits=2))),
+        loss(stock),
+    )
+    kernel = PARAMS[0]
+    of_exact = loss(functools.partial(ops.scaled_linear, codec=jc.Exact()))
+    got, expected = (
+        jax.jvp(lambda k, f=f: jax.grad(f)(k, X), (kernel,), (kernel,))[1]
+        for f in (of_exact, exact)
+    )
+    assert_close(got, expected, 1e-5)
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        jax.jvp(lambda x: jax.grad(coded)(kernel, x), (X,), (X,))
+
+
+def test_an_input_that_cannot_be_stored_is_an_error():
+    with pytest.raises(TypeError):
+        ops.scaled_linear(X.astype(int), *PARAMS, codec=jc.Quantize(bits=2))
+    with pytest.raises(ValueError, match="expected a lower density"):
+        ops.scaled_linear(X, *PARAMS, codec=jc.BlockSparse(4, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "stored"),
+    [
+        ({}, 0),
+        ({"codec": jc.Exact()}, 1),
+        ({"codec": None}, 1),
+        ({"bias": nnx.data(nnx.Param(jnp.ones(10)))}, 1),
+    ],
+)
+def test_layers_are_one_operation_where_the_scale_has_a_codec(changes, stored):
+    rngs = nnx.Rngs(0)
+    linear = jc.nn.Linear(16, 10, codec=jc.Quantize(bits=2), rngs=rngs)
+    scale = jc.nn.Affine(10, use_bias=False, scale_init=0.5, codec=jc.Quantize(bits=4), rngs=rngs)
+    for name, value in changes.items():
+        setattr(scale, name, value)
+    y = jc.nn.scaled_linear(X, linear, scale)
+    np.testing.assert_array_equal(y, scale(linear(X)))
+
+    def forward(state, x):
+        return jc.nn.scaled_linear(x, *nnx.merge(graphdef, state))
+
+    graphdef, state = nnx.split(nnx.List([linear, scale]))
+    maps = [s for s, name in stored_shapes(forward, state, X) if s[:2] == (8, 6) and s[2] < 16]
+    assert len(maps) == stored + 1  # of the linear layer's input two elements are one of uint4
