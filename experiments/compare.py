@@ -164,6 +164,32 @@ def report(config: TrainConfig, seeds: Sequence[int], rows: Sequence[Row], out: 
     console.print(f"written: {out}/comparison.json, .md and .png")
 
 
+def compare_seeds(
+    config: TrainConfig, ways: Sequence[str], seeds: Sequence[int], out: Path
+) -> list[Row]:
+    """Compares with several seeds and reports, for a command line; runs are under ``out / "runs"``.
+
+    Raises:
+        typer.BadParameter: the first way is not ``plain``, or there is one seed.
+        typer.Exit: Ctrl-C stopped a run.
+    """
+    if len(seeds) < 2 or ways[0] != "plain":
+        raise typer.BadParameter(f"way={ways}, seed={seeds}: expected plain first, 2 or more seeds")
+    make_folder(out)
+    return _or_exit(compare(config, ways, seeds, out / "runs"), config, seeds, out)
+
+
+def _or_exit(
+    rows: list[Row] | None, config: TrainConfig, seeds: Sequence[int], out: Path
+) -> list[Row]:
+    """Reports rows that are there; else says that the command was stopped."""
+    if rows is None:
+        typer.echo("stopped; the same command goes on")
+        raise typer.Exit(130)
+    report(config, seeds, rows, out)
+    return rows
+
+
 def notes(rows: Sequence[Row]) -> list[str]:
     """What to know to read the table."""
     target = rows[0].measurement.target
@@ -215,10 +241,7 @@ def main(
         )
     except (ValueError, OSError, ModuleNotFoundError) as error:
         raise typer.BadParameter(str(error)) from error
-    if rows is None:
-        typer.echo("stopped; the same command goes on")
-        raise typer.Exit(130)
-    report(config, seeds, rows, out)
+    _or_exit(rows, config, seeds, out)
 
 
 if __name__ == "__main__":

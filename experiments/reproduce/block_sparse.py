@@ -14,9 +14,8 @@ import numpy as np
 import typer
 from matplotlib.figure import Figure
 
-from experiments.compare import Row, compare, report
+from experiments.compare import Row, compare_seeds
 from experiments.config import TrainConfig
-from experiments.record import make_folder
 
 WAYS = (
     "plain",
@@ -65,8 +64,6 @@ def main(
 ) -> None:
     """Trains, compares and draws; the same command again goes on."""
     ways, seeds = way or list(WAYS), seed or [0, 1, 2]
-    if len(seeds) < 2 or ways[0] != "plain":
-        raise typer.BadParameter(f"way={ways}, seed={seeds}: expected plain first, 2 or more seeds")
     config = TrainConfig(
         model=model,
         dataset=dataset,
@@ -76,13 +73,7 @@ def main(
         batch=batch,
         lr=lr,
     )
-    make_folder(out)
-    rows = compare(config, ways, seeds, out / "runs")
-    if rows is None:
-        typer.echo("stopped; the same command goes on")
-        raise typer.Exit(130)
-    report(config, seeds, rows, out)
-    draw(rows, out / "accuracy.png")
+    draw(compare_seeds(config, ways, seeds, out), out / "accuracy.png")
 
 
 if __name__ == "__main__":

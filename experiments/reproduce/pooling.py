@@ -21,10 +21,10 @@ from flax import nnx
 from matplotlib.figure import Figure
 
 from experiments.checkpoint import Checkpoints
-from experiments.compare import compare, report, run_folder
+from experiments.compare import compare_seeds, run_folder
 from experiments.config import TrainConfig
 from experiments.data import Dataset, load
-from experiments.record import describe_environment, make_folder, write_json, write_table
+from experiments.record import describe_environment, write_json, write_table
 from experiments.run import build
 from jaxcomp.models.resnet import ResNet
 from jaxcomp.ops import value
@@ -150,19 +150,11 @@ def main(
 ) -> None:
     """Trains, compares and draws; the same command again goes on."""
     ways, seeds = way or list(WAYS), seed or [0, 1, 2]
-    if len(seeds) < 2 or ways[0] != "plain":
-        raise typer.BadParameter(f"way={ways}, seed={seeds}: expected plain first, 2 or more seeds")
     config = TrainConfig(
         model=model, dataset=dataset, data_dir=data_dir, epochs=epochs, batch=batch
     )
-    make_folder(out)
-    runs = out / "runs"
-    rows = compare(config, ways, seeds, runs)
-    if rows is None:
-        typer.echo("stopped; the same command goes on")
-        raise typer.Exit(130)
-    report(config, seeds, rows, out)
-    study(config, ways, seeds, runs, out)
+    compare_seeds(config, ways, seeds, out)
+    study(config, ways, seeds, out / "runs", out)
 
 
 def study(

@@ -4,6 +4,7 @@ import pytest
 import typer
 from matplotlib.figure import Figure
 
+from experiments import compare
 from experiments.compare import Row
 from experiments.measure import Measurement
 from experiments.reproduce import block_sparse as module
@@ -21,7 +22,7 @@ def test_ways_are_known():
 def test_table_and_plot_are_written(tmp_path, monkeypatch):
     rows = [row("plain", [0.5, 0.7], 2**20), row("pruning:density=0.1", [0.4, 0.4], None)]
     drawn = []
-    monkeypatch.setattr(module, "compare", lambda *given: rows)
+    monkeypatch.setattr(compare, "compare", lambda *given: rows)
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
     module.main(tmp_path, way=["plain", "pruning:density=0.1"], seed=[0, 1], epochs=1)
     assert json.loads((tmp_path / "comparison.json").read_text())["seeds"] == [0, 1]
