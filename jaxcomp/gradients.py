@@ -15,6 +15,7 @@ from jaxcomp.training import split_model
 
 Loss = Callable[[Any, Any], jax.Array]  # of a model and a batch
 Z = 1.96  # of a confidence interval of 95%
+_TINY = np.finfo(float).tiny
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +46,8 @@ class GradientReport:
             its norm.
         draws: How many gradients were drawn.
         layers: Parameters and their parts of the variance of the coded gradient, largest first.
+        parameters: Of each parameter's coded gradient by itself, as parts of the norm of its own
+            exact one, in the model's order.
     """
 
     coded: Errors
@@ -52,6 +55,7 @@ class GradientReport:
     sgd_noise: float
     draws: int
     layers: tuple[tuple[str, float], ...]
+    parameters: tuple[tuple[str, Errors], ...]
 
     @property
     def noise_over_sgd(self) -> float:
@@ -133,6 +137,10 @@ def check_gradients(
         float(sgd_noise),
         draws,
         _shares(params, np.var(errors, axis=0, ddof=1)),
+        tuple(
+            (name, _errors(errors[:, part], float(np.linalg.norm(gradient[part]))))
+            for name, part in _parts(params)
+        ),
     )
 
 
@@ -183,7 +191,7 @@ def _errors(errors: np.ndarray, norm: float) -> Errors:
     variance = np.var(errors, axis=0, ddof=1).sum()
 
     def part(square: float) -> float:
-        return float(np.sqrt(max(0.0, square)) / norm)
+        return float(np.sqrt(max(0.0, square)) / max(norm, _TINY))
 
     return Errors(
         bias=part(square),
@@ -194,12 +202,19 @@ def _errors(errors: np.ndarray, norm: float) -> Errors:
 
 
 def _shares(params: Any, variance: np.ndarray) -> tuple[tuple[str, float], ...]:
+    total = max(float(variance.sum()), _TINY)
+    shares = [(name, float(variance[part].sum()) / total) for name, part in _parts(params)]
+    return tuple(sorted(shares, key=lambda item: -item[1]))
+
+
+def _parts(params: Any) -> list[tuple[str, slice]]:
+    """Parameters by name, and where they are in a vector of all."""
     leaves = jax.tree.leaves_with_path(params)
     ends = np.cumsum([leaf.size for _, leaf in leaves])
-    total = max(float(variance.sum()), np.finfo(float).tiny)
-    names = [_name(path) for path, _ in leaves]
-    shares = [float(part.sum()) / total for part in np.split(variance, ends[:-1])]
-    return tuple(sorted(zip(names, shares, strict=True), key=lambda item: -item[1]))
+    return [
+        (_name(path), slice(int(end) - leaf.size, int(end)))
+        for (path, leaf), end in zip(leaves, ends, strict=True)
+    ]
 
 
 def _name(path: Any) -> str:

@@ -52,6 +52,28 @@ def test_a_biased_code_shows_its_bias():
     np.testing.assert_allclose(report.coded.bias, bias, rtol=1e-3)
 
 
+def test_errors_of_each_parameter_are_parts_of_its_own_gradient():
+    model, exact = Net(jc.AvgPool(window=4)), Net(None)
+    report = jc.check_gradients(loss, model, BATCH, draws=4)
+    coded, wanted = nnx.grad(loss)(model, BATCH), nnx.grad(loss)(exact, BATCH)
+    found = dict(report.parameters)
+    assert list(found) == ["conv/bias", "conv/kernel", "head/bias", "head/kernel"]
+    difference = coded["conv"]["kernel"][...] - wanted["conv"]["kernel"][...]
+    bias = np.linalg.norm(difference) / np.linalg.norm(wanted["conv"]["kernel"][...])
+    np.testing.assert_allclose(found["conv/kernel"].bias, bias, rtol=1e-3)
+    assert bias > report.coded.bias > 100 * found["head/kernel"].bias
+
+
+def test_a_parameter_without_a_gradient_has_no_errors():
+    def of_logits(model, batch):
+        return (model(batch[0]) ** 2).mean() + 0 * model.unused[...].sum()
+
+    model = Net(jc.Quantize(bits=2))
+    model.unused = nnx.Param(jnp.ones(3))
+    found = dict(jc.check_gradients(of_logits, model, BATCH, draws=4).parameters)
+    assert (found["unused"].bias, found["unused"].noise) == (0.0, 0.0)
+
+
 def test_the_control_is_rounding():
     report = jc.check_gradients(loss, Net(jc.Quantize(bits=2)), BATCH)
     assert report.control.noise < 1e-5

@@ -7,6 +7,7 @@ of this size.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import jax
@@ -25,7 +26,8 @@ from jaxcomp.models import resnet
 from jaxcomp.ways import Way
 
 WAYS = (
-    "avg_pool:window=2",
+    "pooling:window=2",
+    "pooling:window=4",
     "quantize:bits=2",
     "quantize:bits=4",
     "division",
@@ -83,6 +85,24 @@ def main(
         "gradient's norm:"
     )
     typer.echo(write_table(out / "gradients.md", title, table, content["command"]))
+    title = (
+        f"Bias of each kernel's gradient after {steps} steps, as a part of the norm of its own "
+        "exact gradient, with its 95% interval:"
+    )
+    write_table(out / "layers.md", title, by_layer(rows, steps), content["command"])
+
+
+def by_layer(rows: Sequence[dict[str, Any]], steps: int) -> list[list[str]]:
+    """A table with a line for each kernel and a column for each way, of a trained network."""
+    trained = {row["row"]: dict(row["parameters"]) for row in rows if row["steps"] == steps}
+    names = [name for name in next(iter(trained.values())) if name.endswith("kernel")]
+
+    def cell(errors: dict[str, Any]) -> str:
+        low, high = errors["bias_interval"]
+        return f"{errors['bias']:.3f} ({low:.3f} .. {high:.3f})"
+
+    body = [[name, *(cell(found[name]) for found in trained.values())] for name in names]
+    return [["kernel", *trained], *body]
 
 
 if __name__ == "__main__":
