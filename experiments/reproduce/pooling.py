@@ -8,6 +8,7 @@ alignment), its first filters, and where it looks (Grad-CAM). How far two exact 
 different seeds are from each other stands beside.
 """
 
+import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -125,7 +126,7 @@ def draw(networks: dict[str, ResNet], images: jax.Array, labels: jax.Array, path
             ]
         )
         row[0].imshow(tiles, cmap="gray")
-        row[0].set_title(name if len(name) < 30 else "windows by stage", fontsize=8)
+        row[0].set_title(textwrap.fill(name, 40), fontsize=8, loc="left")
         for axes, i in zip(row[1:3], range(2), strict=True):
             axes.imshow(np.asarray(maps[1])[i].mean(-1), cmap="viridis")
         height, width = images.shape[1:3]
