@@ -36,6 +36,11 @@ _NONLINEAR = {
 _PRODUCTS = {"mul", "div", "select_n", "pad"}
 CHEAP = MOVES | _SUMS | _INDEXED | _NONLINEAR | _PRODUCTS
 
+# Equations that act on each element by itself.
+POINTWISE = (
+    _SUMS | _NONLINEAR | _PRODUCTS | {"convert_element_type", "copy", "name", "stop_gradient"}
+) - {"concatenate", "empty", "empty2", "iota", "pad"}
+
 HEAVY = {"dot_general", "conv_general_dilated"}
 REDUCTIONS = {
     "argmax", "argmin", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod",

@@ -1,11 +1,14 @@
 """Which values of a forward program wait for the backward pass, so that it can be rebuilt."""
 
 import dataclasses
+import typing
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
-from jaxcomp.codecs import Codec, Packed
+from jaxcomp.codecs import Codec, Encoded, Packed, Quantize
 from jaxcomp.transform.algebra import is_affine, is_cheap, linear_uses, tangents_of
 from jaxcomp.transform.cut import NEVER, cheapest
 from jaxcomp.transform.decisions import Decision
@@ -22,12 +25,21 @@ class Stored:
         copies: Codes of independent noise, one for each time that a path holds the value.
         offload: Whether it waits in the host's memory.
         note: What there is to say about it.
+        bounds: Between which numbers all its elements are known to lie; for `Quantize`.
     """
 
     codec: Codec | None = None
     copies: int = 1
     offload: bool = False
     note: str = ""
+    bounds: tuple[float, float] | None = None
+
+    def encode(self, value: Array, seed: Array) -> Encoded:
+        """One code of a value, whose range is looked for only if it is not known."""
+        assert self.codec is not None
+        if self.bounds is None:
+            return self.codec.encode(value, seed)
+        return typing.cast(Quantize, self.codec).encode_within(value, *self.bounds, seed)
 
     def nbytes(self, aval: Any) -> int:
         """Bytes in the device's memory."""
@@ -35,7 +47,10 @@ class Stored:
             return 0
         if self.codec is None:
             return plain_nbytes(aval)
-        return self.copies * coded_nbytes(self.codec, aval.shape, aval.dtype)
+        if self.bounds is None:
+            return self.copies * coded_nbytes(self.codec, aval.shape, aval.dtype)
+        x = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+        return self.copies * int(jax.eval_shape(self.encode, x, jnp.uint32(0)).nbytes)
 
     @property
     def is_noisy(self) -> bool:

@@ -7,10 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxcomp.codecs import Quantize
 from jaxcomp.policies import CodecPolicy
 from jaxcomp.transform import paths
 from jaxcomp.transform.algebra import tangents_of
 from jaxcomp.transform.alternatives import with_alternatives
+from jaxcomp.transform.bounds import bounds
 from jaxcomp.transform.choice import Demand, Stored, choose, coefficients_returned
 from jaxcomp.transform.decisions import Decision, Policy, decide
 from jaxcomp.transform.derivatives import merge
@@ -113,6 +115,8 @@ def scheme(
     for value, storing in stored.items():
         if storing.is_noisy:
             stored[value] = _with_copies(value, storing, copies.get(value, 1), means.get(value))
+            if roles.get(value) == "derivative" and isinstance(stored[value].codec, Quantize):
+                stored[value] = dataclasses.replace(stored[value], bounds=bounds(graph, value))
     return Scheme(
         graph,
         forward.consts,

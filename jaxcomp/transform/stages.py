@@ -103,7 +103,7 @@ def _encode(storing: Stored, value: Any, seed: Any) -> Any:
     if storing.codec is None:
         return residuals.name(value, Exact())
     numbers = range(storing.copies)
-    return tuple(storing.codec.encode(value, seed + jnp.uint32(i)) for i in numbers)
+    return tuple(storing.encode(value, seed + jnp.uint32(i)) for i in numbers)
 
 
 def backward(
