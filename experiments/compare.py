@@ -176,13 +176,13 @@ def compare_seeds(
     if len(seeds) < 2 or ways[0] != "plain":
         raise typer.BadParameter(f"way={ways}, seed={seeds}: expected plain first, 2 or more seeds")
     make_folder(out)
-    return _or_exit(compare(config, ways, seeds, out / "runs"), config, seeds, out)
+    return _reported(compare(config, ways, seeds, out / "runs"), config, seeds, out)
 
 
-def _or_exit(
+def _reported(
     rows: list[Row] | None, config: TrainConfig, seeds: Sequence[int], out: Path
 ) -> list[Row]:
-    """Reports rows that are there; else says that the command was stopped."""
+    """Rows, reported; without any the command was stopped, and says so."""
     if rows is None:
         typer.echo("stopped; the same command goes on")
         raise typer.Exit(130)
@@ -241,7 +241,7 @@ def main(
         )
     except (ValueError, OSError, ModuleNotFoundError) as error:
         raise typer.BadParameter(str(error)) from error
-    _or_exit(rows, config, seeds, out)
+    _reported(rows, config, seeds, out)
 
 
 if __name__ == "__main__":

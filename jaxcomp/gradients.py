@@ -15,7 +15,6 @@ from jaxcomp.training import split_model
 
 Loss = Callable[[Any, Any], jax.Array]  # of a model and a batch
 Z = 1.96  # of a confidence interval of 95%
-_TINY = np.finfo(float).tiny
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +46,7 @@ class GradientReport:
         draws: How many gradients were drawn.
         layers: Parameters and their parts of the variance of the coded gradient, largest first.
         parameters: Of each parameter's coded gradient by itself, as parts of the norm of its own
-            exact one, in the model's order.
+            exact one. Those whose exact gradient is zero are left out.
     """
 
     coded: Errors
@@ -140,6 +139,7 @@ def check_gradients(
         tuple(
             (name, _errors(errors[:, part], float(np.linalg.norm(gradient[part]))))
             for name, part in _parts(params)
+            if gradient[part].any()
         ),
     )
 
@@ -191,7 +191,7 @@ def _errors(errors: np.ndarray, norm: float) -> Errors:
     variance = np.var(errors, axis=0, ddof=1).sum()
 
     def part(square: float) -> float:
-        return float(np.sqrt(max(0.0, square)) / max(norm, _TINY))
+        return float(np.sqrt(max(0.0, square)) / norm)
 
     return Errors(
         bias=part(square),
@@ -202,7 +202,7 @@ def _errors(errors: np.ndarray, norm: float) -> Errors:
 
 
 def _shares(params: Any, variance: np.ndarray) -> tuple[tuple[str, float], ...]:
-    total = max(float(variance.sum()), _TINY)
+    total = max(float(variance.sum()), np.finfo(float).tiny)
     shares = [(name, float(variance[part].sum()) / total) for name, part in _parts(params)]
     return tuple(sorted(shares, key=lambda item: -item[1]))
 

@@ -41,11 +41,11 @@ Gradient = Callable[[jc.Encoded, jax.Array], jax.Array]
 
 
 def gradient(
-    codec: jc.BlockSparse, product: Product, shape: tuple[int, ...], columns: int
+    codec: jc.BlockSparse, product: Product, x: jax.Array | jax.ShapeDtypeStruct, columns: int
 ) -> Gradient:
     """The weight's gradient as a function of code and cotangent, in float32."""
     codec = dataclasses.replace(codec, product=product)
-    return block_product.gradient(codec, shape, columns, jnp.float32)
+    return block_product.gradient(codec, x, columns, jnp.float32)
 
 
 def compiled(
@@ -59,7 +59,7 @@ def compiled(
     # What is declared is found by differentiation, which the kernel has no rule for.
     @jax.custom_vjp
     def run(code: jc.Encoded, g: jax.Array) -> jax.Array:
-        return gradient(codec, product, x.shape, columns)(code, g)
+        return gradient(codec, product, x, columns)(code, g)
 
     run.defvjp(lambda code, g: (run(code, g), None), lambda _, dw: (None, None))
     report = analyze(run, code, g, target=target, xla_remat=False)
@@ -79,9 +79,7 @@ def seconds(codec: jc.BlockSparse, shape: tuple[int, ...], runs: int) -> dict[st
         for n in (features, columns)
     )
     code = jax.jit(codec.encode)(x)
-    steps = {
-        p: jax.jit(gradient(codec, p, x.shape, columns)).lower(code, g).compile() for p in PORTABLE
-    }
+    steps = {p: jax.jit(gradient(codec, p, x, columns)).lower(code, g).compile() for p in PORTABLE}
     times: dict[str, list[float]] = {p: [] for p in PORTABLE}
     for _, (name, step) in itertools.product(range(runs + 1), steps.items()):
         start = time.perf_counter()

@@ -75,8 +75,9 @@ class BlockSparse(Codec):
             matrix; "rows", a product for each row of blocks, of the kept ones alone; "triton", a
             kernel for CUDA that decodes on the chip, for blocks whose sides are powers of two;
             "tpu", a kernel for TPUs that adds up the products of "rows" on the chip, for blocks
-            whose width is a multiple of 8; "auto", on a TPU its kernel where that knows the blocks,
-            elsewhere "rows" where they take less memory than the decoded matrix, else "dense".
+            whose width is a multiple of 8 (both for one device, or inside `jax.shard_map`);
+            "auto", for one TPU its kernel where that knows the blocks, else "rows" where they take
+            less memory than the decoded matrix, else "dense".
 
     Raises:
         TypeError: If `values` is not a codec.

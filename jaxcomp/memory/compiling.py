@@ -186,14 +186,7 @@ def _export(step: TracedStep, platform: str) -> export.Exported:
     function = _TracedFunction(step.traced)  # type: ignore[abstract]  # it is only traced
     # A Pallas kernel's form may change with JAX; here the same JAX compiles it.
     kernels = [export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")]
-    try:
-        exported = export.export(function, platforms=[platform], disabled_checks=kernels)()
-    except NotImplementedError as error:  # JAX's word: "serialization of host_callbacks"
-        raise CompileError(
-            "the program has an operation that a Python callback partitions over devices "
-            "(custom_partitioning), which cannot be compiled for several that are not attached: "
-            "put it in jax.shard_map, or use another product than the kernel of BlockSparse"
-        ) from error
+    exported = export.export(function, platforms=[platform], disabled_checks=kernels)()
     return dataclasses.replace(
         exported,
         _get_vjp=None,

@@ -27,7 +27,7 @@ class Branch(nnx.Module):
         self, x: Float[Array, "batch tokens _"], linear: nn.Linear | None = None
     ) -> Float[Array, "batch tokens dim"]:
         """Returns what is added to the block's input, of `x` or of `linear(x)`."""
-        x = self.scale(x) if linear is None else nn.scaled_linear(x, linear, self.scale)
+        x = self.scale(x) if linear is None else linear(x, scale=self.scale)
         return x if self.drop is None else self.drop(x)
 
 

@@ -15,4 +15,3 @@ from jaxcomp.nn.norm import LayerNorm as LayerNorm
 from jaxcomp.nn.norm_act import ConvNormAct as ConvNormAct
 from jaxcomp.nn.norm_act import NormAct as NormAct
 from jaxcomp.nn.remat import remat_blocks as remat_blocks
-from jaxcomp.nn.scaled_linear import scaled_linear as scaled_linear

@@ -3,13 +3,16 @@
 import typing
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.linen.dtypes import promote_dtype
 from flax.linen.linear import canonicalize_padding
 from jaxtyping import Array, Float
 
 from jaxcomp import ops
-from jaxcomp.codecs import Codec, noise
+from jaxcomp.codecs import Codec, Exact, noise
+from jaxcomp.nn.affine import Affine
 from jaxcomp.nn.coded import Coded, CodedOp, giving
 from jaxcomp.ops import Activation, value
 
@@ -136,11 +139,53 @@ class Linear(Coded, nnx.Linear):
         super().__init__(*args, dot_general=ops.dot_general, codec=codec, **kwargs)
 
     def __call__(
-        self, inputs: Float[Array, "..."], out_sharding: typing.Any = None
+        self,
+        inputs: Float[Array, "..."],
+        out_sharding: typing.Any = None,
+        *,
+        scale: Affine | None = None,
     ) -> Float[Array, "..."]:
-        """Multiplies `inputs`, as Flax does."""
+        """Multiplies `inputs`, as Flax does.
+
+        Args:
+            inputs: Activations; axis 0 is the batch.
+            out_sharding: As Flax's layer has it.
+            scale: LayerScale that is applied to the result. Where it has a codec, nothing of its
+                own waits for the backward pass (`ops.scaled_linear`), if this layer has a codec,
+                too, and both compute in one dtype.
+        """
+        if scale is not None and self._is_fused_with(scale, inputs, out_sharding):
+            kernel, factor = self.kernel[...], scale.scale[...]
+            bias = None if self.bias is None else self.bias[...]
+            (x, *_) = self.promote_dtype((inputs, kernel, bias), dtype=self.dtype)
+            assert self.codec is not None
+            return ops.scaled_linear(
+                x,
+                kernel,
+                bias,
+                factor,
+                precision=self.precision,
+                codec=self.codec,
+                seed=noise.fingerprint(kernel),
+            )
         with giving(None, **self.sink_argument()):
-            return super().__call__(inputs, out_sharding)
+            y = super().__call__(inputs, out_sharding)
+        return y if scale is None else scale(y)
+
+    def _is_fused_with(self, scale: Affine, inputs: Array, out_sharding: typing.Any) -> bool:
+        """Whether `ops.scaled_linear` is what both layers do, and stores less."""
+        if self.codec is None or isinstance(scale.codec, Exact | None) or scale.bias is not None:
+            return False
+        if not (self.sink is self.preferred_element_type is out_sharding is None):
+            return False
+        parameters = [p[...] for p in (self.kernel, self.bias) if p is not None]
+        x, *_ = jax.eval_shape(
+            lambda *args: self.promote_dtype(args, dtype=self.dtype), inputs, *parameters
+        )
+        y, _ = jax.eval_shape(
+            lambda *args: promote_dtype(*args, dtype=scale.dtype), x, scale.scale[...]
+        )
+        return bool(x.dtype == y.dtype)
 
     @property
     def codec(self) -> Codec | None:

@@ -1,6 +1,5 @@
 """Weight gradients of products whose left operand is stored in blocks, which stays as it is."""
 
-import functools
 from collections.abc import Callable
 
 import jax
@@ -12,6 +11,7 @@ from jaxtyping import Array, Float
 from jaxcomp.codecs import BlockSparse, Encoded
 from jaxcomp.codecs.block_sparse import Product
 from jaxcomp.ops import block_tpu, block_triton
+from jaxcomp.ops.one_device import on_one_tpu
 
 _KERNELS = {"triton": block_triton, "tpu": block_tpu}
 
@@ -69,7 +69,7 @@ GRADIENTS = {
 
 
 def choose(codec: BlockSparse, shape: tuple[int, ...], columns: int, itemsize: int) -> Product:
-    """What "auto" means on a CPU or GPU: the product that takes less memory.
+    """What "auto" means but for one TPU: the product that takes less memory.
 
     The products of rows of blocks take less than the dense matrix where blocks are tall: with an
     `itemsize` of 2 bytes, more than `2 * density * columns` rows.
@@ -92,7 +92,7 @@ def choose(codec: BlockSparse, shape: tuple[int, ...], columns: int, itemsize: i
 
 def gradient(
     codec: BlockSparse,
-    shape: tuple[int, ...],
+    x: Array | jax.ShapeDtypeStruct,
     columns: int,
     dtype: DTypeLike,
     precision: lax.PrecisionLike = None,
@@ -101,9 +101,9 @@ def gradient(
 
     Args:
         codec: Of the product's left operand.
-        shape: Shape of that.
+        x: That operand, for its shape and dtype.
         columns: Columns of the weight.
-        dtype: Of the weight, and of the gradient.
+        dtype: Of the gradient.
         precision: Of the product.
 
     Raises:
@@ -117,11 +117,9 @@ def gradient(
         return of
 
     if codec.product == "auto":
-        portable = by(choose(codec, shape, columns, jnp.dtype(dtype).itemsize))
-        if block_tpu.refusal(codec, shape):
-            return portable
-        return functools.partial(lax.platform_dependent, tpu=by("tpu"), default=portable)
+        portable = by(choose(codec, x.shape, columns, x.dtype.itemsize))
+        return portable if block_tpu.refusal(codec, x.shape) else on_one_tpu(by("tpu"), portable)
     kernel = _KERNELS.get(codec.product)
-    if kernel is not None and (refusal := kernel.refusal(codec, shape)):
+    if kernel is not None and (refusal := kernel.refusal(codec, x.shape)):
         raise ValueError(f"product={codec.product!r}: {refusal}")
     return by(codec.product)

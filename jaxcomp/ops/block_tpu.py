@@ -5,6 +5,7 @@ import typing
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu
@@ -13,7 +14,6 @@ from jaxtyping import Array, Float
 from jaxcomp import residuals
 from jaxcomp.codecs import BlockSparse, Encoded
 from jaxcomp.codecs.block_sparse import Grid
-from jaxcomp.ops.batch_sum import batch_sum
 
 LANES, SUBLANES = 128, 8  # of a register of 32 bits
 VMEM_NBYTES = 12 * 2**20  # of the 16 MiB that XLA gives a kernel
@@ -29,7 +29,8 @@ def by_tpu(
 
     It reads the blocks once for each tile of columns and the cotangent once, multiplies the kept
     blocks alone, and writes nothing but the gradient. For TPU; elsewhere Pallas interprets it,
-    which is for tests. For blocks of a size that `refusal` has nothing to say against.
+    which is for tests. For blocks of a size that `refusal` has nothing to say against. A batch that
+    is spread over devices needs a `jax.shard_map`.
 
     Raises:
         NotImplementedError: When the result is differentiated.
@@ -45,32 +46,38 @@ def by_tpu(
     indices = code.arrays[0].reshape(batch, grid.rows, 1, grid.kept).astype(jnp.int32)
     features = grid.columns * wide
 
-    def run(interpret: bool, indices: Array, data: Array, g: Array) -> Array:
-        batch, *_, columns = g.shape
-        tile = min(columns, max(1, VMEM_NBYTES // _nbytes(grid)) * LANES)
+    tile = min(columns, max(1, VMEM_NBYTES // _nbytes(grid)) * LANES)
+    zero = np.int32(0)  # not of 64 bits, which Mosaic does not know
+
+    def run(interpret: bool, *args: Array) -> Array:
         return pl.pallas_call(
             functools.partial(_kernel, grid, precision),
             grid=(-(-columns // tile), batch, grid.rows),
             in_specs=[
                 pl.BlockSpec(
-                    (None, None, 1, grid.kept), lambda j, b, r: (b, r, 0, 0), memory_space=tpu.SMEM
+                    (None, None, 1, grid.kept),
+                    lambda j, b, r: (b, r, zero, zero),
+                    memory_space=tpu.SMEM,
                 ),
-                pl.BlockSpec((None, None, tall, grid.kept * wide), lambda j, b, r: (b, r, 0, 0)),
-                pl.BlockSpec((None, None, tall, tile), lambda j, b, r: (b, r, 0, j)),
+                pl.BlockSpec(
+                    (None, None, tall, grid.kept * wide), lambda j, b, r: (b, r, zero, zero)
+                ),
+                pl.BlockSpec((None, None, tall, tile), lambda j, b, r: (b, r, zero, j)),
             ],
-            out_specs=pl.BlockSpec((features, tile), lambda j, b, r: (0, j)),
+            out_specs=pl.BlockSpec((features, tile), lambda j, b, r: (zero, j)),
             out_shape=jax.ShapeDtypeStruct((features, columns), jnp.float32),
             interpret=interpret,
             name="block_product",
-        )(indices, data, g)
-
-    def kernel(*args: Array) -> Array:
-        return lax.platform_dependent(
-            *args, tpu=functools.partial(run, False), default=functools.partial(run, True)
-        )
+        )(*args)
 
     dtype = jnp.promote_types(data.dtype, g.dtype)
-    sums = batch_sum(kernel, indices, data.astype(dtype), cotangent=g.astype(dtype))
+    sums = lax.platform_dependent(
+        indices,
+        data.astype(dtype),
+        g.astype(dtype),
+        tpu=functools.partial(run, False),
+        default=functools.partial(run, True),
+    )
     return sums[: grid.width]
 
 

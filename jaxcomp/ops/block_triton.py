@@ -14,7 +14,6 @@ from jaxtyping import Array, Float, Integer
 from jaxcomp import residuals
 from jaxcomp.codecs import BlockSparse, Encoded
 from jaxcomp.codecs.block_sparse import Grid
-from jaxcomp.ops.batch_sum import batch_sum
 
 TILE = 64, 64, 64  # rows, features and columns of a step of the kernel
 PROGRAMS = 512  # at least, so that a large GPU is busy
@@ -29,7 +28,8 @@ def by_triton(
     """A kernel that reads the kept blocks and makes the dense matrix in registers, tile by tile.
 
     It reads a part of the bytes but multiplies the zeros too. For CUDA; elsewhere Pallas interprets
-    it, which is for tests. For blocks of a size that `refusal` has nothing to say against.
+    it, which is for tests. For blocks of a size that `refusal` has nothing to say against. A batch
+    that is spread over devices is gathered, except inside a `jax.shard_map`.
 
     Raises:
         NotImplementedError: When the result is differentiated.
@@ -37,19 +37,19 @@ def by_triton(
     """
     cotangent = residuals.undifferentiable(cotangent)  # Pallas has no derivative of a kernel
     grid = codec.grid(code.shape)
+    batch, columns = code.shape[0], cotangent.shape[-1]
     data, slots = codec.data(code), codec.slots(code).astype(jnp.int32)
     if max(data.size, cotangent.size, slots.size) >= 2**31:
         raise ValueError(f"product='triton': x of shape {code.shape} is too large; use 'dense'")
     if not code.arrays[0].size:
-        return jnp.zeros((grid.width, cotangent.shape[-1]), jnp.float32)
+        return jnp.zeros((grid.width, columns), jnp.float32)
     rows, features, width = TILE
+    tiles = -(-grid.width // features), -(-columns // width)
+    steps = -(-batch * grid.rows * grid.block[0] // rows)
+    parts = min(steps, -(-PROGRAMS // math.prod(tiles)))
+    steps = -(-steps // parts)
 
-    def run(interpret: bool, slots: Array, data: Array, g: Array) -> Array:
-        batch, *_, columns = g.shape
-        tiles = -(-grid.width // features), -(-columns // width)
-        steps = -(-batch * grid.rows * grid.block[0] // rows)
-        parts = min(steps, -(-PROGRAMS // math.prod(tiles)))
-        steps = -(-steps // parts)
+    def run(interpret: bool, *args: Array) -> Array:
         sums = pl.pallas_call(
             functools.partial(_kernel, grid, batch * grid.rows, columns, steps, precision),
             grid=(*tiles, parts),
@@ -60,16 +60,17 @@ def by_triton(
             compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
             interpret=interpret,
             name="block_product",
-        )(*(a.reshape(-1) for a in (slots, data, g)))
+        )(*args)
         return sums.sum(0)[: grid.width, :columns]
 
-    def kernel(*args: Array) -> Array:
-        return lax.platform_dependent(
-            *args, cuda=functools.partial(run, False), default=functools.partial(run, True)
-        )
-
     dtype = jnp.promote_types(data.dtype, cotangent.dtype)
-    return batch_sum(kernel, slots, data.astype(dtype), cotangent=cotangent.astype(dtype))
+    return lax.platform_dependent(
+        slots.reshape(-1),
+        data.astype(dtype).reshape(-1),
+        cotangent.astype(dtype).reshape(-1),
+        cuda=functools.partial(run, False),
+        default=functools.partial(run, True),
+    )
 
 
 def refusal(codec: BlockSparse, shape: tuple[int, ...]) -> str | None:

@@ -95,14 +95,14 @@ def layer_gradient(
 
     Args:
         codec: How the input is stored.
-        x: The input, or its shape.
+        x: The input, for its shape and dtype.
         columns: Columns of the weight.
         dtype: Of the weight's gradient.
         precision: Of the product.
     """
     codec = coder(codec)
     if isinstance(codec, BlockSparse):
-        return block_product.gradient(codec, x.shape, columns, dtype, precision)
+        return block_product.gradient(codec, x, columns, dtype, precision)
     rows = tuple(range(x.ndim - 1))
 
     def of_decoded(code: Encoded, cotangent: Array) -> Array:

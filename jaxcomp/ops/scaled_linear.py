@@ -1,6 +1,7 @@
 """A linear layer and LayerScale as one operation, which stores the layer's input alone."""
 
 import typing
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -25,15 +26,16 @@ def scaled_linear(
 ) -> Float[Array, "batch ... columns"]:
     """`(x @ kernel + bias) * scale` that keeps `x` for the backward pass as `codec` stores it.
 
-    The result is bit-identical to that of the three operations in the dtype of `x`. They are
-    `x @ (kernel * scale) + bias * scale`, too, and of that the gradients are made: the scale's is a
-    sum over the weight's, so that the layer's result does not wait for the backward pass, nor is a
-    cotangent multiplied by the scale. The gradient of `x` is exact, those of the parameters are
-    exact at the decoded `x`. LayerScale is Touvron et al., arXiv:2103.17239, section 2.
+    The result is bit-identical to that of the three operations in the dtype of `x`. It is
+    `x @ (kernel * scale) + bias * scale`, too, of which the gradients are made: the scale's is a
+    sum over the weight's, so that nothing else waits for the backward pass. The gradients of `x`
+    and `bias` are exact, those of `kernel` and `scale` are exact at the decoded `x`, so they are
+    unbiased where the codec is. LayerScale is Touvron et al., arXiv:2103.17239, section 2.
 
     Args:
         x: Activations; axis 0 is the batch.
-        kernel: Weights, in any dtype; their product with the scale is made in it.
+        kernel: Weights. Parameters may have other dtypes than `x`; their gradients are summed in
+            float32 or wider.
         bias: Is added to each column, or None.
         scale: Factor of each column.
         precision: Of the products.
@@ -55,37 +57,50 @@ def scaled_linear(
         (6.0, [12.0])
     """
     codec.check(x.shape, x.dtype)
-    gradient = layer_gradient(codec, x, kernel.shape[1], kernel.dtype, precision)
+    wide = jnp.result_type(kernel.dtype, scale.dtype, jnp.float32)
+    product = layer_gradient(codec, x, kernel.shape[1], wide, precision)
     others = tuple(range(x.ndim - 1))
 
-    def stock(x: Array, given: tuple[Array, Array | None, Array]) -> Array:
-        kernel, bias, scale = jax.tree.map(lambda a: a.astype(x.dtype), given)
-        y = jnp.tensordot(x, kernel, 1, precision=precision)
-        y = y if bias is None else y + jnp.expand_dims(bias, others)
-        return y * jnp.expand_dims(scale, others)
+    def times(x: Array, kernel: Array) -> Array:
+        return jnp.tensordot(x, kernel.astype(x.dtype), 1, precision=precision)
+
+    def by_column(x: Array, row: Array, operation: Callable[[Array, Array], Array]) -> Array:
+        return operation(x, jnp.expand_dims(row.astype(x.dtype), others))
+
+    def stock(x: Array, kernel: Array, bias: Array | None, scale: Array) -> Array:
+        y = times(x, kernel)
+        y = y if bias is None else by_column(y, bias, lax.add)
+        return by_column(y, scale, lax.mul)
 
     @jax.custom_vjp
-    def op(x: Array, scaled: typing.Any, given: typing.Any, seed: Seed) -> Array:
-        return stock(x, given)
+    def op(x: Array, kernel: Array, bias: Array | None, scale: Array, seed: Seed) -> Array:
+        return stock(x, kernel, bias, scale)
 
-    def forward(*arguments: typing.Any) -> typing.Any:
-        x, scaled, given, seed = jax.tree.map(lambda a: a.value, arguments, is_leaf=is_argument)
-        if not is_perturbed(arguments[1]):  # as of frozen parameters: nothing reads `x`
-            return stock(x, given), (None, scaled[0])
-        (x, given), code = residuals.keep((x, given), codec.encode(x, seed), codec)
-        return stock(x, given), (code, scaled[0])
+    def forward(*given: typing.Any) -> typing.Any:
+        *arguments, seed = jax.tree.map(lambda a: a.value, given, is_leaf=is_argument)
+        x, *parameters = arguments
+        code = None
+        if is_perturbed(given[1]) or is_perturbed(given[3]):  # else nothing reads `x`
+            (x, *parameters), code = residuals.keep(arguments, codec.encode(x, seed), codec)
+        return stock(x, *parameters), (code, *arguments[1:])
 
     def backward(residual: typing.Any, cotangent: Array) -> typing.Any:
-        code, kernel = residual
-        dkernel = dbias = None
+        code, kernel, bias, scale = residual
+        total = cotangent.sum(others, dtype=wide)
+        dbias = None if bias is None else (total * scale).astype(bias.dtype)
+        dkernel = dscale = None
         if code is not None:
             code, cotangent = residuals.tie(code, cotangent)
-            dkernel, cotangent = residuals.tie(gradient(code, cotangent), cotangent)
-            if bias is not None:
-                dbias = cotangent.sum(others, dtype=jnp.float32).astype(bias.dtype)
-        dx = jnp.tensordot(cotangent, kernel.astype(x.dtype), ((-1,), (1,)), precision=precision)
-        return dx, (dkernel, dbias), None, None
+            of_scaled, cotangent = residuals.tie(product(code, cotangent), cotangent)
+            dkernel = (of_scaled * scale[None].astype(wide)).astype(kernel.dtype)
+            dscale = (of_scaled * kernel.astype(wide)).sum(0)
+            dscale = dscale if bias is None else dscale + total * bias
+            dscale = dscale.astype(scale.dtype)
+        if x.dtype == jnp.float16:  # too narrow for a kernel times LayerScale's 1e-6
+            cotangent = by_column(cotangent, scale, lax.mul)
+        else:
+            kernel = kernel.astype(wide) * scale[None].astype(wide)
+        return times(cotangent, kernel.T), dkernel, dbias, dscale, None
 
     op.defvjp(forward, backward, symbolic_zeros=True)
-    scaled = kernel * scale[None], None if bias is None else bias * scale
-    return op(x, scaled, (kernel, bias, scale), seed)
+    return op(x, kernel, bias, scale, seed)

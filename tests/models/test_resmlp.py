@@ -119,6 +119,16 @@ def test_pruning_keeps_blocks_of_linear_inputs_and_codes_of_the_rest():
     assert all(a.dtype == jnp.uint8 or a.shape[1] == 1 for a in others)  # indices and extremes
 
 
+def test_every_layer_is_planned_and_told_of():
+    model = small((jc.Rule(jc.Quantize(bits=2)),))
+    found = jc.storage(model, IMAGES, strict=True)
+    paths = {m.path for m in found.modules if m.stored_bytes and m.elements}
+    assert {"blocks/0/fc2", "blocks/1/fc2"} <= paths
+    assert not any(path.startswith("blocks/0/branch2") for path in paths)
+    planned = jc.bits.plan_bits(lambda model, x: (model(x) ** 2).mean(), model, IMAGES, bits=3)
+    assert {"blocks/0/fc2", "blocks/1/fc2"} <= {rule.path for rule in planned}
+
+
 def test_rules_reach_every_layer():
     model = nnx.eval_shape(lambda: small(from_spec("pruning:density=0.5,rest_bits=2")))
     decisions = jc.apply(model, ()).decisions

@@ -69,7 +69,36 @@ def test_stored_is_the_input_alone():
         (a.shape, a.dtype.name) for a in jax.tree.leaves(jc.Quantize(bits=2).encode(X))
     )
     frozen = functools.partial(coded, kernel=PARAMS[0], bias=PARAMS[1], scale=PARAMS[2])
-    assert stored_shapes(frozen, X) == [((16, 10), "float32")]
+    assert stored_shapes(frozen, X) == sorted((p.shape, "float32") for p in PARAMS)
+    bias_alone = functools.partial(coded, X, PARAMS[0], scale=PARAMS[2])
+    assert stored_shapes(bias_alone, PARAMS[1]) == sorted((p.shape, "float32") for p in PARAMS)
+
+
+@pytest.mark.parametrize("scale", [1e-2, 1e-6])
+def test_float16_has_the_range_of_a_small_scale(scale):
+    kernel = 0.02 * PARAMS[0]
+    factor, g = jnp.full(10, scale), 256 * normal((8, 6, 10), seed=4)
+    coded = functools.partial(ops.scaled_linear, codec=jc.Exact())
+    args = X.astype(jnp.float16), kernel, None, factor
+    dx, *rest = jax.vjp(coded, *args)[1](g.astype(jnp.float16))
+    expected = jnp.einsum("btn,fn->btf", g, kernel) * scale
+    error = jnp.linalg.norm(dx - expected) / jnp.linalg.norm(expected)
+    assert float(error) < 0.02  # 1e-10 is a multiple of float16's least number, 6e-8, or zero
+    assert all(bool(jnp.isfinite(a).all()) for a in jax.tree.leaves(rest))
+
+
+@pytest.mark.parametrize("kernel", [jnp.bfloat16, jnp.float16, jnp.float32])
+@pytest.mark.parametrize("scale", [jnp.bfloat16, jnp.float32])
+def test_parameters_of_other_dtypes(kernel, scale):
+    dtypes = kernel, jnp.float32, scale
+    params = [p.astype(d) for p, d in zip(PARAMS, dtypes, strict=True)]
+    coded = functools.partial(ops.scaled_linear, codec=jc.Exact())
+    y, pullback = jax.vjp(coded, X, *params)
+    np.testing.assert_array_equal(y, stock(X, *params))
+    got, expected = pullback(y), jax.vjp(stock, X, *params)[1](y)
+    assert [g.dtype for g in got] == [jnp.float32, *dtypes]
+    for one, other in zip(got, expected, strict=True):
+        assert_close(one, other, 4 * float(jnp.finfo(one.dtype).eps) + 1e-5)
 
 
 def test_vmap_of_grad_equals_a_loop():
@@ -119,27 +148,48 @@ def test_an_input_that_cannot_be_stored_is_an_error():
         ops.scaled_linear(X, *PARAMS, codec=jc.BlockSparse(4, 1.0))
 
 
-@pytest.mark.parametrize(
-    ("changes", "stored"),
-    [
-        ({}, 0),
-        ({"codec": jc.Exact()}, 1),
-        ({"codec": None}, 1),
-        ({"bias": nnx.data(nnx.Param(jnp.ones(10)))}, 1),
-    ],
-)
-def test_layers_are_one_operation_where_the_scale_has_a_codec(changes, stored):
+def layers(**of_scale):
     rngs = nnx.Rngs(0)
     linear = jc.nn.Linear(16, 10, codec=jc.Quantize(bits=2), rngs=rngs)
-    scale = jc.nn.Affine(10, use_bias=False, scale_init=0.5, codec=jc.Quantize(bits=4), rngs=rngs)
-    for name, value in changes.items():
-        setattr(scale, name, value)
-    y = jc.nn.scaled_linear(X, linear, scale)
-    np.testing.assert_array_equal(y, scale(linear(X)))
+    options = {"use_bias": False, "scale_init": 0.5, "codec": jc.Quantize(bits=4)} | of_scale
+    return linear, jc.nn.Affine(10, rngs=rngs, **options)
+
+
+def maps_stored(linear, scale):
+    """Arrays of the batch and its tokens that wait, but for the linear layer's input."""
 
     def forward(state, x):
-        return jc.nn.scaled_linear(x, *nnx.merge(graphdef, state))
+        linear, scale = nnx.merge(graphdef, state)
+        return linear(x, scale=scale)
 
     graphdef, state = nnx.split(nnx.List([linear, scale]))
-    maps = [s for s, name in stored_shapes(forward, state, X) if s[:2] == (8, 6) and s[2] < 16]
-    assert len(maps) == stored + 1  # of the linear layer's input two elements are one of uint4
+    kept = [shape for shape, _ in stored_shapes(forward, state, X) if shape[:2] == (8, 6)]
+    return len(kept) - 1
+
+
+@pytest.mark.parametrize(
+    ("of_scale", "stored"),
+    [({}, 0), ({"codec": jc.Exact()}, 1), ({"codec": None}, 1), ({"use_bias": True}, 1)],
+)
+def test_layers_are_one_operation_where_the_scale_has_a_codec(of_scale, stored):
+    linear, scale = layers(**of_scale)
+    np.testing.assert_array_equal(linear(X, scale=scale), scale(linear(X)))
+    assert maps_stored(linear, scale) == stored
+
+
+@pytest.mark.parametrize(
+    ("x", "kernel", "linear", "scale"),
+    [
+        ("float32", "float32", "bfloat16", None),
+        ("float32", "float32", None, "bfloat16"),
+        ("bfloat16", "bfloat16", None, None),
+    ],
+)
+def test_layers_of_two_dtypes_are_applied_in_turn(x, kernel, linear, scale):
+    first, second = layers(dtype=scale)
+    first.dtype = None if linear is None else jnp.dtype(linear)
+    first.kernel[...] = first.kernel[...].astype(kernel)
+    first.bias[...] = first.bias[...].astype(kernel)
+    got, expected = first(X.astype(x), scale=second), second(first(X.astype(x)))
+    assert got.dtype == expected.dtype
+    np.testing.assert_array_equal(got, expected)
