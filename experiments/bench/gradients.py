@@ -41,7 +41,7 @@ CONFIG = TrainConfig(epochs=1, augment=False, warmup_epochs=0.2)
 def main(
     out: Out,
     way: Ways = None,
-    steps: Annotated[int, typer.Option(help="Training steps before the second look.")] = 100,
+    steps: Annotated[int, typer.Option(help="Training steps before the second look.")] = 60,
     batch: Annotated[int, typer.Option(help="Of training, and of the gradients.")] = 128,
     draws: int = 64,
 ) -> None:
