@@ -108,7 +108,7 @@ def main(
     for (name, shape), block, density in track(cases, "compiling"):
         codec = jc.BlockSparse(block, density)
         products = [*PORTABLE]
-        if kernel != "triton" or _powers_of_two(codec, shape):
+        if block_product.KERNELS[kernel].refusal(codec, shape[:-1]) is None:
             products.append(kernel)
         times = seconds(codec, shape, runs)
         for product in products:
@@ -138,10 +138,6 @@ def save(out: Path, target: str, rows: list[dict[str, Any]]) -> str:
         f"float32, batch {RUN_BATCH}:"
     )
     return write_table(out / "block_sparse.md", title, table, content["command"])
-
-
-def _powers_of_two(codec: jc.BlockSparse, shape: tuple[int, ...]) -> bool:
-    return not any(side & (side - 1) for side in codec.grid(shape[:-1]).block)
 
 
 if __name__ == "__main__":

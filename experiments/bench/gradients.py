@@ -76,10 +76,8 @@ def main(
     write_json(out / "gradients.json", content)
     table = [["way", "training steps", "noise / SGD's", "bias (95% interval)", "Monte Carlo floor"]]
     for row in rows:
-        low, high = row["coded"]["bias_interval"]
-        bias = f"{row['coded']['bias']:.3f} ({low:.3f} .. {high:.3f})"
         noise, floor = f"{row['noise_over_sgd']:.3f}", f"{row['coded']['floor']:.3f}"
-        table.append([row["row"], str(row["steps"]), noise, bias, floor])
+        table.append([row["row"], str(row["steps"]), noise, _bias(row["coded"]), floor])
     title = (
         f"ResNet-20 on {data.name}, batch {batch}, float32, {draws} draws; parts of the exact "
         "gradient's norm:"
@@ -96,13 +94,13 @@ def by_layer(rows: Sequence[dict[str, Any]], steps: int) -> list[list[str]]:
     """A table with a line for each kernel and a column for each way, of a trained network."""
     trained = {row["row"]: dict(row["parameters"]) for row in rows if row["steps"] == steps}
     names = [name for name in next(iter(trained.values())) if name.endswith("kernel")]
-
-    def cell(errors: dict[str, Any]) -> str:
-        low, high = errors["bias_interval"]
-        return f"{errors['bias']:.3f} ({low:.3f} .. {high:.3f})"
-
-    body = [[name, *(cell(found[name]) for found in trained.values())] for name in names]
+    body = [[name, *(_bias(found[name]) for found in trained.values())] for name in names]
     return [["kernel", *trained], *body]
+
+
+def _bias(errors: dict[str, Any]) -> str:
+    low, high = errors["bias_interval"]
+    return f"{errors['bias']:.3f} ({low:.3f} .. {high:.3f})"
 
 
 if __name__ == "__main__":

@@ -8,28 +8,29 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxcomp.codecs import BlockSparse, Encoded
+from jaxcomp.codecs import BlockSparse, Codec, Encoded
 from jaxcomp.codecs.block_sparse import Product
 from jaxcomp.ops import block_tpu, block_triton
 from jaxcomp.ops.one_device import on_one_tpu
 
-_KERNELS = {"triton": block_triton, "tpu": block_tpu}
+KERNELS = {"triton": block_triton, "tpu": block_tpu}
 
 
 def by_dense(
-    codec: BlockSparse,
+    codec: Codec,
     code: Encoded,
     cotangent: Float[Array, "batch ... columns"],
     precision: lax.PrecisionLike = None,
+    dtype: DTypeLike = jnp.float32,
 ) -> Float[Array, "features columns"]:
-    """Decodes and multiplies."""
+    """Decodes and multiplies, whatever the codec; `dtype` is that of the sums."""
     rows = tuple(range(len(code.shape) - 1))
     return jnp.tensordot(
         codec.decode(code),
         cotangent,
         (rows, rows),
         precision=precision,
-        preferred_element_type=jnp.float32,
+        preferred_element_type=dtype,
     )
 
 
@@ -119,7 +120,7 @@ def gradient(
     if codec.product == "auto":
         portable = by(choose(codec, x.shape, columns, x.dtype.itemsize))
         return portable if block_tpu.refusal(codec, x.shape) else on_one_tpu(by("tpu"), portable)
-    kernel = _KERNELS.get(codec.product)
+    kernel = KERNELS.get(codec.product)
     if kernel is not None and (refusal := kernel.refusal(codec, x.shape)):
         raise ValueError(f"product={codec.product!r}: {refusal}")
     return by(codec.product)

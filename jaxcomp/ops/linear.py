@@ -5,7 +5,6 @@ import typing
 from collections.abc import Callable, Sequence
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import CustomVJPPrimal
 from jax.typing import DTypeLike
@@ -103,18 +102,7 @@ def layer_gradient(
     codec = coder(codec)
     if isinstance(codec, BlockSparse):
         return block_product.gradient(codec, x, columns, dtype, precision)
-    rows = tuple(range(x.ndim - 1))
-
-    def of_decoded(code: Encoded, cotangent: Array) -> Array:
-        return jnp.tensordot(
-            codec.decode(code),
-            cotangent,
-            (rows, rows),
-            precision=precision,
-            preferred_element_type=dtype,
-        )
-
-    return of_decoded
+    return functools.partial(block_product.by_dense, codec, precision=precision, dtype=dtype)
 
 
 class Reads(typing.NamedTuple):

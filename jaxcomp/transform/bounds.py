@@ -40,9 +40,11 @@ def bounds(graph: Graph, value: Any) -> tuple[float, float] | None:
         numbers = jnp.where(jnp.isfinite(numbers), numbers, 0)
         found = np.asarray(search.evaluate(value, source, numbers), np.float64)
         usual = found[np.abs(np.asarray(numbers, np.float64)) <= _USUAL]
+    if not np.all(np.isfinite(usual)):
+        return None
     found = found[np.isfinite(found)]
     span = np.ptp(found)
-    if not np.all(np.isfinite(usual)) or span > (1 + _BEYOND) * np.ptp(usual):
+    if span > (1 + _BEYOND) * np.ptp(usual):
         return None
     margin = span * float(jnp.finfo(value.aval.dtype).eps)
     return float(found.min() - margin), float(found.max() + margin)

@@ -53,6 +53,7 @@ def test_no_number_is_out_of_bounds():
         lambda x: jnp.tanh(x) + normal((4, 3)).astype(x.dtype),  # of two arrays
         jnp.square,  # unbounded, as are the next
         jnp.exp,
+        lambda x: jnp.log(-1 - jnp.square(x)),  # not a number anywhere
         lambda x: jax.nn.gelu(x) * derivative(jax.nn.gelu)(x),
     ],
 )
