@@ -22,6 +22,7 @@ from experiments.config import TrainConfig
 from experiments.data import load
 from experiments.figure import draw
 from experiments.measure import Measurement, measure
+from experiments.planning import quantized_bits
 from experiments.record import describe_environment, make_folder, write_json
 from experiments.train import METRICS, train
 
@@ -92,7 +93,7 @@ def compare(
     """Trains every way with every seed, one after another, and measures their steps.
 
     Args:
-        config: of all runs, but for the way and the seed.
+        config: of all runs, but for the way and the seed; ``plan_steps`` is of ways that quantize.
         ways: the rows; the first must be ``plain``.
         seeds: of the runs.
         runs: directory for the runs' own directories. What is finished there is not trained again,
@@ -112,7 +113,8 @@ def compare(
     for way in ways:
         finished = []
         for seed in seeds:
-            run_config = replace(config, way=way, seed=seed)
+            plan_steps = config.plan_steps if quantized_bits(way) else None
+            run_config = replace(config, way=way, seed=seed, plan_steps=plan_steps)
             metrics = _finish(run_config, run_folder(runs, way, seed), tensorboard)
             if metrics is None:
                 return None

@@ -23,10 +23,10 @@ import typer
 from flax import nnx
 from matplotlib.figure import Figure
 from rich.progress import track
-from scipy import stats
 
 from experiments.compare import mebibytes
 from experiments.figure import COLORS
+from experiments.paired import paired_difference
 from experiments.record import describe_environment, make_folder, write_json, write_table
 from experiments.transformers import LM, Shape
 from jaxcomp import memory, training
@@ -113,13 +113,12 @@ def rows(runs: dict[str, list[dict[str, Any]]]) -> list[list[str]]:
     first = np.array([run["validation"] for run in next(iter(runs.values()))])
     for way, found in runs.items():
         losses = np.array([run["validation"] for run in found])
-        over = losses - first
-        width = stats.t.ppf(0.975, len(over) - 1) * over.std(ddof=1) / np.sqrt(len(over))
+        over, width = paired_difference(losses, first)
         table.append(
             [
                 way,
                 f"{losses.mean():.4f} ± {losses.std(ddof=1):.4f}",
-                f"{over.mean():+.4f} ± {width:.4f}",
+                f"{over:+.4f} ± {width:.4f}",
                 mebibytes(found[0]["declared_bytes"]),
                 mebibytes(found[0]["temp_bytes"]),
             ]

@@ -12,6 +12,12 @@ from jaxcomp.bits import BitPlanner
 from jaxcomp.ways import Way
 
 
+def quantized_bits(way: str) -> list[int]:
+    """The bits of each rule of a way that quantizes, and so can be planned."""
+    codecs = [rule.codec for rule in Way.parse(way).rules]
+    return [codec.bits for codec in codecs if isinstance(codec, Quantize)]
+
+
 class Planner:
     """Keeps a run's bits to its plans, if its configuration asks for any."""
 
@@ -27,8 +33,7 @@ class Planner:
             ValueError: plans are asked for, and the way does not quantize.
         """
         self.config, self.dataset, self.plans = config, dataset, plans
-        codecs = [rule.codec for rule in Way.parse(config.way).rules]
-        bits = [codec.bits for codec in codecs if isinstance(codec, Quantize)]
+        bits = quantized_bits(config.way)
         if config.plan_steps is not None and not bits:
             raise ValueError(
                 f"plan_steps={config.plan_steps}: expected a way that quantizes, not {config.way}"

@@ -19,6 +19,7 @@ from jaxcomp.codecs import (
     SignAware,
 )
 from jaxcomp.codecs.block_sparse import Block, Product
+from jaxcomp.codecs.sign_aware import Unit
 from jaxcomp.policies import CodecPolicy
 from jaxcomp.rules import Rule, Rules
 
@@ -54,7 +55,7 @@ def everywhere(codec: Codec) -> Rules:
     return Rule(codec, op="|".join(codec.kinds)), *PACKED
 
 
-def fused(bits: int = 4) -> Rules:
+def fused(bits: int = 4, unit: Unit = "norm") -> Rules:
     """One code for each norm, addition and ReLU, which the convolutions around it share.
 
     For models built of `jaxcomp.nn.ConvNormAct` and `NormAct`. What else a model stores stays
@@ -62,6 +63,8 @@ def fused(bits: int = 4) -> Rules:
 
     Args:
         bits: Bits of a stored element, masks included: 2, 3 or 4.
+        unit: "norm", in which no pass looks for ranges; or "range", with ranges of each channel of
+            each sample, for the least noise.
 
     Returns:
         The rules.
@@ -70,7 +73,7 @@ def fused(bits: int = 4) -> Rules:
         >>> fused(bits=2)[0].codec.bits
         2
     """
-    return Rule(SignAware(bits), op="norm_act"), *PACKED
+    return Rule(SignAware(bits, unit=unit), op="norm_act"), *PACKED
 
 
 def division(window: int = 8, bits: int = 2) -> Rules:
@@ -165,7 +168,7 @@ def offloaded(rules: Rules) -> Rules:
 
     Example:
         >>> offloaded(fused(bits=2))[0].codec
-        Offload(codec=SignAware(bits=2, signed=False))
+        Offload(codec=SignAware(bits=2, signed=False, unit='norm'))
     """
     return tuple(
         rule

@@ -50,7 +50,8 @@ class Encoded:
     """An array as a codec stores it.
 
     Attributes:
-        arrays: The stored arrays, in the codec's own order; the leaves of this pytree.
+        arrays: The stored arrays, or tuples of them, in the codec's own order; the leaves of this
+            pytree.
         shape: Shape of the array that was encoded.
         dtype: Its dtype.
     """
@@ -62,7 +63,7 @@ class Encoded:
     @property
     def nbytes(self) -> int:
         """Bytes of the stored arrays, sub-byte dtypes packed."""
-        return sum(array_nbytes(a.shape, a.dtype) for a in self.arrays)
+        return sum(array_nbytes(a.shape, a.dtype) for a in jax.tree.leaves(self.arrays))
 
 
 class Codec(abc.ABC):
@@ -147,7 +148,7 @@ class Codec(abc.ABC):
 
     @abc.abstractmethod
     def _decode(
-        self, arrays: tuple[Array, ...], shape: tuple[int, ...], dtype: DTypeLike
+        self, arrays: tuple[typing.Any, ...], shape: tuple[int, ...], dtype: DTypeLike
     ) -> Array: ...
 
 

@@ -58,7 +58,9 @@ class Offload(Codec):
     def _encode(self, x: Array, seed: Seed) -> tuple[Array, ...]:
         return self.codec._encode(x, seed)
 
-    def _decode(self, arrays: tuple[Array, ...], shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+    def _decode(
+        self, arrays: tuple[typing.Any, ...], shape: tuple[int, ...], dtype: DTypeLike
+    ) -> Array:
         return self.codec._decode(arrays, shape, dtype)
 
 

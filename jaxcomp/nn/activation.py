@@ -1,5 +1,6 @@
 """Activation and pooling functions as modules, so that a rule can name them by their path."""
 
+import dataclasses
 import math
 import typing
 from collections.abc import Sequence
@@ -187,8 +188,8 @@ class MaxPool(Coded, nnx.Module):
         """Returns the maxima of the windows of `x`; of an `Activation` they have a code, too."""
         args = self.window_shape, self.strides, self.padding
         if isinstance(x, Activation):
-            bits = typing.cast(SignAware, coder(x.codec)).bits
-            codec = waiting_with(x.codec, SignAware(bits))
+            unsigned = dataclasses.replace(typing.cast(SignAware, coder(x.codec)), signed=False)
+            codec = waiting_with(x.codec, unsigned)
             return encode_activation(value(self(x.value)), x.unit, codec)
         if self.codec is None:
             return nnx.max_pool(x, *args)

@@ -60,7 +60,8 @@ def encode_activation(
 
     @jax.custom_vjp
     def op(value: Array, unit: Array) -> tuple[Array, Encoded]:
-        code = sign_aware.encode_in_units(value, unit, noise.words(value, noise.fingerprint(unit)))
+        random = noise.words(value, noise.fingerprint(unit))
+        code = sign_aware.encode_activation(value, unit, random)
         return residuals.keep(value, code, codec)
 
     def forward(value: Array, unit: Array) -> tuple[tuple[Array, Encoded], None]:

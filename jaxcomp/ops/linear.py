@@ -167,7 +167,7 @@ def bilinear(
         if code is not None:
             code, cotangent = residuals.tie(code, cotangent)
             if travels:
-                code = Encoded(tuple(map(part, code.arrays)), stored.shape, stored.dtype)
+                code = Encoded(jax.tree.map(part, code.arrays), stored.shape, stored.dtype)
             if sink is not None:
                 dsink = sensitivity(codec.decode(code), cotangent, uses)
             if weight_gradient is not None:

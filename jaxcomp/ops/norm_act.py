@@ -1,5 +1,6 @@
 """Normalisation, addition and ReLU as one operation, whose one code serves all around it."""
 
+import dataclasses
 import typing
 
 import jax
@@ -8,50 +9,12 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxcomp import residuals
-from jaxcomp.codecs import Encoded, Offload, noise, packing
+from jaxcomp.codecs import Encoded, Offload, noise
 from jaxcomp.codecs.codec import Seed
-from jaxcomp.codecs.levels import Levels
 from jaxcomp.codecs.offload import coder, waiting_with
-from jaxcomp.codecs.sign_aware import (
-    SPAN,
-    SignAware,
-    decode_normalized,
-    encode_normalized,
-)
+from jaxcomp.codecs.sign_aware import SPAN, Normalized, Preactivation, SignAware
 from jaxcomp.ops.activated import Activation, value
 from jaxcomp.ops.norm import Norm
-
-LOWEST_SHIFT = 2.0  # standard deviations
-
-Packed = tuple[Array, ...]
-
-
-class Units(typing.NamedTuple):
-    """Between a normalised value h and t, the pre-activation in norm units, of each channel.
-
-    t is positive where ReLU passes, if its threshold is neither so low that h would pass the top
-    level nor so high that it would pass the bottom; else, and where the norm's scale is zero, t is
-    still h, mirrored if the scale is negative, and shifted as far as levels reach.
-    """
-
-    sign: Array
-    shift: Array
-
-    @classmethod
-    def of(cls, scale: Array, bias: Array, levels: Levels) -> "Units":
-        """The units of a norm with this float32 scale and bias, for codes of these levels."""
-        shift = bias / jnp.where(scale == 0, 1, jnp.abs(scale))
-        shift = jnp.where((scale == 0) & (bias > 0), jnp.inf, shift)
-        shift = jnp.clip(shift, -LOWEST_SHIFT, levels.top / 2)
-        return cls(jnp.where(scale < 0, -1.0, 1.0), shift)
-
-    def preactivation(self, h: Array) -> Array:
-        """T of h."""
-        return h * self.sign + self.shift
-
-    def normalized(self, t: Array) -> Array:
-        """H of t."""
-        return (t - self.shift) * self.sign
 
 
 def norm_act(
@@ -115,20 +78,18 @@ def norm_act(
     stored_by.check(x.shape, x.dtype)
     if residual is not None and value(residual).shape != x.shape:
         raise ValueError(f"residual of shape {value(residual).shape}: expected {x.shape}, as x")
-    shape, dtype, bits = x.shape, x.dtype, typing.cast(SignAware, coder(codec)).bits
+    shape, dtype = x.shape, x.dtype
     axes = tuple(range(x.ndim - 1))
     norm = Norm(axes, axes, epsilon, use_fast_variance, axis_name, axis_index_groups)
-    codec = SignAware(bits, signed=relu and residual is None)
+    signed = relu and residual is None
+    codec = dataclasses.replace(typing.cast(SignAware, coder(codec)), signed=signed)
 
     def wide(channels: Array) -> Array:
         return jnp.expand_dims(channels.astype(jnp.float32), axes)
 
-    def uniform_code(h: Array, random: Array) -> Packed:
-        return packing.pack(encode_normalized(h, bits, random), bits)
-
     def compute(
         x: Array, scale: Array, bias: Array, residual: Array | None, unit: Array, seed: Seed
-    ) -> tuple[typing.Any, Packed | None]:
+    ) -> tuple[typing.Any, Normalized | None]:
         """The results, and the norm's own code where the result's does not hold it."""
         mean, var = norm.statistics(x)
         var = norm.clip(var)
@@ -137,21 +98,21 @@ def norm_act(
         random = noise.words(x, seed)
         h = (x.astype(jnp.float32) - wide(mean)) * lax.rsqrt(wide(var) + epsilon)
         if not relu:
-            x, coded = residuals.keep(x, uniform_code(h, random), stored_by)
+            x, coded = residuals.keep(x, codec.encode_normalized(h, random), stored_by)
             return (norm.normalize(x, mean, var, scale, bias), None, mean, var), coded
         y = norm.normalize(x, mean, var, scale, bias)
         y = jax.nn.relu(y if residual is None else y + residual)
         unknown = wide(0 * var)  # NaN where a statistic is, for consumers to see
         if residual is None:
-            units = Units.of(wide(scale), wide(bias), codec.levels)
-            codes = codec.levels.encode(units.preactivation(h), y > 0, random)
-            size, offset = jnp.abs(wide(scale)), wide(bias)
-            affine = size + unknown, offset - size * units.shift
-            travelling, own = packing.pack(codes, bits), None
+            gain, offset = wide(scale), wide(bias)
+            travelling: tuple[typing.Any, ...] = codec.encode_preactivation(
+                h * _sign(gain), _threshold(gain, offset), y > 0, random
+            )
+            affine, own = (jnp.abs(gain) + unknown, offset), None
         else:
-            *packed, factor, offset = codec.encode_in_units(y, unit + unknown, random).arrays
+            *packed, factor, offset = codec.encode_activation(y, unit + unknown, random).arrays
             affine, travelling = (factor, offset), tuple(packed)
-            own = uniform_code(h, random)
+            own = codec.encode_normalized(h, random)
         (y, affine), (travelling, own) = residuals.keep((y, affine), (travelling, own), stored_by)
         arrays = *travelling, *residuals.name(residuals.undifferentiable(affine), stored_by)
         return (y, Encoded(arrays, y.shape, y.dtype), mean, var), own
@@ -169,20 +130,19 @@ def norm_act(
         code, own, var, scale, bias = saved
         dy, _, dmean, dvar = cotangents
 
-        def read(saved: typing.Any) -> list[Array | None]:
+        def read(saved: typing.Any) -> tuple[Array | None, Array]:
+            """ReLU's mask and the normalised values."""
             code, own = saved
-            packed = None if code is None else code.arrays[:-2], own
-            return [None if p is None else packing.unpack(p, shape, bits) for p in packed]
+            if codec.signed:
+                h, positive = codec.decode_preactivation(Preactivation(*code.arrays[:-2]), shape)
+                return positive, h * _sign(wide(scale))
+            passed = None if code is None else codec.positive(code)
+            return passed, codec.decode_normalized(own, shape)
 
-        travelling, own = residuals.decode_after(dy, (code, own), read)
+        positive, h = residuals.decode_after(dy, (code, own), read)
         dz = dy.astype(jnp.float32)
-        if travelling is not None:
-            t, positive = codec.levels.decode(travelling)
+        if positive is not None:
             dz = jnp.where(positive, dz, 0)
-        if own is None:
-            h = Units.of(wide(scale), wide(bias), codec.levels).normalized(t)
-        else:
-            h = decode_normalized(own, bits)
         dscale, dbias = (dz * h).sum(axes) + 0 * var, dz.sum(axes)  # NaN where a statistic is
         dresidual = None
         if residual is not None:
@@ -251,11 +211,24 @@ def clipped(
     h = (x.astype(jnp.float32) - mean) * lax.rsqrt(var + epsilon)
     codec = typing.cast(SignAware, coder(activation.codec))
     if codec.signed:
-        t = Units.of(scale, bias, codec.levels).preactivation(h)
-        outside = (t < codec.levels.bottom) | (t > codec.levels.top)
+        outside = codec.clips(h * _sign(scale), _threshold(scale, bias))
+    elif codec.unit == "range":
+        outside = jnp.zeros(h.shape, bool)
     else:
         outside = jnp.abs(h) > SPAN
         if activation.code is not None:
             *_, unit, _ = activation.code.arrays
             outside |= activation.value > codec.levels.top * unit
     return jnp.where(outside, 1.0, 0.0 * h).mean()
+
+
+def _sign(scale: Array) -> Array:
+    """Of a norm's scale, so that h times it grows with the pre-activation."""
+    return jnp.where(scale < 0, -1.0, 1.0)
+
+
+def _threshold(scale: Array, bias: Array) -> Array:
+    """Where h times its sign has to be for ReLU to pass it."""
+    size = jnp.abs(scale)
+    always = jnp.where(bias > 0, -jnp.inf, jnp.inf)
+    return jnp.where(size == 0, always, -bias / jnp.where(size == 0, 1, size))

@@ -1,13 +1,20 @@
+import typing
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxcomp.codecs import noise
-from jaxcomp.codecs.sign_aware import SPAN, SignAware, decode_normalized, encode_normalized
+from jaxcomp.codecs.sign_aware import SPAN, SignAware, Unit
 from tests.helpers import assert_unbiased, normal
 
-CODECS = [SignAware(bits, signed) for bits in (2, 3, 4) for signed in (False, True)]
+CODECS = [
+    SignAware(bits, signed, unit)
+    for bits in (2, 3, 4)
+    for signed in (False, True)
+    for unit in typing.get_args(Unit)
+]
 DRAWS = 4096
 
 
@@ -64,16 +71,21 @@ def test_what_is_above_the_top_comes_back_as_the_top():
     np.testing.assert_array_equal(decoded, np.float32(levels.top))
 
 
+@pytest.mark.parametrize("unit", typing.get_args(Unit))
 @pytest.mark.parametrize("bits", [2, 3, 4])
-def test_normalized_values_are_unbiased_inside_the_span(bits):
-    h = np.linspace(-SPAN, SPAN, 15)[1:-1].astype(np.float32) + 0.1
+def test_normalized_values_are_unbiased_inside_their_span(bits, unit):
+    codec = SignAware(bits, unit=unit)
+    inside = np.linspace(-SPAN, SPAN, 15)[1:-1].astype(np.float32) + 0.1
+    h = jnp.concatenate([inside, jnp.array([-9.0, 9.0])])[None, :, None]
 
-    def round_trip(h, seed):
-        return decode_normalized(encode_normalized(h, bits, noise.words(h, seed)), bits)
+    def round_trip(seed):
+        return codec.decode_normalized(codec.encode_normalized(h, noise.words(h, seed)), h.shape)
 
-    draw = jax.vmap(lambda seed: round_trip(jnp.asarray(h), seed))
-    draws = np.asarray(jax.jit(draw)(jnp.arange(DRAWS)))
-    assert_unbiased(draws, h)
-    assert np.abs(draws - h).max() < 2 * SPAN / (2**bits - 1)
-    outside = round_trip(jnp.array([-9.0, 9.0]), 0)
-    np.testing.assert_allclose(outside, [-SPAN, SPAN], rtol=1e-6)
+    draws = np.asarray(jax.jit(jax.vmap(round_trip))(jnp.arange(DRAWS)))[:, 0, :, 0]
+    assert_unbiased(draws[:, :-2], inside)
+    reach = SPAN if unit == "norm" else 9 * (1 + 2.0**-7)
+    assert np.abs(draws[:, :-2] - inside).max() < 2 * reach / (2**bits - 1)
+    if unit == "norm":
+        np.testing.assert_allclose(draws[:, -2:], [[-SPAN, SPAN]] * DRAWS, rtol=1e-6)
+    else:
+        np.testing.assert_allclose(draws[:, -2:].mean(0), [-9, 9], rtol=0.02)

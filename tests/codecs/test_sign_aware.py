@@ -20,8 +20,9 @@ def test_zeros_are_exact_and_bytes_are_declared(shape, dtype):
     assert encoded.nbytes == codec.nbytes(shape, dtype)
 
 
-def test_bytes_are_the_codes_and_two_floats_a_unit():
-    assert SignAware(4).nbytes((8, 16, 16, 32), jnp.bfloat16) == 8 * 16 * 16 * 32 // 2 + 8 * 32 * 8
+def test_bytes_are_the_codes_a_unit_in_bfloat16_for_each_channel_and_an_offset_for_all():
+    expected = 8 * 16 * 16 * 32 // 2 + 8 * 32 * 2 + 4
+    assert SignAware(4).nbytes((8, 16, 16, 32), jnp.bfloat16) == expected
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])

@@ -1,5 +1,5 @@
 import functools
-import sys
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -7,9 +7,7 @@ import numpy as np
 import pytest
 
 from jaxcomp import SignAware, ops
-from jaxcomp.codecs import packing
-from jaxcomp.codecs.sign_aware import decode_normalized
-from jaxcomp.ops.norm_act import Units
+from jaxcomp.codecs.sign_aware import Preactivation, Unit
 from tests.helpers import (
     DTYPES,
     as_float,
@@ -29,8 +27,8 @@ SHAPE = (8, 5, 4, 6)
 NHWC = ("NHWC", "HWIO", "NHWC")
 
 
-def norm_act(x, scale, bias, residual=None, bits=4, **kwargs):
-    codec = SignAware(bits)
+def norm_act(x, scale, bias, residual=None, bits=4, unit="norm", **kwargs):
+    codec = SignAware(bits, unit=unit)
     return ops.norm_act(x, scale, bias, residual, epsilon=EPSILON, codec=codec, **kwargs)
 
 
@@ -41,11 +39,14 @@ def stock(x, scale, bias, residual=None, relu=True):
 
 
 def levels_of(activation):
-    """The stored values in units, and which are positive."""
+    """The stored values in the norm's units, and which are positive."""
     codec, code = activation.codec, activation.code
-    return codec.levels.decode(packing.unpack(code.arrays[:-2], SHAPE, codec.bits))
+    if not codec.signed:
+        return None, codec.positive(code)
+    return codec.decode_preactivation(Preactivation(*code.arrays[:-2]), SHAPE)
 
 
+UNITS = typing.get_args(Unit)
 CASES = {"relu": {}, "added": {"residual": True}, "linear": {"relu": False}}
 
 
@@ -84,22 +85,25 @@ def surrogate(mean, var, relu, positive):
     return fn
 
 
+@pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("bits", [2, 3, 4])
 @pytest.mark.parametrize("case", CASES)
-def test_backward_is_exact_at_the_decoded_values(case, bits, monkeypatch):
+def test_backward_is_exact_at_the_decoded_values(case, bits, unit, monkeypatch):
     kwargs = dict(CASES[case])
     args = arguments(jnp.float32, kwargs.pop("residual", False))
     relu = kwargs.get("relu", True)
     decoded = []
 
-    def spy(codes, bits):
-        decoded.append(decode_normalized(codes, bits))
+    decode = SignAware.decode_normalized
+
+    def spy(*args):
+        decoded.append(decode(*args))
         return decoded[-1]
 
-    monkeypatch.setattr(sys.modules["jaxcomp.ops.norm_act"], "decode_normalized", spy)
+    monkeypatch.setattr(SignAware, "decode_normalized", spy)
 
     def outputs(*args):
-        y, mean, var = norm_act(*args, bits=bits, **kwargs)
+        y, mean, var = norm_act(*args, bits=bits, unit=unit, **kwargs)
         return y.value, mean, var
 
     (y, mean, var), pull = jax.vjp(outputs, *args)
@@ -108,24 +112,23 @@ def test_backward_is_exact_at_the_decoded_values(case, bits, monkeypatch):
     if decoded:
         h = decoded[0]
     else:
-        activation = norm_act(*args, bits=bits, **kwargs)[0]
-        wide = (a[None, None, None] for a in args[1:3])
-        units = Units.of(*wide, activation.codec.levels)
-        h = units.normalized(levels_of(activation)[0])
+        activation = norm_act(*args, bits=bits, unit=unit, **kwargs)[0]
+        h = levels_of(activation)[0] * jnp.where(args[1][None, None, None] < 0, -1, 1)
     mean, var = mean[None, None, None], var[None, None, None]
-    x_hat = mean + h * jnp.sqrt(var + EPSILON)
+    widehat = mean + h * jnp.sqrt(var + EPSILON)
     fn = surrogate(mean, var, relu, y > 0)
-    expected = jax.vjp(fn, x_hat, *args[1:])[1](cotangents)
+    expected = jax.vjp(fn, widehat, *args[1:])[1](cotangents)
     assert_close(got, expected, 2e-5)
 
 
+@pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("case", ["relu", "added"])
-def test_code_is_the_mask_and_stands_for_the_value(case):
+def test_code_is_the_mask_and_stands_for_the_value(case, unit):
     args = arguments(jnp.float32, case == "added")
 
     @jax.jit
     def run(seed):
-        y = norm_act(*args, seed=seed)[0]
+        y = norm_act(*args, unit=unit, seed=seed)[0]
         return y.value, levels_of(y)[1], y.codec.decode(y.code)
 
     draws = [run(seed) for seed in range(400)]
@@ -177,36 +180,39 @@ def test_residual_without_relu_is_an_error():
         norm_act(*arguments(jnp.float32, residual=True), relu=False)
 
 
-def test_a_nan_is_visible_to_every_consumer():
+@pytest.mark.parametrize("unit", UNITS)
+def test_a_nan_is_visible_to_every_consumer(unit):
     x, scale, bias = arguments(jnp.float32)
     x = x.at[0, 0, 0, 0].set(jnp.nan)
-    y = norm_act(x, scale, bias)[0]
+    y = norm_act(x, scale, bias, unit=unit)[0]
     decoded = np.asarray(y.codec.decode(y.code))
     assert np.isnan(decoded[..., 0]).all()
     assert np.isfinite(decoded[..., 1:]).all()
-    dx = jax.grad(lambda x: norm_act(x, scale, bias)[0].value[..., 0].sum())(x)
+    dx = jax.grad(lambda x: norm_act(x, scale, bias, unit=unit)[0].value[..., 0].sum())(x)
     assert np.isnan(dx[..., 0]).all()
 
 
+@pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("place", ["x", "bias", "shortcut"])
-def test_a_nan_of_a_statistic_travels_with_what_has_no_code(place):
+def test_a_nan_of_a_statistic_travels_with_what_has_no_code(place, unit):
     x, scale, bias, residual = arguments(jnp.float32, residual=True)
     x, bias, residual = (
         a.at[..., 0].set(jnp.nan) if name == place else a
         for name, a in zip(("x", "bias", "shortcut"), (x, bias, residual), strict=True)
     )
-    shortcut = norm_act(residual, scale, bias, relu=False)[0]
-    y = norm_act(x, scale, bias, shortcut)[0]
+    shortcut = norm_act(residual, scale, bias, relu=False, unit=unit)[0]
+    y = norm_act(x, scale, bias, shortcut, unit=unit)[0]
     assert np.isnan(np.asarray(y.codec.decode(y.code))[..., 0]).all()
     assert np.isfinite(np.asarray(y.codec.decode(y.code))[..., 1:]).all()
-    y = norm_act(x, scale, bias)[0]
+    y = norm_act(x, scale, bias, unit=unit)[0]
     decoded = np.asarray(y.codec.decode(y.code))
     assert np.isnan(decoded[..., 0]).all() == (place != "shortcut")
-    dscale = jax.grad(lambda s: norm_act(x, s, bias)[0].value.sum())(scale)
+    dscale = jax.grad(lambda s: norm_act(x, s, bias, unit=unit)[0].value.sum())(scale)
     assert np.isnan(dscale[0]) == (place != "shortcut")
 
 
-def test_the_gradient_of_a_scale_of_zero_is_unbiased():
+@pytest.mark.parametrize("unit", UNITS)
+def test_the_gradient_of_a_scale_of_zero_is_unbiased(unit):
     x, scale, bias = normal((64, 8, 8, 1)), jnp.zeros(1), jnp.full(1, 0.2)
     dy = normal(x.shape, seed=2)
 
@@ -214,7 +220,7 @@ def test_the_gradient_of_a_scale_of_zero_is_unbiased():
         return lambda seed: jax.grad(lambda s: (fn(s, seed) * dy).sum())(scale)
 
     expected = dscale(lambda s, seed: stock(x, s, bias)[0])(0)
-    draw = dscale(lambda s, seed: norm_act(x, s, bias, seed=seed)[0].value)
+    draw = dscale(lambda s, seed: norm_act(x, s, bias, unit=unit, seed=seed)[0].value)
     draws = jax.jit(jax.vmap(draw))(jnp.arange(300))
     assert_unbiased(draws, expected)
 
@@ -245,14 +251,15 @@ def test_a_residual_of_another_shape_is_an_error():
         norm_act(*arguments(jnp.float32), jnp.ones((1, 1, 1, 6)))
 
 
-def loss(x, scale, bias, residual):
-    y = norm_act(x, scale, bias, residual)[0]
+def loss(x, scale, bias, residual, unit="norm"):
+    y = norm_act(x, scale, bias, residual, unit=unit)[0]
     return (y.value.astype(jnp.float32) * normal(SHAPE, seed=9)[: len(x)]).sum()
 
 
-def test_under_vmap_scan_and_checkpoint_it_is_itself():
+@pytest.mark.parametrize("unit", UNITS)
+def test_under_vmap_scan_and_checkpoint_it_is_itself(unit):
     args = arguments(jnp.float32, residual=True)
-    grad = jax.grad(loss, (0, 1, 2, 3))
+    grad = jax.grad(functools.partial(loss, unit=unit), (0, 1, 2, 3))
     expected = jax.jit(grad)(*args)
     assert_close(jax.jit(jax.checkpoint(grad))(*args), expected)
     several = jax.tree.map(lambda a: jnp.stack([a, a]), args)
@@ -262,12 +269,36 @@ def test_under_vmap_scan_and_checkpoint_it_is_itself():
     assert_close(jax.tree.map(lambda a: a[1], scanned), expected)
 
 
-def test_sharded_it_has_the_same_codes_and_no_collective_but_the_norms():
+@pytest.mark.parametrize("unit", UNITS)
+def test_sharded_it_has_the_same_codes_and_no_collective_but_the_norms(unit):
     x, scale, bias, residual = arguments(jnp.float32, residual=True)
     args = (shard(x), *map(replicate, (scale, bias)), shard(residual))
-    grad = jax.grad(loss, (0, 1, 2, 3))
+    grad = jax.grad(functools.partial(loss, unit=unit), (0, 1, 2, 3))
     assert_close(jax.jit(grad)(*args), jax.jit(grad)(x, scale, bias, residual), 1e-4)
     assert collectives(grad, *args) == {"all-reduce"}
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_of_a_range_positive_values_are_unbiased_and_negative_ones_are_on_average(bits):
+    x, scale, bias = arguments(jnp.float32)
+    x = x.at[0, 0, 0].multiply(1000.0)
+    wide, axes = np.asarray(x, np.float64), (0, 1, 2)
+    h = (wide - wide.mean(axes)) / np.sqrt(wide.var(axes) + EPSILON)
+
+    @jax.jit
+    @jax.vmap
+    def run(seed):
+        y = norm_act(x, scale, bias, bits=bits, unit="range", seed=seed)[0]
+        h, positive = levels_of(y)
+        return h * jnp.where(scale < 0, -1, 1)[None, None, None], positive
+
+    draws, positive = map(np.asarray, run(jnp.arange(2000)))
+    # Sums, since many a value lies so near to a level that it is hardly ever rounded the other way.
+    axes = (0, 1, 2)
+    sums = (draws * positive[0]).sum((1, 2, 3)), (h * positive[0]).sum(axes)
+    assert_unbiased(*(a[..., [0, 2, 3, 4, 5]] for a in sums))  # of the other, ReLU passes nothing
+    error = np.abs(draws.sum((1, 2, 3)).mean(0) - h.sum(axes))
+    assert (error < 0.02 * np.abs(h).sum(axes)).all()
 
 
 def test_second_derivatives_are_refused():
@@ -276,9 +307,10 @@ def test_second_derivatives_are_refused():
         jax.hessian(lambda s: norm_act(x, s, bias)[0].value.sum())(scale)
 
 
+@pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gradients_have_the_dtypes_of_the_arguments(dtype):
+def test_gradients_have_the_dtypes_of_the_arguments(dtype, unit):
     args = arguments(dtype, residual=True)
-    gradients = jax.grad(loss, (0, 1, 2, 3))(*args)
+    gradients = jax.grad(functools.partial(loss, unit=unit), (0, 1, 2, 3))(*args)
     assert [g.dtype for g in gradients] == [a.dtype for a in args]
     assert all(np.isfinite(as_float(g)).all() for g in gradients)

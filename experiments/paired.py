@@ -1,0 +1,27 @@
+"""Runs of the same seeds, held against each other."""
+
+import numpy as np
+from numpy.typing import ArrayLike
+from scipy import stats
+
+
+def paired_difference(runs: ArrayLike, others: ArrayLike) -> tuple[float, float]:
+    """The mean difference of two sets of runs, seed by seed, and its uncertainty.
+
+    Args:
+        runs: A figure of each run, 2 or more.
+        others: The same of runs of the same seeds, in the same order.
+
+    Returns:
+        The mean of ``runs - others`` and half the width of its 95% confidence interval
+        (Student's t).
+
+    Example:
+        >>> mean, half_width = paired_difference([0.72, 0.74, 0.73], [0.70, 0.73, 0.73])
+        >>> round(mean, 3), round(half_width, 3)
+        (0.01, 0.025)
+    """
+    differences = np.subtract(runs, others)
+    count = len(differences)
+    spread = differences.std(ddof=1) / np.sqrt(count)
+    return float(differences.mean()), float(stats.t.ppf(0.975, count - 1) * spread)
