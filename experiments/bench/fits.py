@@ -1,6 +1,7 @@
-"""The largest batch of a ResNet's training step that small GPUs hold, several ways.
+"""The largest batch of a ResNet's training step that GPUs hold, several ways.
 
     python -m experiments.bench.fits --out experiments/results/fits-resnet50
+    python -m experiments.bench.fits --model resnet152 --part h100 --out experiments/results/fits-resnet152-h100
 
 Each way is compiled for one GPU at two batches, and the line through them tells about which batch
 is the largest that a part holds, of whose memory JAX preallocates 75%. That of the largest part is
@@ -31,7 +32,6 @@ WAYS = (
     "fused:bits=2",
 )
 PARTS = ("rtx4060-8gb", "rtx3060-12gb", "rtx4060ti-16gb", "rtx3090")
-TARGET = PARTS[-1]
 BATCHES = 64, 128
 STEP = 8  # largest batches are multiples of it
 
@@ -40,16 +40,20 @@ def main(
     out: Out,
     way: Ways = None,
     model: str = "resnet50",
+    part: Annotated[
+        list[str] | None, typer.Option(help="A GPU; the last is compiled for. Default: four.")
+    ] = None,
     add: Annotated[bool, typer.Option("--add", help="Keep other rows that are there.")] = False,
 ) -> None:
     """Finds each largest batch; fits.json and fits.md grow with every row."""
     make_step = steps.classifier(model)
     ways = way or list(WAYS)
-    room = {part: resolve(part).usable_bytes or 0 for part in PARTS}  # known of every GPU
+    parts = part or list(PARTS)
+    room = {name: resolve(name).usable_bytes or 0 for name in parts}  # known of every GPU
 
     def needed(name: str, batch: int) -> int:
         step, arguments = make_step(Way.parse(name), batch)
-        total = memory.analyze(step, *arguments, target=TARGET, xla_remat=False).total_bytes
+        total = memory.analyze(step, *arguments, target=parts[-1], xla_remat=False).total_bytes
         assert total is not None  # a GPU's compiler gives it
         return total
 
@@ -89,9 +93,9 @@ def _place(name: str) -> int:
 def _write(out: Path, model: str, room: dict[str, int], rows: list[dict[str, Any]]) -> str:
     content = describe_environment() | {"model": model, "usable_bytes": room, "rows": rows}
     write_json(out / "fits.json", content)
-    table = [["way", *PARTS]]
+    table = [["way", *room]]
     for row in rows:
-        table.append([row["row"], *(str(row["largest_batch"][part]) for part in PARTS)])
+        table.append([row["row"], *(str(row["largest_batch"][part]) for part in room)])
     title = f"{model}, 224px, bfloat16, whole SGD step: largest batch (multiples of {STEP}):"
     return write_table(out / "fits.md", title, table, content["command"])
 
