@@ -1,7 +1,7 @@
 """The largest batch of a ResNet's training step that GPUs hold, several ways.
 
     python -m experiments.bench.fits --out experiments/results/fits-resnet50
-    python -m experiments.bench.fits --model resnet152 --part h100 --out experiments/results/fits-resnet152-h100
+    python -m experiments.bench.fits --model resnet152 --part h100 --out OUT
 
 Each way is compiled for one GPU at two batches, and the line through them tells about which batch
 is the largest that a part holds, of whose memory JAX preallocates 75%. That of the largest part is

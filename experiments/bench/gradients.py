@@ -1,19 +1,23 @@
-"""Bias and noise of compressed gradients on a ResNet-20, at initialisation and after training.
+"""Bias and noise of compressed gradients, at initialisation and after training.
 
     python -m experiments.bench.gradients --out experiments/results/gradients
+    python -m experiments.bench.gradients --model resmlp_tiny --out OUT
 
 The noise is told in units of SGD's own: the standard deviation of the exact gradient over batches
 of this size.
 """
 
 import dataclasses
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import typer
 from flax import nnx
+from matplotlib.figure import Figure
 from rich.progress import track
 
 import jaxcomp as jc
@@ -22,32 +26,45 @@ from experiments.config import TrainConfig
 from experiments.data import load
 from experiments.record import describe_environment, write_json, write_table
 from experiments.run import build, cross_entropy
-from jaxcomp.models import resnet
-from jaxcomp.ways import Way
 
-WAYS = (
-    "pooling:window=2",
-    "pooling:window=4",
-    "quantize:bits=2",
-    "quantize:bits=4",
-    "division",
-    "fused:bits=2",
-    "fused:bits=3",
-    "fused:bits=4",
+_EVERYWHERE = (
+    *(f"quantize:bits={bits}" for bits in (1, 2, 3, 4, 8)),
+    *(f"division:bits={bits}" for bits in (1, 2, 4, 8)),
 )
+WAYS = {
+    "resnet20": (
+        "pooling:window=2",
+        "pooling:window=4",
+        *_EVERYWHERE,
+        *(f"fused:bits={bits}{unit}" for unit in ("", ",unit=range") for bits in (2, 3, 4)),
+    ),
+    "resmlp_tiny": (
+        *(f"pruning:density={density},rest_bits=2" for density in (0.1, 0.25, 0.5)),
+        *_EVERYWHERE,
+    ),
+}
 CONFIG = TrainConfig(epochs=1, augment=False, warmup_epochs=0.2)
+OPTIMIZER: dict[str, dict[str, Any]] = {"resmlp_tiny": {"optimizer": "adamw", "lr": 2e-3}}
 
 
 def main(
     out: Out,
     way: Ways = None,
+    model: Annotated[str, typer.Option(help="resnet20 or resmlp_tiny; others with --way.")] = (
+        CONFIG.model
+    ),
     steps: Annotated[int, typer.Option(help="Training steps before the second look.")] = 60,
     batch: Annotated[int, typer.Option(help="Of training, and of the gradients.")] = 128,
     draws: int = 64,
 ) -> None:
-    """Checks each way's gradient twice; writes gradients.json and gradients.md."""
+    """Checks each way's gradient twice; writes gradients.json, .md and .png, and layers.md."""
+    ways = way or list(WAYS.get(model, ()))
+    if not ways:
+        raise typer.BadParameter(f"model={model!r}: expected one of {[*WAYS]}, or some --way")
     data = load(CONFIG.dataset)
-    config = dataclasses.replace(CONFIG, batch=batch, epoch_steps=steps)
+    config = dataclasses.replace(
+        CONFIG, model=model, batch=batch, epoch_steps=steps, **OPTIMIZER.get(model, {})
+    )
     batches = data.batches("train", batch, seed=0, epoch=0, augment=False, drop_remainder=True)
     run = build(config, data)
     states = [jax.tree.map(jnp.copy, run.state)]
@@ -63,24 +80,39 @@ def main(
     )
 
     rows: list[dict[str, Any]] = []
-    for name in track(way or list(WAYS), "checking"):
-        model = Way.parse(name)(
-            resnet.create("resnet20", num_classes=10, in_channels=1, rngs=nnx.Rngs(0))
-        )
+    for name in track(ways, "checking"):
+        coded = build(dataclasses.replace(config, way=name), data).model
+        kept = jc.storage(coded, fresh[0])
+        bits = 32 * kept.stored_bytes / kept.exact_bytes
         for trained, state in zip((0, steps), states, strict=True):
-            nnx.update(model, state.params, state.model_state)
-            report = jc.check_gradients(cross_entropy, model, fresh, draws)
-            figures = {"row": name, "steps": trained, "noise_over_sgd": report.noise_over_sgd}
+            nnx.update(coded, state.params, state.model_state)
+            report = jc.check_gradients(cross_entropy, coded, fresh, draws)
+            figures = {"row": name, "steps": trained, "bits": bits}
+            figures |= {"noise_over_sgd": report.noise_over_sgd}
             rows.append(figures | dataclasses.asdict(report))
-    content = describe_environment() | {"batch": batch, "draws": draws, "rows": rows}
+    content = describe_environment() | {"model": model, "batch": batch, "draws": draws}
+    content |= {"rows": rows}
     write_json(out / "gradients.json", content)
-    table = [["way", "training steps", "noise / SGD's", "bias (95% interval)", "Monte Carlo floor"]]
+    table = [
+        [
+            "way",
+            "bits",
+            "training steps",
+            "noise / SGD's",
+            "bias (95% interval)",
+            "MC floor",
+            "Exact()",
+        ]
+    ]
     for row in rows:
         noise, floor = f"{row['noise_over_sgd']:.3f}", f"{row['coded']['floor']:.3f}"
-        table.append([row["row"], str(row["steps"]), noise, _bias(row["coded"]), floor])
+        control = f"{row['control']['noise']:.0e}"
+        way_and_bits = row["row"], f"{row['bits']:.2f}", str(row["steps"])
+        table.append([*way_and_bits, noise, _bias(row["coded"]), floor, control])
     title = (
-        f"ResNet-20 on {data.name}, batch {batch}, float32, {draws} draws; parts of the exact "
-        "gradient's norm:"
+        f"{model} on {data.name}, batch {batch}, float32, {draws} draws; parts of the exact "
+        "gradient's norm. Bits: stored, for each float that the exact model keeps; floor: what the "
+        "noise alone leaves of the mean; Exact(): the noise of the same draws with nothing coded."
     )
     typer.echo(write_table(out / "gradients.md", title, table, content["command"]))
     title = (
@@ -88,6 +120,7 @@ def main(
         "exact gradient, with its 95% interval:"
     )
     write_table(out / "layers.md", title, by_layer(rows, steps), content["command"])
+    draw(rows, steps, out / "gradients.png")
 
 
 def by_layer(rows: Sequence[dict[str, Any]], steps: int) -> list[list[str]]:
@@ -96,6 +129,35 @@ def by_layer(rows: Sequence[dict[str, Any]], steps: int) -> list[list[str]]:
     names = [name for name in next(iter(trained.values())) if name.endswith("kernel")]
     body = [[name, *(_bias(found[name]) for found in trained.values())] for name in names]
     return [["kernel", *trained], *body]
+
+
+def draw(rows: Sequence[dict[str, Any]], steps: int, path: Path) -> None:
+    """Noise of the trained network's gradient over what is stored; hollow where it is biased."""
+    figure = Figure(figsize=(8, 5.5), layout="constrained")
+    axes = figure.subplots()
+    points: dict[str, list[tuple[float, float, bool]]] = {}
+    for row in rows:
+        if row["steps"] == steps:
+            family = re.sub(r"(rest_)?bits=\d+,?|(window|density)=[\d.]+,?", "", row["row"]).strip(
+                ":,"
+            )
+            variance = row["noise_over_sgd"] ** 2
+            biased = row["coded"]["bias_interval"][0] > 0
+            points.setdefault(family, []).append((row["bits"], variance, biased))
+    for number, (family, found) in enumerate(points.items()):
+        bits, variance, biased = zip(*sorted(found), strict=True)
+        axes.plot(bits, variance, color=f"C{number}", linewidth=1)
+        fill = ["white" if b else f"C{number}" for b in biased]
+        axes.scatter(bits, variance, c=fill, edgecolors=f"C{number}", label=family, zorder=3)
+    axes.set(
+        xlabel="stored bits for each float that the exact model keeps (hollow: biased)",
+        ylabel="variance of the gradient / SGD's own",
+        xscale="log",
+        yscale="log",
+    )
+    axes.legend(frameon=False)
+    axes.grid(alpha=0.25)
+    figure.savefig(path, dpi=150)
 
 
 def _bias(errors: dict[str, Any]) -> str:
