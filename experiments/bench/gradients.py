@@ -24,7 +24,7 @@ import jaxcomp as jc
 from experiments.bench.memory import Out, Ways
 from experiments.config import TrainConfig
 from experiments.data import load
-from experiments.record import describe_environment, write_json, write_table
+from experiments.record import describe_environment, read_table, write_json, write_table
 from experiments.run import build, cross_entropy
 
 _EVERYWHERE = (
@@ -56,8 +56,9 @@ def main(
     steps: Annotated[int, typer.Option(help="Training steps before the second look.")] = 60,
     batch: Annotated[int, typer.Option(help="Of training, and of the gradients.")] = 128,
     draws: int = 64,
+    add: Annotated[bool, typer.Option("--add", help="Keep other rows that are there.")] = False,
 ) -> None:
-    """Checks each way's gradient twice; writes gradients.json, .md and .png, and layers.md."""
+    """Checks each way's gradient twice; the files grow with every row."""
     ways = way or list(WAYS.get(model, ()))
     if not ways:
         raise typer.BadParameter(f"model={model!r}: expected one of {[*WAYS]}, or some --way")
@@ -79,8 +80,13 @@ def main(
         )
     )
 
+    described = {"model": model, "batch": batch, "draws": draws, "steps": steps}
     rows: list[dict[str, Any]] = []
+    if add:
+        rows = read_table(out / "gradients.json", described)["rows"]
+    text = ""
     for name in track(ways, "checking"):
+        rows = [row for row in rows if row["row"] != name]
         coded = build(dataclasses.replace(config, way=name), data).model
         kept = jc.storage(coded, fresh[0])
         bits = 32 * kept.stored_bytes / kept.exact_bytes
@@ -90,37 +96,34 @@ def main(
             figures = {"row": name, "steps": trained, "bits": bits}
             figures |= {"noise_over_sgd": report.noise_over_sgd}
             rows.append(figures | dataclasses.asdict(report))
-    content = describe_environment() | {"model": model, "batch": batch, "draws": draws}
-    content |= {"rows": rows}
+        text = _write(out, describe_environment() | described | {"rows": rows})
+    typer.echo(text)
+
+
+def _write(out: Path, content: dict[str, Any]) -> str:
+    """Writes all files; returns the table."""
+    command, rows, steps = content["command"], content["rows"], content["steps"]
     write_json(out / "gradients.json", content)
-    table = [
-        [
-            "way",
-            "bits",
-            "training steps",
-            "noise / SGD's",
-            "bias (95% interval)",
-            "MC floor",
-            "Exact()",
-        ]
-    ]
+    table = [["way", "bits", "steps", "noise / SGD's", "bias (95% interval)", "floor", "Exact()"]]
     for row in rows:
         noise, floor = f"{row['noise_over_sgd']:.3f}", f"{row['coded']['floor']:.3f}"
         control = f"{row['control']['noise']:.0e}"
         way_and_bits = row["row"], f"{row['bits']:.2f}", str(row["steps"])
         table.append([*way_and_bits, noise, _bias(row["coded"]), floor, control])
     title = (
-        f"{model} on {data.name}, batch {batch}, float32, {draws} draws; parts of the exact "
-        "gradient's norm. Bits: stored, for each float that the exact model keeps; floor: what the "
-        "noise alone leaves of the mean; Exact(): the noise of the same draws with nothing coded."
+        f"{content['model']} after so many training steps, batch {content['batch']}, float32, "
+        f"{content['draws']} draws; parts of the exact gradient's norm. Bits: stored, for each "
+        "float that the exact model keeps; floor: what the noise alone leaves of the mean; "
+        "Exact(): the noise of the same draws with nothing coded."
     )
-    typer.echo(write_table(out / "gradients.md", title, table, content["command"]))
+    text = write_table(out / "gradients.md", title, table, command)
     title = (
         f"Bias of each kernel's gradient after {steps} steps, as a part of the norm of its own "
         "exact gradient, with its 95% interval:"
     )
-    write_table(out / "layers.md", title, by_layer(rows, steps), content["command"])
+    write_table(out / "layers.md", title, by_layer(rows, steps), command)
     draw(rows, steps, out / "gradients.png")
+    return text
 
 
 def by_layer(rows: Sequence[dict[str, Any]], steps: int) -> list[list[str]]:
