@@ -35,6 +35,12 @@ def test_spec_is_its_codec_in_every_operation_that_can_store_by_it(
     assert _decide(rules, "max_pool") == jc.Packed(bits=4)
 
 
+def test_fused_has_bits_and_a_unit() -> None:
+    rules = recipes.from_spec("fused:bits=2,unit=range")
+    assert rules == recipes.fused(bits=2, unit="range")
+    assert _decide(rules, "norm_act") == jc.SignAware(2, unit="range")
+
+
 def test_exact_is_for_everything() -> None:
     rules = (jc.Rule(jc.Exact(), required=False),)
     assert recipes.from_spec("exact") == recipes.everywhere(jc.Exact()) == rules
@@ -43,6 +49,7 @@ def test_exact_is_for_everything() -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
+        ("fused:unit=channel", "unit"),
         ("", "unknown codec ''"),
         ("quantise:bits=2", "unknown codec 'quantise'"),
         ("Quantize", "unknown codec 'Quantize'"),

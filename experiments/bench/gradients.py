@@ -88,6 +88,7 @@ def main(
     for name in track(ways, "checking"):
         rows = [row for row in rows if row["row"] != name]
         coded = build(dataclasses.replace(config, way=name), data).model
+        coded.train()
         kept = jc.storage(coded, fresh[0])
         bits = 32 * kept.stored_bytes / kept.exact_bytes
         for trained, state in zip((0, steps), states, strict=True):
@@ -141,17 +142,14 @@ def draw(rows: Sequence[dict[str, Any]], steps: int, path: Path) -> None:
     points: dict[str, list[tuple[float, float, bool]]] = {}
     for row in rows:
         if row["steps"] == steps:
-            family = re.sub(r"(rest_)?bits=\d+,?|(window|density)=[\d.]+,?", "", row["row"]).strip(
-                ":,"
-            )
             variance = row["noise_over_sgd"] ** 2
             biased = row["coded"]["bias_interval"][0] > 0
-            points.setdefault(family, []).append((row["bits"], variance, biased))
-    for number, (family, found) in enumerate(points.items()):
+            points.setdefault(family(row["row"]), []).append((row["bits"], variance, biased))
+    for number, (name, found) in enumerate(points.items()):
         bits, variance, biased = zip(*sorted(found), strict=True)
         axes.plot(bits, variance, color=f"C{number}", linewidth=1)
         fill = ["white" if b else f"C{number}" for b in biased]
-        axes.scatter(bits, variance, c=fill, edgecolors=f"C{number}", label=family, zorder=3)
+        axes.scatter(bits, variance, c=fill, edgecolors=f"C{number}", label=name, zorder=3)
     axes.set(
         xlabel="stored bits for each float that the exact model keeps (hollow: biased)",
         ylabel="variance of the gradient / SGD's own",
@@ -161,6 +159,16 @@ def draw(rows: Sequence[dict[str, Any]], steps: int, path: Path) -> None:
     axes.legend(frameon=False)
     axes.grid(alpha=0.25)
     figure.savefig(path, dpi=150)
+
+
+def family(way: str) -> str:
+    """A way without what makes its codes larger or smaller.
+
+    Example:
+        >>> family("fused:bits=2,unit=range")
+        'fused:unit=range'
+    """
+    return re.sub(r"(rest_|\b)(bits|window|density)=[\d.]+,?", "", way).rstrip(":,")
 
 
 def _bias(errors: dict[str, Any]) -> str:

@@ -5,7 +5,7 @@ import pytest
 
 from jaxcomp import SignAware
 from jaxcomp.codecs import noise
-from tests.helpers import DTYPES, as_float, assert_unbiased, normal
+from tests.helpers import DTYPES, as_float, assert_unbiased, normal, without_type_checks
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -54,3 +54,9 @@ def test_a_channel_of_zeros_stays_zero():
 def test_other_bits_are_an_error(bits):
     with pytest.raises(Exception, match="bits"):
         SignAware(bits)
+
+
+@pytest.mark.parametrize("unit", ["sample", "", None])
+def test_other_units_are_an_error(unit):
+    with without_type_checks(), pytest.raises(ValueError, match=r"unit=.*expected one of \('norm'"):
+        SignAware(4, unit=unit)

@@ -74,6 +74,21 @@ def test_compare_keeps_finished_runs(tiny, tmp_path, monkeypatch):
         compare(dataclasses.replace(CONFIG, lr=0.2), ways, seeds, tmp_path)
 
 
+def test_only_ways_that_quantize_are_planned(tiny, tmp_path, monkeypatch):
+    planned = {}
+
+    def train(config, out, **options):
+        planned[config.way] = config.plan_steps
+        return TrainResult(None, None, finished=False)
+
+    monkeypatch.setattr(module, "measure", lambda *arguments: {})
+    monkeypatch.setattr(module, "train", train)
+    config = dataclasses.replace(CONFIG, plan_steps=1)
+    for way in ("plain", "fused:bits=2", "actnn"):
+        compare(config, [way], [0], tmp_path)
+    assert planned == {"plain": None, "fused:bits=2": None, "actnn": 1}
+
+
 def test_compare_stops_with_an_interrupted_run(tiny, tmp_path, monkeypatch):
     calls = []
 

@@ -96,6 +96,7 @@ NETWORKS: dict[str, typing.Any] = {
 EVERY_WAY = [("imagenet", spec) for spec in SPECS]
 EVERY_WAY += [("cifar", "quantize:bits=2"), ("pre-activation", "quantize:bits=2")]
 EVERY_WAY += [(network, "fused:bits=4") for network in NETWORKS]
+EVERY_WAY += [("imagenet", "fused:bits=3,unit=range")]
 BATCH, CLASSES = 8, 3
 # All is compared to rounding only.
 FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -217,9 +218,10 @@ def test_mean_gradient_over_draws_is_near_the_exact_one() -> None:
     assert mean < one / 3
 
 
-def test_one_code_for_each_unit_is_unbiased_too() -> None:
+@pytest.mark.parametrize("way", ["fused:bits=4", "fused:bits=4,unit=range"])
+def test_one_code_for_each_unit_is_unbiased_too(way: str) -> None:
     expected = _vector(_compile("imagenet", ())(IMAGES).gradients)
-    step = _compile("imagenet", from_spec("fused:bits=4"))
+    step = _compile("imagenet", from_spec(way))
     rng = np.random.default_rng(0)
     draws = [IMAGES + 1e-5 * rng.normal(size=IMAGES.shape) for _ in range(64)]
     gradients = np.stack([_vector(step(x.astype(IMAGES.dtype)).gradients) for x in draws])

@@ -1,0 +1,51 @@
+import pytest
+import typer
+
+from experiments.bench import gradients as module
+
+FOUND = {"bias": 0.1, "bias_interval": [0.05, 0.15], "floor": 0.02, "noise": 0.3}
+UNBIASED = FOUND | {"bias": 0.0, "bias_interval": [0.0, 0.01]}
+
+
+def row(name, steps, errors):
+    return {
+        "row": name,
+        "steps": steps,
+        "bits": 2.5,
+        "noise_over_sgd": 0.25,
+        "coded": errors,
+        "control": FOUND | {"noise": 2e-7},
+        "parameters": [["head/kernel", errors], ["head/bias", errors]],
+    }
+
+
+def test_files_tell_bias_noise_and_bits(tmp_path):
+    rows = [row("division:bits=2", 0, UNBIASED), row("division:bits=2", 60, FOUND)]
+    content = {"command": "python", "model": "resnet20", "batch": 64, "draws": 8, "steps": 60}
+    text = module._write(tmp_path, content | {"rows": rows})
+    assert (
+        "| division:bits=2 | 2.50 | 60 | 0.250 | 0.100 (0.050 .. 0.150) | 0.020 | 2e-07 |" in text
+    )
+    layers = (tmp_path / "layers.md").read_text()
+    assert "| head/kernel | 0.100 (0.050 .. 0.150) |" in layers
+    assert "head/bias" not in layers
+    assert (tmp_path / "gradients.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("way", "family"),
+    [
+        ("quantize:bits=2", "quantize"),
+        ("division:bits=4", "division"),
+        ("fused:bits=2,unit=range", "fused:unit=range"),
+        ("pruning:density=0.25,rest_bits=2", "pruning"),
+        ("pooling:window=2", "pooling"),
+    ],
+)
+def test_ways_of_one_family_share_a_line(way, family):
+    assert module.family(way) == family
+
+
+def test_a_model_without_ways_of_its_own_is_refused(tmp_path):
+    with pytest.raises(typer.BadParameter, match=r"model='resnet18': expected one of \['resnet20'"):
+        module.main(tmp_path, model="resnet18")
