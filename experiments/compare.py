@@ -107,6 +107,8 @@ def compare(
     Raises:
         ValueError: an argument is wrong, or ``runs`` has runs of another configuration.
     """
+    if config.plan_steps is not None and not any(map(quantized_bits, ways)):
+        raise ValueError(f"plan_steps={config.plan_steps}: expected a way that quantizes in {ways}")
     dataset = load(config.dataset, config.data_dir)
     measured = measure(config, ways, dataset, rounds)
     rows = []
@@ -175,8 +177,10 @@ def compare_seeds(
         typer.BadParameter: the first way is not ``plain``, or there is one seed.
         typer.Exit: Ctrl-C stopped a run.
     """
-    if len(seeds) < 2 or ways[0] != "plain":
-        raise typer.BadParameter(f"way={ways}, seed={seeds}: expected plain first, 2 or more seeds")
+    if len(seeds) < 2 or len({*seeds}) != len(seeds) or ways[0] != "plain":
+        raise typer.BadParameter(
+            f"way={ways}, seed={seeds}: expected plain first, 2 or more seeds, each once"
+        )
     make_folder(out)
     return _reported(compare(config, ways, seeds, out / "runs"), config, seeds, out)
 

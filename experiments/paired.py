@@ -16,11 +16,16 @@ def paired_difference(runs: ArrayLike, others: ArrayLike) -> tuple[float, float]
         The mean of ``runs - others`` and half the width of its 95% confidence interval
         (Student's t).
 
+    Raises:
+        ValueError: There are fewer than 2 runs, or not as many others.
+
     Example:
         >>> mean, half_width = paired_difference([0.72, 0.74, 0.73], [0.70, 0.73, 0.73])
         >>> round(mean, 3), round(half_width, 3)
         (0.01, 0.025)
     """
+    if np.ndim(runs) != 1 or np.shape(runs) != np.shape(others) or len(np.asarray(runs)) < 2:
+        raise ValueError(f"runs={runs!r}, others={others!r}: expected as many figures, 2 or more")
     differences = np.subtract(runs, others)
     count = len(differences)
     spread = differences.std(ddof=1) / np.sqrt(count)

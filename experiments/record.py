@@ -51,7 +51,7 @@ def read_table(path: Path, described: dict[str, Any]) -> dict[str, Any]:
     if not path.exists():
         raise typer.BadParameter(f"add: {path} is not there yet")
     table: dict[str, Any] = json.loads(path.read_text())
-    other = [f"{key}={table[key]!r}" for key in described if table[key] != described[key]]
+    other = [f"{key}={table.get(key)!r}" for key in described if table.get(key) != described[key]]
     if other:
         raise typer.BadParameter(f"add: {path} is of {', '.join(other)}")
     return table

@@ -63,7 +63,7 @@ def main(
     text = ""
     for name in track(ways, "compiling"):
         points = {batch: needed(name, batch) for batch in BATCHES}
-        most = max(largest(points, room).values())
+        most = max(STEP, *largest(points, room).values())
         points[most] = needed(name, most)
         rows = [row for row in rows if row["row"] != name]
         rows.append({"row": name, "total_bytes": points, "largest_batch": largest(points, room)})
@@ -72,7 +72,7 @@ def main(
 
 
 def largest(points: dict[int, int], room: dict[str, int]) -> dict[str, int]:
-    """The largest batch of each part, by the line through the two largest of the points.
+    """The largest batch of each part, 0 if none, by the line through the two largest points.
 
     Example:
         >>> largest({64: 164, 128: 228}, {"small": 231, "large": 400})
@@ -81,7 +81,8 @@ def largest(points: dict[int, int], room: dict[str, int]) -> dict[str, int]:
     (one, fewer), (two, more) = sorted(points.items())[-2:]
     slope = (more - fewer) / (two - one)
     return {
-        part: int(two + (memory - more) / slope) // STEP * STEP for part, memory in room.items()
+        part: max(0, int(two + (memory - more) / slope) // STEP * STEP)
+        for part, memory in room.items()
     }
 
 

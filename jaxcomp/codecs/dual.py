@@ -12,6 +12,7 @@ from jaxcomp.codecs import packing
 from jaxcomp.codecs.codec import Codec, Seed
 from jaxcomp.codecs.pool import AvgPool
 from jaxcomp.codecs.quantize import Quantize
+from jaxcomp.codecs.rounding import to_bfloat16
 
 Along = typing.Literal["map", "features"]
 
@@ -61,7 +62,7 @@ class DualPrecision(Codec):
         features = self._as_map(x.shape)
         pool = self._pool(features)
         (means,) = pool._encode(x.reshape(features), None)
-        means = means.astype(jnp.bfloat16)
+        means = to_bfloat16(means)
         low = pool._decode((means.astype(jnp.float32),), features, jnp.float32).reshape(x.shape)
         rest = (x.astype(jnp.float32) - low).astype(x.dtype)
         return means, *self._rest._encode(rest, seed)

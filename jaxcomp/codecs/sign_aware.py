@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, UInt32
 from jaxcomp.codecs import noise, packing
 from jaxcomp.codecs.codec import Codec, Encoded, Seed, channel_axes
 from jaxcomp.codecs.levels import Levels
+from jaxcomp.codecs.rounding import to_bfloat16
 
 BITS = (2, 3, 4)
 SPAN = 4.0  # of a normalised value's code, in standard deviations
@@ -34,8 +35,8 @@ class SignAware(Codec):
     levels are in units of the norm's own, so that no pass over the array looks for a range, and
     values beyond the last level come back as it; or between the extremes of each channel of each
     sample (of each sample, for arrays of fewer than 3 axes), rounded outward to bfloat16: that is
-    less noisy, nothing is beyond, and it costs a pass. Alone, it is always the latter, and negative
-    values come back as zero.
+    less noisy, nothing is beyond, and it costs a pass. Alone, it is always the latter, negative
+    values come back as zero, and one less than 1% below the dtype's greatest may come back as Inf.
 
     Unbiased up to the last level, but that with 2 bits one code stands for all negative
     pre-activations, in a range for their mean: a norm's backward pass is biased. In the norm's
@@ -109,6 +110,8 @@ class SignAware(Codec):
         return _outward(greatest.astype(jnp.float32) / self.levels.top)
 
     def _encode(self, x: Array, seed: Seed) -> tuple[Array, ...]:
+        if self.signed:
+            raise ValueError("signed=True: expected False, but for what `ops.norm_act` makes of it")
         return self.encode_in_units(x, self._greatest(x), noise.words(x, seed)).arrays
 
     def _decode(
@@ -150,7 +153,8 @@ class SignAware(Codec):
             if self.levels.negatives == 1:
                 ends = _mean_unless_all(h, positive, low), high
             start, up, down = self._steps(ends, threshold)
-            t = (h - start) / jnp.where(positive, up, down)
+            step = jnp.where(positive, up, down)
+            t = (h - start) / jnp.where(step == 0, 1, step)
         packed = packing.pack(self.levels.encode(t, positive, random), self.bits)
         return Preactivation(packed, ends, threshold)
 
@@ -181,8 +185,7 @@ class SignAware(Codec):
         """Where the levels of a range start, and their units above and below it."""
         low, high = (end.astype(jnp.float32) for end in ends)
         start = jnp.clip(threshold, low, high)
-        up, down = (high - start) / self.levels.top, start - low
-        return start, jnp.where(up == 0, 1, up), jnp.where(down == 0, 1, down)
+        return start, (high - start) / self.levels.top, start - low
 
     def encode_normalized(
         self, h: Float[Array, "*shape"], random: UInt32[Array, "*shape"]
@@ -242,8 +245,8 @@ def _mean_unless_all(h: Array, positive: Array, low: Array) -> Array:
     axes = channel_axes(h.ndim)
     count = (~positive).sum(axes, keepdims=True)
     mean = jnp.where(positive, 0, h).sum(axes, keepdims=True) / jnp.maximum(count, 1)
-    return jnp.where(count == 0, low, mean.astype(low.dtype))
+    return jnp.where(count == 0, low, to_bfloat16(mean))
 
 
 def _outward(high: Array) -> Array:
-    return (high + _SLACK * jnp.abs(high)).astype(jnp.bfloat16)
+    return to_bfloat16(high + _SLACK * jnp.abs(high))

@@ -37,12 +37,14 @@ def norm_act(
     pre-activation, in units of the norm, serves the norm's backward pass, is ReLU's mask, and goes
     on with the result to the convolutions that read it. With `residual`, the norm's own value has a
     uniform code of its own, and the result's code is the mask and goes on. No range is looked for:
-    the norm's statistics are the only metadata.
+    the norm's statistics are the only metadata. With `SignAware(unit="range")` levels lie between
+    the extremes of each channel of each sample instead, which are stored, too.
 
     Mask and statistics are exact; the backward pass is the exact rule at the decoded normalised
     values, `code` decoded by `codec.decode` is what consumers read. With 3 or 4 bits unbiased as
     `ops.batch_norm` is, but for values outside the levels: more than `codec.levels.top` units, or
-    more than 4 standard deviations where the norm's value has a code of its own. A NaN or Inf shows
+    more than 4 standard deviations where the norm's value has a code of its own; with ranges there
+    are none outside. A NaN or Inf shows
     in what consumers decode if it reaches statistics, scale or bias, as one in `x` does.
 
     Args:
@@ -56,7 +58,7 @@ def norm_act(
         use_fast_variance: Whether the variance is E[x^2] - E[x]^2, in one pass.
         axis_name: Mesh or `vmap` axis over which statistics are averaged too, as `ops.batch_norm`.
         axis_index_groups: Groups of indices within that axis.
-        codec: Bits of every code: `SignAware`, or `Offload` of it.
+        codec: Bits of every code, and their unit: `SignAware`, or `Offload` of it.
         seed: Redraws the rounding noise.
 
     Returns:
@@ -64,7 +66,8 @@ def norm_act(
 
     Raises:
         TypeError: If `x` is not a floating-point array.
-        ValueError: If there is a `residual` but no ReLU.
+        ValueError: If there is a `residual` but no ReLU, or if levels are to be of ranges and `x`
+            has no axes between the batch and the features.
 
     Example:
         >>> x = jax.random.normal(jax.random.key(0), (8, 4, 4, 2))
@@ -81,6 +84,11 @@ def norm_act(
     shape, dtype = x.shape, x.dtype
     axes = tuple(range(x.ndim - 1))
     norm = Norm(axes, axes, epsilon, use_fast_variance, axis_name, axis_index_groups)
+    if typing.cast(SignAware, coder(codec)).unit == "range" and x.ndim < 3:
+        raise ValueError(
+            f"x of shape {x.shape}: expected axes between batch and features, along which "
+            'unit="range" has its ranges'
+        )
     signed = relu and residual is None
     codec = dataclasses.replace(typing.cast(SignAware, coder(codec)), signed=signed)
 
@@ -166,7 +174,7 @@ def norm_act(
     unit = jnp.hypot(wide(scale), wide(bias))
     if isinstance(residual, Activation):
         unit, residual = jnp.hypot(unit, residual.unit), residual.value
-    elif residual is not None:
+    elif residual is not None and codec.unit == "norm":
         square = lax.square(residual.astype(jnp.float32))
         unit = jnp.hypot(unit, jnp.sqrt(square.mean(axes, keepdims=True)))
     unit = lax.stop_gradient(unit)

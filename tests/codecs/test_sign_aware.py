@@ -3,8 +3,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxcomp import SignAware
+from jaxcomp import DualPrecision, SignAware
 from jaxcomp.codecs import noise
+from jaxcomp.memory.compiling import compile_step
+from jaxcomp.memory.targets import resolve
+from jaxcomp.memory.tracing import trace
 from tests.helpers import DTYPES, as_float, assert_unbiased, normal, without_type_checks
 
 
@@ -60,3 +63,39 @@ def test_other_bits_are_an_error(bits):
 def test_other_units_are_an_error(unit):
     with without_type_checks(), pytest.raises(ValueError, match=r"unit=.*expected one of \('norm'"):
         SignAware(4, unit=unit)
+
+
+def test_signed_codes_are_not_made_alone():
+    with pytest.raises(ValueError, match="signed=True: expected False"):
+        SignAware(4, signed=True).encode(jnp.ones((2, 3, 3, 4)))
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("value", [-1.002, 0.0, 3.0])
+def test_a_range_of_one_value_comes_back_as_it(value, bits):
+    codec = SignAware(bits, signed=True, unit="range")
+    h = jnp.full((1, 1, 1, 1), value)
+    for threshold in (-jnp.inf, -1.001, 0.5, 2.0, jnp.inf):
+        limit = jnp.full((1, 1, 1, 1), threshold)
+        code = codec.encode_preactivation(h, limit, h > limit, noise.words(h))
+        decoded, positive = codec.decode_preactivation(code, h.shape)
+        np.testing.assert_allclose(decoded, h, rtol=0.01, atol=1e-6)
+        assert bool(positive[0, 0, 0, 0]) == (value > threshold)
+
+
+def test_negative_values_just_below_the_threshold_stay_there():
+    codec = SignAware(2, signed=True, unit="range")
+    h = jnp.array([-1.002, 0.5, 1.0, 2.0]).reshape(1, 2, 2, 1)
+    limit = jnp.full((1, 1, 1, 1), -1.001)
+    code = codec.encode_preactivation(h, limit, h > limit, noise.words(h))
+    decoded, positive = codec.decode_preactivation(code, h.shape)
+    assert decoded[0, 0, 0, 0] == pytest.approx(-1.002, abs=0.01)
+    assert positive.ravel().tolist() == [False, True, True, True]
+
+
+@pytest.mark.parametrize("codec", [SignAware(4), DualPrecision(window=2)], ids=str)
+def test_what_compilers_code_by_is_rounded_as_what_they_store(codec):
+    x = jax.ShapeDtypeStruct((8, 8, 8, 16), jnp.float32)
+    step = trace(lambda x: codec.decode(codec.encode(x)), x)
+    text = compile_step(step, resolve("h100"), xla_remat=True).hlo_text
+    assert "reduce-precision(" in text

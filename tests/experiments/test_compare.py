@@ -77,16 +77,20 @@ def test_compare_keeps_finished_runs(tiny, tmp_path, monkeypatch):
 def test_only_ways_that_quantize_are_planned(tiny, tmp_path, monkeypatch):
     planned = {}
 
-    def train(config, out, **options):
+    def finish(config, out, tensorboard):
         planned[config.way] = config.plan_steps
-        return TrainResult(None, None, finished=False)
+        return {"test_accuracy": [0.5], "loss": [1.0]}
 
-    monkeypatch.setattr(module, "measure", lambda *arguments: {})
-    monkeypatch.setattr(module, "train", train)
+    ways = ["plain", "fused:bits=2", "actnn"]
+    monkeypatch.setattr(module, "measure", lambda *arguments: dict.fromkeys(ways))
+    monkeypatch.setattr(module, "_finish", finish)
     config = dataclasses.replace(CONFIG, plan_steps=1)
-    for way in ("plain", "fused:bits=2", "actnn"):
-        compare(config, [way], [0], tmp_path)
+    compare(config, ways, [0], tmp_path)
     assert planned == {"plain": None, "fused:bits=2": None, "actnn": 1}
+    with pytest.raises(
+        ValueError, match=r"plan_steps=1: expected a way that quantizes in \['plain"
+    ):
+        compare(config, ways[:2], [0], tmp_path)
 
 
 def test_compare_stops_with_an_interrupted_run(tiny, tmp_path, monkeypatch):

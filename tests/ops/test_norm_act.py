@@ -245,6 +245,18 @@ def test_a_residual_of_another_dtype_has_a_gradient_of_its_own():
     assert [g.dtype.name for g in gradients] == ["bfloat16"] * 3 + ["float32"]
 
 
+def test_ranges_need_axes_to_lie_along():
+    x, scale, bias = normal((8, 6)), jnp.ones(6), jnp.zeros(6)
+    with pytest.raises(ValueError, match=r"x of shape \(8, 6\): expected axes between batch and"):
+        norm_act(x, scale, bias, unit="range")
+
+
+def test_ranges_take_a_residual_whose_square_overflows():
+    x, scale, bias, residual = arguments(jnp.float32, residual=True)
+    y = norm_act(x, scale, bias, 1e20 * residual, unit="range")[0]
+    assert np.isfinite(y.codec.decode(y.code)).all()
+
+
 def test_a_residual_of_another_shape_is_an_error():
     error = pytest.raises(ValueError, match=r"residual of shape \(1, 1, 1, 6\): expected")
     with error, without_type_checks():
