@@ -40,7 +40,8 @@ class SignAware(Codec):
 
     Unbiased up to the last level, but that with 2 bits one code stands for all negative
     pre-activations, in a range for their mean: a norm's backward pass is biased. In the norm's
-    units the last of 2 bits is 2.25, too low for 2% of what a trained network's activations sum to.
+    units the last of 2 bits is 2.25, too low for 2% of what a trained network's activations sum to,
+    and values beyond the last of 3 and 4 bits bias a gradient by 1 to 2% of its norm.
 
     Attributes:
         bits: Bits of a code: 2, 3 or 4.
@@ -72,8 +73,8 @@ class SignAware(Codec):
 
     @property
     def unbiased(self) -> bool:  # type: ignore[override]
-        """Whether a norm's backward pass is unbiased: with 3 or 4 bits."""
-        return self.bits > 2
+        """Whether a norm's backward pass is unbiased: with 3 or 4 bits of a range."""
+        return self.bits > 2 and self.unit == "range"
 
     @property
     def levels(self) -> Levels:
