@@ -172,9 +172,7 @@ class SignAware(Codec):
     def clips(
         self, h: Float[Array, "*shape"], threshold: Float[Array, "..."]
     ) -> Bool[Array, "*shape"]:
-        """Which values `encode_preactivation` clips to the last level."""
-        if self.unit == "range":
-            return jnp.zeros(h.shape, bool)
+        """Which values `encode_preactivation` clips to the last level, in the norm's units."""
         t = h - self._within(threshold)
         return (t < self.levels.bottom) | (t > self.levels.top)
 

@@ -44,8 +44,8 @@ def norm_act(
     values, `code` decoded by `codec.decode` is what consumers read. With 3 or 4 bits unbiased as
     `ops.batch_norm` is, but for values outside the levels: more than `codec.levels.top` units, or
     more than 4 standard deviations where the norm's value has a code of its own; with ranges there
-    are none outside. A NaN or Inf shows
-    in what consumers decode if it reaches statistics, scale or bias, as one in `x` does.
+    are none outside. A NaN or Inf shows in what consumers decode if it reaches statistics, scale or
+    bias, as one in `x` does.
 
     Args:
         x: A convolution's result, or another array with the features last; axis 0 is the batch.
@@ -84,13 +84,14 @@ def norm_act(
     shape, dtype = x.shape, x.dtype
     axes = tuple(range(x.ndim - 1))
     norm = Norm(axes, axes, epsilon, use_fast_variance, axis_name, axis_index_groups)
-    if typing.cast(SignAware, coder(codec)).unit == "range" and x.ndim < 3:
+    codec = typing.cast(SignAware, coder(codec))
+    if codec.unit == "range" and x.ndim < 3:
         raise ValueError(
             f"x of shape {x.shape}: expected axes between batch and features, along which "
             'unit="range" has its ranges'
         )
     signed = relu and residual is None
-    codec = dataclasses.replace(typing.cast(SignAware, coder(codec)), signed=signed)
+    codec = dataclasses.replace(codec, signed=signed)
 
     def wide(channels: Array) -> Array:
         return jnp.expand_dims(channels.astype(jnp.float32), axes)
@@ -218,10 +219,10 @@ def clipped(
     scale, bias, mean, var = (jnp.expand_dims(a, axes) for a in (scale, bias, mean, var))
     h = (x.astype(jnp.float32) - mean) * lax.rsqrt(var + epsilon)
     codec = typing.cast(SignAware, coder(activation.codec))
-    if codec.signed:
-        outside = codec.clips(h * _sign(scale), _threshold(scale, bias))
-    elif codec.unit == "range":
+    if codec.unit == "range":
         outside = jnp.zeros(h.shape, bool)
+    elif codec.signed:
+        outside = codec.clips(h * _sign(scale), _threshold(scale, bias))
     else:
         outside = jnp.abs(h) > SPAN
         if activation.code is not None:

@@ -115,9 +115,9 @@ def test_backward_is_exact_at_the_decoded_values(case, bits, unit, monkeypatch):
         activation = norm_act(*args, bits=bits, unit=unit, **kwargs)[0]
         h = levels_of(activation)[0] * jnp.where(args[1][None, None, None] < 0, -1, 1)
     mean, var = mean[None, None, None], var[None, None, None]
-    widehat = mean + h * jnp.sqrt(var + EPSILON)
+    x_hat = mean + h * jnp.sqrt(var + EPSILON)
     fn = surrogate(mean, var, relu, y > 0)
-    expected = jax.vjp(fn, widehat, *args[1:])[1](cotangents)
+    expected = jax.vjp(fn, x_hat, *args[1:])[1](cotangents)
     assert_close(got, expected, 2e-5)
 
 
@@ -306,7 +306,6 @@ def test_of_a_range_positive_values_are_unbiased_and_negative_ones_are_on_averag
 
     draws, positive = map(np.asarray, run(jnp.arange(2000)))
     # Sums, since many a value lies so near to a level that it is hardly ever rounded the other way.
-    axes = (0, 1, 2)
     sums = (draws * positive[0]).sum((1, 2, 3)), (h * positive[0]).sum(axes)
     assert_unbiased(*(a[..., [0, 2, 3, 4, 5]] for a in sums))  # of the other, ReLU passes nothing
     error = np.abs(draws.sum((1, 2, 3)).mean(0) - h.sum(axes))
