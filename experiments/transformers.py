@@ -7,8 +7,8 @@ They are written as users write them and know nothing of jaxcomp: what their ste
 business of `jaxcomp.ways`.
 """
 
+import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from jaxcomp import training
 from jaxcomp.ways import Way
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Shape:
     """Sizes of a transformer.
 
@@ -114,6 +114,47 @@ class LM(nnx.Module):
         return self.embed.attend(self.norm(x))
 
 
+class ScannedLM(nnx.Module):
+    """The same with its blocks under Flax's `scan`: one block is compiled.
+
+    Args:
+        remat: Whether each block is computed again in the backward pass, under `nnx.remat`.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int,
+        length: int,
+        shape: Shape = Shape(),
+        *,
+        remat: bool = False,
+        dtype: DTypeLike = jnp.bfloat16,
+        rngs: nnx.Rngs,
+    ) -> None:
+        @nnx.split_rngs(splits=shape.depth)
+        @nnx.vmap
+        def stack(rngs: nnx.Rngs) -> Block:
+            return Block(shape, True, dtype, rngs)
+
+        self.remat = remat
+        self.embed = nnx.Embed(vocabulary, shape.width, dtype=dtype, rngs=rngs)
+        self.position = nnx.Embed(length, shape.width, dtype=dtype, rngs=rngs)
+        self.blocks = stack(rngs)
+        self.norm = nnx.LayerNorm(shape.width, dtype=dtype, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Logits of the next token, (batch, length, vocabulary)."""
+
+        def run(x: jax.Array, block: Block) -> jax.Array:
+            return block(x)
+
+        through = nnx.scan(
+            nnx.remat(run) if self.remat else run, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry
+        )
+        x = self.embed(tokens) + self.position(jnp.arange(tokens.shape[1])[None])
+        return self.embed.attend(self.norm(through(x, self.blocks)))
+
+
 class ViT(nnx.Module):
     """A vision transformer that averages its tokens."""
 
@@ -171,6 +212,17 @@ def _lm(length: int, queries: int, way: Way, batch: int) -> Step:
 def lm(way: Way, batch: int) -> Step:
     """A step of a language model of bytes, six blocks of 768 features, on 1024 tokens."""
     return _lm(1024, 1024, way, batch)
+
+
+def scanned_lm(way: Way, batch: int) -> Step:
+    """A step of the same model with its blocks under `scan`; `remat` is that of the loop's body."""
+    tokens = jax.ShapeDtypeStruct((1024,), jnp.int32)
+    recompute, way = way.remat, dataclasses.replace(way, remat=False)
+
+    def make() -> nnx.Module:
+        return ScannedLM(256, 1024, remat=recompute, rngs=nnx.Rngs(0))
+
+    return _step(make, tokens, tokens, way, batch)
 
 
 def long_lm(way: Way, batch: int) -> Step:

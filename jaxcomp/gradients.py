@@ -86,7 +86,8 @@ def check_gradients(
 
     Args:
         loss: From a model and a batch to a scalar, in training.
-        model: A model whose `jaxcomp.nn` modules have codecs; it is not changed.
+        model: A model whose `jaxcomp.nn` modules have codecs, of which `compress` made one that
+            codes, or whose blocks' inputs are coded; it is not changed.
         batch: Any pytree of arrays, axis 0 the examples.
         draws: How many gradients are drawn; each is kept, so it takes this many times the
             parameters' memory.
@@ -114,9 +115,7 @@ def check_gradients(
         raise ValueError(f"draws={draws}, parts={parts}: expected at least 3 and 2")
     if len(sizes) != 1 or sizes.pop() % parts:
         raise ValueError(f"batch: expected arrays whose axis 0 is the same multiple of {parts}")
-    exact_model = nnx.clone(model)
-    apply(exact_model, (Rule(Exact(), required=False),))
-    coded, exact = _gradient(loss, model), _gradient(loss, exact_model)
+    coded, exact = _gradient(loss, model), _gradient(loss, _exact(model))
     params = nnx.state(model, nnx.Param)
     if not any(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params)):
         raise ValueError("model: expected float32 parameters")
@@ -142,6 +141,15 @@ def check_gradients(
             if gradient[part].any()
         ),
     )
+
+
+def _exact(model: nnx.Module) -> nnx.Module:
+    """A copy with nothing coded: neither by its layers, nor around its blocks or all of it."""
+    copy = nnx.clone(model)
+    apply(copy, (Rule(Exact(), required=False),))
+    for _, module in nnx.iter_modules(copy):
+        module.__class__ = getattr(type(module), "exact_class", type(module))
+    return copy
 
 
 def _gradient(loss: Loss, model: nnx.Module) -> Callable[[Any, Any], Any]:

@@ -5,6 +5,7 @@ import pytest
 from flax import nnx
 
 import jaxcomp as jc
+from jaxcomp.ways import Way
 from tests.helpers import normal, without_type_checks
 
 
@@ -78,6 +79,27 @@ def test_the_control_is_rounding():
     report = jc.check_gradients(loss, Net(jc.Quantize(bits=2)), BATCH)
     assert report.control.noise < 1e-5
     assert report.control.bias < 1e-5
+
+
+class Blocks(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.blocks = nnx.List(nnx.Linear(16, 16, rngs=rngs) for _ in range(2))
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = x + jax.nn.gelu(block(x))
+        return x
+
+
+@pytest.mark.parametrize("way", ["compress:quantize:bits=2", "remat:quantize:bits=2"])
+def test_the_control_of_a_model_that_is_coded_as_a_whole_is_exact(way):
+    model = Way.parse(way)(Blocks())
+    batch = normal((1024, 16)), jnp.arange(1024) % 16
+    report = jc.check_gradients(loss, model, batch, draws=3)
+    assert report.coded.noise > 1e-3
+    assert report.control.noise < 1e-5
+    assert jc.check_gradients(loss, model, batch, draws=3) == report
 
 
 def test_sgd_noise_falls_with_the_batch():

@@ -1,7 +1,7 @@
 """Bias and noise of compressed gradients, at initialisation and after training.
 
-    python -m experiments.bench.gradients --out experiments/results/gradients
-    python -m experiments.bench.gradients --model resmlp_tiny --out OUT
+    python -m experiments.bench.gradients --batch 64 --out experiments/results/gradients
+    python -m experiments.bench.gradients --batch 64 --model resmlp_tiny --out OUT
 
 The noise is told in units of SGD's own: the standard deviation of the exact gradient over batches
 of this size.

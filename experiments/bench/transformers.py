@@ -20,6 +20,11 @@ from jaxcomp.memory.comparison import MakeStep
 
 CASES: dict[str, tuple[MakeStep, int, str]] = {
     "lm": (transformers.lm, 8, "Language model, 6 x 768, 1024 tokens, bfloat16, AdamW step"),
+    "scanned_lm": (
+        transformers.scanned_lm,
+        8,
+        "Language model, 6 x 768 under scan, 1024 tokens, bfloat16, AdamW step",
+    ),
     "long_lm": (
         transformers.long_lm,
         1,

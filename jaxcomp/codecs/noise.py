@@ -78,6 +78,17 @@ def words(x: Float[Array, "*shape"], seed: Seed = None) -> UInt32[Array, "*shape
     return _hash(x, _mix(seed.astype(jnp.uint32) + jnp.uint32(1)))
 
 
+def folded(seed: Seed, number: int | Array) -> UInt32[Array, ""]:
+    """Another seed for each number, such as that of an iteration.
+
+    Example:
+        >>> bool(folded(0, 1) == folded(1, 0))
+        False
+    """
+    base = jnp.asarray(0 if seed is None else seed).astype(jnp.uint32)
+    return _mix(_mix(base + jnp.uint32(1)) + jnp.asarray(number).astype(jnp.uint32))
+
+
 def fingerprint(*arrays: Float[Array, "..."]) -> UInt32[Array, ""]:
     """A seed for `uniform` that is another whenever a value of the arrays is.
 

@@ -88,9 +88,8 @@ def _recomputed(
             return _from_codes(run, codec, self, arrays)
         return nnx.remat(run, policy=policy)(self, *arrays)
 
-    return types.new_class(
-        kind.__name__, (kind,), exec_body=lambda body: body.update(__call__=call)
-    )
+    body = {"__call__": call} | ({} if codec is None else {"exact_class": kind})
+    return types.new_class(kind.__name__, (kind,), exec_body=lambda b: b.update(body))
 
 
 def _from_codes(

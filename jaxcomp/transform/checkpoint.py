@@ -1,6 +1,5 @@
 """`checkpoint`: any function, with what waits for its backward pass as a policy says."""
 
-import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
@@ -8,23 +7,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import jaxpr_as_fun
 
 from jaxcomp.codecs.codec import Seed
-from jaxcomp.transform import stages
-from jaxcomp.transform.decisions import Policy, check_policy
+from jaxcomp.transform.decisions import Asked, Policy, check_policy
+from jaxcomp.transform.loops import Looped, Static
 from jaxcomp.transform.plan import CheckpointPlan
-from jaxcomp.transform.programs import Program, avals, closed, filled
-from jaxcomp.transform.scheme import Scheme, scheme
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Static:
-    """What is no array, in a residual."""
-
-    value: Any
+from jaxcomp.transform.programs import Program, avals, closed
+from jaxcomp.transform.scheme import plain_bytes
 
 
 class Checkpointed:
@@ -70,7 +60,8 @@ class Checkpointed:
         active = [i for i, a in enumerate(arguments) if jnp.issubdtype(a.dtype, jnp.inexact)]
         if not active:
             raise ValueError("no argument is a floating-point array: there is no gradient")
-        return CheckpointPlan.of(scheme(program, active, coded, self._policy))
+        looped = _looped(program, active, coded, self._policy)
+        return CheckpointPlan.of(looped, plain_bytes(program, active, coded))
 
     def _trace(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -109,11 +100,17 @@ def _positions(name: str, numbers: tuple[int, ...], count: int) -> set[int]:
     return {number % count for number in numbers}
 
 
+def _looped(program: Program, active: list[int], coded: list[int], policy: Policy) -> Looped:
+    asked = Asked()
+    looped = Looped.of(program, active, coded, policy, asked)
+    asked.check(policy)
+    return looped
+
+
 def _with_backward_pass(
     program: Program, coded: list[int], policy: Policy
 ) -> Callable[..., list[Any]]:
     """The program as a function of a seed and of its arguments."""
-    results = avals(program.jaxpr.outvars)
 
     @jax.custom_vjp
     def function(seed: Seed, *arguments: Any) -> list[Any]:
@@ -124,23 +121,18 @@ def _with_backward_pass(
         active = [i for i, argument in enumerate(arguments) if argument.perturbed]
         if not active:
             return function(None, *values), None
-        chosen = scheme(program, active, coded, policy)
-        made, stored = stages.forward(chosen, None if seed is None else seed.value, values)
-        used = {i: values[i] for i in stages.used_arguments(chosen)}
-        return made, (_Static(chosen), stored, used)
+        chosen = _looped(program, active, coded, policy)
+        made, stored = chosen.forward(None if seed is None else seed.value, values)
+        return made, (Static(chosen), stored)
 
     def backward(residual: Any, cotangents: list[Any]) -> tuple[Any, ...]:
         gradients = [None] * len(program.jaxpr.invars)
         if residual is None:
             return None, *gradients
-        static, stored, used = residual
-        chosen: Scheme = static.value
-        arriving = [
-            filled(results[i], 0.0) if isinstance(cotangents[i], SymbolicZero) else cotangents[i]
-            for i in chosen.smooth
-        ]
-        made = stages.backward(chosen, stored, used, arriving)
-        for i, gradient in zip(chosen.active, made, strict=True):
+        static, stored = residual
+        chosen: Looped = static.value
+        made = chosen.backward(stored, cotangents)
+        for i, gradient in zip(chosen.scheme.active, made, strict=True):
             gradients[i] = gradient
         return None, *gradients
 
@@ -170,8 +162,11 @@ def checkpoint(
       noise, unless a mean over at least 64 elements lies between them (a norm's): then the plan
       tells the bias.
 
+    - Each iteration of a `scan` stores what the policy says of its values, the state that arrives
+      from the iteration before as role "input"; it is stored whatever the policy says of the loop.
+
     So the gradient is unbiased if the codecs are. What a user's `custom_vjp`, an inner
-    `jax.checkpoint`, a loop or a branch reads is exact; put `checkpoint` inside of a `scan`.
+    `jax.checkpoint`, a `while` loop or a branch reads is exact.
 
     Args:
         fn: A function of any pytrees. What it closes over is differentiated as its arguments are.

@@ -87,7 +87,7 @@ def compress(model: M, policy: Policy = LARGE) -> M:
         nnx.update(self, rest)
         return result
 
-    body = {"__call__": call, "compressed_call": compressed_call}
+    body = {"__call__": call, "compressed_call": compressed_call, "exact_class": kind}
     model.__class__ = types.new_class(kind.__name__, (kind,), exec_body=lambda b: b.update(body))
     return model
 

@@ -6,11 +6,11 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import JaxprEqn
 
 from jaxcomp.codecs import Codec, Exact
 from jaxcomp.policies import RECOMPUTABLE, CodecPolicy, Match, Value, dtype_name
-from jaxcomp.transform.graph import Graph, coded_nbytes, module_path, nbytes, source
+from jaxcomp.transform.graph import LOOP, Graph, coded_nbytes, module_path, nbytes, source
 
 Policy = Codec | CodecPolicy | Callable[..., Any]
 Action = typing.Literal["either", "again", "store", "recompute", "offload"]
@@ -49,40 +49,53 @@ def check_policy(policy: Any) -> None:
         )
 
 
-def decide(policy: Policy, graph: Graph, roles: Mapping[Any, str]) -> dict[Any, Decision]:
-    """The decision for every value that is not held.
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What a policy was asked about a function, and by which of its rules it answered.
+
+    Attributes:
+        values: In the function itself and in the iterations of its loops.
+        hits: The rules that had an answer.
+    """
+
+    values: list[Value] = dataclasses.field(default_factory=list)
+    hits: set[Any] = dataclasses.field(default_factory=set)
+
+    def check(self, policy: Policy) -> None:
+        """Raises a ValueError if a rule of the policy has matched nothing."""
+        if isinstance(policy, CodecPolicy):
+            _check_hits(policy, self.hits, self.values)
+
+
+def decide(
+    policy: Policy, graph: Graph, roles: Mapping[Any, str], asked: Asked
+) -> dict[Any, Decision]:
+    """The decision for every value that is not held; `asked` is told.
 
     Raises:
         TypeError: If the policy answers what is no answer, or a codec for a value that it cannot
             store.
-        ValueError: If a rule of the policy matches nothing.
     """
-    names: dict[Any, list[JaxprEqn]] = {}
-    for equation in graph.jaxpr.eqns:
-        if equation.primitive.name == "name":
-            for atom in (*equation.invars, *equation.outvars):
-                if isinstance(atom, Var):
-                    names.setdefault(atom, []).append(equation)
     arguments = [v for v in graph.jaxpr.invars if v not in graph.held]
-    hits: dict[Any, int] = {}
     decisions = {}
-    values = []
     for variable in (*arguments, *graph.made_by):
+        names = graph.names_of(variable)
+        if any(name.startswith(LOOP) for name in names):
+            decisions[variable] = Decision("store")  # the policy was asked in the loop
+            continue
         made_by = graph.made_by.get(variable)
-        named = names.get(variable, [])
         value = Value(
             variable.aval.shape,
             variable.aval.dtype,
             made_by.primitive.name if made_by is not None else "",
-            tuple(dict.fromkeys(str(e.params["name"]) for e in named)),
+            names,
             roles.get(variable, "other") if made_by is not None else "input",
             source(made_by),
             module_path(made_by),
         )
-        values.append(value)
-        decisions[variable] = _decide(policy, value, made_by, named, hits)
-    if isinstance(policy, CodecPolicy):
-        _check_hits(policy, hits, values)
+        asked.values.append(value)
+        named = graph.names.get(variable, [])
+        decisions[variable] = _decide(policy, value, made_by, named, asked.hits)
     return decisions
 
 
@@ -91,7 +104,7 @@ def _decide(
     value: Value,
     equation: JaxprEqn | None,
     named: list[JaxprEqn],
-    hits: dict[Any, int],
+    hits: set[Any],
 ) -> Decision:
     if isinstance(policy, Codec):
         if isinstance(policy, Exact) or value.role == "statistic" or not value.is_float:
@@ -104,7 +117,7 @@ def _decide(
         for rule in policy.rules:
             answer = rule(value)
             if answer is not None:
-                hits[rule] = hits.get(rule, 0) + 1
+                hits.add(rule)
                 return _decision(answer, value)
         return Decision()
     found = [
@@ -158,7 +171,7 @@ def describe(value: Value) -> str:
     return f"{dtype_name(value.dtype)}{list(value.shape)}{name}{made}{where}"
 
 
-def _check_hits(policy: CodecPolicy, hits: dict[Any, int], values: list[Value]) -> None:
+def _check_hits(policy: CodecPolicy, hits: set[Any], values: list[Value]) -> None:
     for rule in policy.rules:
         if isinstance(rule, Match) and rule.required and rule not in hits:
             names, primitives, roles, paths = (

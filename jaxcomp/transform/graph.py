@@ -18,6 +18,7 @@ from jaxcomp.transform.algebra import REDUCTIONS, is_affine, is_cheap
 from jaxcomp.transform.programs import variables
 from jaxcomp.visits import modules_of
 
+LOOP = "jaxcomp/loop/"  # begins the names of what the iterations of a loop have stored
 _REDUCED = 8  # a reduction to this part of its operand, or less, is a statistic
 _LIBRARIES = tuple(
     os.path.dirname(file) + os.sep
@@ -93,6 +94,20 @@ class Graph:
             ):
                 found.update(equation.outvars)
         return found
+
+    @functools.cached_property
+    def names(self) -> dict[Any, list[JaxprEqn]]:
+        """The equations that give a value a name, by what they take and what they make."""
+        found: dict[Any, list[JaxprEqn]] = {}
+        for equation in self.jaxpr.eqns:
+            if equation.primitive.name == "name":
+                for value in variables([*equation.invars, *equation.outvars]):
+                    found.setdefault(value, []).append(equation)
+        return found
+
+    def names_of(self, value: Any) -> tuple[str, ...]:
+        """The names of a value, by `checkpoint_name`."""
+        return tuple(dict.fromkeys(str(e.params["name"]) for e in self.names.get(value, ())))
 
     def roles(self, uses: Mapping[Any, str]) -> dict[Any, str]:
         """The role of every value, from the roles of those that the backward pass reads.

@@ -2,11 +2,12 @@
 
 import dataclasses
 import math
+from collections.abc import Iterator
 
 from jaxcomp import table
 from jaxcomp.policies import dtype_name
 from jaxcomp.transform.graph import module_path, plain_nbytes, source
-from jaxcomp.transform.scheme import Scheme
+from jaxcomp.transform.loops import Looped
 
 _HARDLY = 0.9
 
@@ -60,27 +61,9 @@ class CheckpointPlan:
     biased: bool
 
     @classmethod
-    def of(cls, scheme: Scheme) -> "CheckpointPlan":
-        """The plan of a scheme."""
-        values = []
-        for variable, stored in scheme.stored.items():
-            equation = scheme.graph.made_by.get(variable)
-            how = "exact" if stored.codec is None else str(stored.codec)
-            decision = "offload" if stored.offload else how
-            values.append(
-                PlannedValue(
-                    variable.aval.shape,
-                    dtype_name(variable.aval.dtype),
-                    source(equation),
-                    module_path(equation),
-                    scheme.roles.get(variable, "other") if equation is not None else "input",
-                    decision if stored.copies == 1 else f"{stored.copies} x {decision}",
-                    plain_nbytes(variable.aval),
-                    stored.nbytes(variable.aval),
-                    stored.note,
-                )
-            )
-        return cls(tuple(values), scheme.plain_bytes, scheme.biased)
+    def of(cls, looped: Looped, plain_bytes: int) -> "CheckpointPlan":
+        """The plan of a function's scheme, and of the schemes of its loops."""
+        return cls(tuple(_planned(looped)), plain_bytes, looped.scheme.biased)
 
     @property
     def stored_bytes(self) -> int:
@@ -125,3 +108,37 @@ class CheckpointPlan:
         if self.biased:
             lines.append("biased: non-linear steps are computed again from codes")
         return "\n".join(lines)
+
+
+def _planned(looped: Looped) -> Iterator[PlannedValue]:
+    """What a function stores; what its loops have stored as their iterations do."""
+    scheme = looped.scheme
+    names: set[str] = set()
+    for variable, stored in scheme.stored.items():
+        found = {loop.name for loop in looped.loops}.intersection(scheme.graph.names_of(variable))
+        names |= found
+        if found:
+            continue
+        equation = scheme.graph.made_by.get(variable)
+        how = "exact" if stored.codec is None else str(stored.codec)
+        decision = "offload" if stored.offload else how
+        yield PlannedValue(
+            variable.aval.shape,
+            dtype_name(variable.aval.dtype),
+            source(equation),
+            module_path(equation),
+            scheme.roles.get(variable, "other") if equation is not None else "input",
+            decision if stored.copies == 1 else f"{stored.copies} x {decision}",
+            plain_nbytes(variable.aval),
+            stored.nbytes(variable.aval),
+            stored.note,
+        )
+    for loop in looped.loops:
+        for value in _planned(loop.body) if loop.name in names else ():
+            yield dataclasses.replace(
+                value,
+                shape=(loop.length, *value.shape),
+                exact_bytes=loop.length * value.exact_bytes,
+                stored_bytes=loop.length * value.stored_bytes,
+                note=f"{loop.length} iterations; {value.note}".removesuffix("; "),
+            )

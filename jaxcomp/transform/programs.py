@@ -79,7 +79,7 @@ def evaluate(
         values = [read(env, atom) for atom in equation.invars]
         if _is_plain_call(equation):
             called = equation.params[CALLS[equation.primitive.name]]
-            with _scope_of(equation):
+            with scope_of(equation):
                 inner = getattr(called, "jaxpr", called)
                 results = evaluate(inner, getattr(called, "consts", ()), values, visit, known)
         else:
@@ -107,7 +107,8 @@ def _is_plain_call(equation: JaxprEqn) -> bool:
     return equation.primitive.name in CALLS and free
 
 
-def _scope_of(equation: JaxprEqn) -> Any:
+def scope_of(equation: JaxprEqn) -> Any:
+    """The context of an equation's name scope and source line, inside of the present one."""
     info = equation.source_info
     stack = source_info_util.current_name_stack() + info.name_stack
     return source_info_util.user_context(info.traceback, name_stack=stack)

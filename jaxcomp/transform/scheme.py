@@ -14,7 +14,7 @@ from jaxcomp.transform.algebra import tangents_of
 from jaxcomp.transform.alternatives import with_alternatives
 from jaxcomp.transform.bounds import bounds
 from jaxcomp.transform.choice import Demand, Stored, choose, coefficients_returned
-from jaxcomp.transform.decisions import Decision, Policy, decide
+from jaxcomp.transform.decisions import Asked, Decision, Policy, decide
 from jaxcomp.transform.derivatives import merge
 from jaxcomp.transform.graph import Graph, nbytes, plain_nbytes
 from jaxcomp.transform.programs import (
@@ -57,7 +57,6 @@ class Scheme:
         roles: What the backward pass does with each value.
         backward: From coefficients and cotangents to the arguments' cotangents.
         coefficients: The backward program's coefficients.
-        plain_bytes: Bytes that JAX itself declares to keep, arguments not counted.
         biased: Whether non-linear steps are computed again from codes.
     """
 
@@ -71,12 +70,15 @@ class Scheme:
     roles: dict[Any, str]
     backward: Program
     coefficients: list[Coefficient]
-    plain_bytes: int
     biased: bool
 
 
 def scheme(
-    program: Program, active: Sequence[int], coded: Collection[int], policy: Policy
+    program: Program,
+    active: Sequence[int],
+    coded: Collection[int],
+    policy: Policy,
+    asked: Asked,
 ) -> Scheme:
     """Decides what of a program waits for its backward pass.
 
@@ -85,14 +87,13 @@ def scheme(
         active: The arguments that are differentiated.
         coded: The arguments that the policy may store in another form.
         policy: A codec or a policy.
+        asked: Is told what the policy was asked.
 
     Raises:
         TypeError: If the policy answers what is no answer.
-        ValueError: If a rule of the policy matches nothing.
     """
     linearized = linearize(program, active)
     before = _graph(linearized.forward, coded)
-    plain_bytes = _plain_bytes(linearized, before)
     exact = before.free | before.statistics
     linearized = merge(
         linearized,
@@ -108,7 +109,7 @@ def scheme(
     graph = _graph(forward, coded, same)
     demand = Demand.of(linearized)
     roles = graph.roles(demand.roles)
-    decisions = decide(policy, graph, roles)
+    decisions = decide(policy, graph, roles, asked)
     biased = isinstance(policy, CodecPolicy) and policy.lossy_recomputation
     stored = choose(graph, decisions, demand, biased=biased)
     linearized, coefficients, copies, means = _number_codes(linearized, graph, stored, biased)
@@ -128,7 +129,6 @@ def scheme(
         roles,
         transpose(linearized),
         coefficients,
-        plain_bytes,
         biased,
     )
 
@@ -138,8 +138,13 @@ def _graph(forward: Program, coded: Collection[int], same: Any = None) -> Graph:
     return Graph(forward.jaxpr, held, same or {})
 
 
-def _plain_bytes(linearized: Linearized, graph: Graph) -> int:
-    """Bytes of the coefficients of `jax.linearize` that are neither held nor constants."""
+def plain_bytes(program: Program, active: Sequence[int], coded: Collection[int]) -> int:
+    """Bytes that JAX itself declares to keep for a program's backward pass.
+
+    Those of the coefficients of `jax.linearize` that are neither held nor constants.
+    """
+    linearized = linearize(program, active)
+    graph = _graph(linearized.forward, coded)
     constant = Graph(graph.jaxpr, set()).free
     values = {v for v in linearized.coefficients if is_variable(v)}
     return sum(plain_nbytes(v.aval) for v in values - constant - graph.held)

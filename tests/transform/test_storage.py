@@ -277,12 +277,12 @@ def test_coded_arguments_and_only_they_are_coded():
 
 
 def test_plan_says_what_it_cannot_look_into_and_when_nothing_is_gained():
-    def loop(x, w):
-        return lax.scan(lambda c, _: (jnp.sin(c @ w), None), x, None, length=3)[0]
+    def branch(x, w):
+        return lax.cond(x.sum() > 0, lambda: jnp.sin(x @ w), lambda: x)
 
-    plan = jc.checkpoint(loop, CODEC).plan(X, 0.1 * normal((128, 128)))
-    assert {v.decision for v in plan.values} == {"exact"}
-    assert all("not looked into" in v.note for v in plan.values)
+    plan = jc.checkpoint(branch, CODEC).plan(X, 0.1 * normal((128, 128)))
+    assert {v.decision for v in plan.values if v.role != "mask"} == {"exact"}
+    assert all("not looked into" in v.note for v in plan.values if v.role != "mask")
     assert "hardly anything is gained" in str(plan)
     source = jc.checkpoint(_mlp, CODEC).plan(X, W1, W2).values[0].source
     assert source.startswith("test_storage.py:")

@@ -1,0 +1,254 @@
+"""Trains small transformers on real text and images, several ways with the same seeds.
+
+    python -m experiments.reproduce.transformers --out experiments/results/transformers
+
+`lm` is a language model of bytes on the Python language reference as it comes with Python, a tenth
+of which is for validation; `vit` a vision transformer on the embedded Fashion-MNIST. They are plain
+Flax. Each seed gives every way the same parameters and the same batches. Interrupted, the same
+command goes on.
+"""
+
+import functools
+import hashlib
+import itertools
+import json
+import pydoc_data.topics
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import typer
+from flax import nnx
+from matplotlib.figure import Figure
+from rich.progress import track
+
+from experiments.compare import mebibytes
+from experiments.data import Dataset, load
+from experiments.figure import COLORS
+from experiments.paired import paired_difference
+from experiments.record import describe_environment, make_folder, write_json, write_table
+from experiments.transformers import LM, Shape, ViT
+from jaxcomp import memory, training
+from jaxcomp.ways import Way
+
+WAYS = ("plain", "remat", "compress:transformer:bits=4", "compress:transformer:bits=2")
+LENGTH = 96  # bytes
+PATCH = 4  # pixels
+PEAK_RATE, WARM_UP = 5e-3, 0.1
+SMOOTHING = 20  # steps whose mean a point of the curves is
+
+Batches = Iterator[tuple[np.ndarray, np.ndarray]]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A model and its data.
+
+    Attributes:
+        model: Makes the model.
+        train: Batches without end, of a seed.
+        held_out: The batches that the model is tested on.
+        unit: Of the loss.
+        data: What the data is known by.
+    """
+
+    model: Callable[[nnx.Rngs], nnx.Module]
+    train: Callable[[int], Batches]
+    held_out: Callable[[], Batches]
+    unit: str
+    data: str
+
+
+def text() -> np.ndarray:
+    """The bytes of the language reference."""
+    topics = pydoc_data.topics.topics
+    return np.frombuffer("\n".join(topics[k] for k in sorted(topics)).encode(), np.uint8)
+
+
+def crops(data: np.ndarray, batch: int, seed: int) -> Batches:
+    """Crops of the text and of what follows each byte."""
+    rng = np.random.default_rng(seed)
+    while True:
+        starts = rng.integers(0, len(data) - LENGTH, (batch, 1))
+        found = data[starts + np.arange(LENGTH + 1)].astype(np.int32)
+        yield found[:, :-1], found[:, 1:]
+
+
+def language(batch: int = 16) -> Task:
+    """The next byte of the language reference."""
+    shape, data = Shape(width=96, depth=3, heads=4), text()
+    train, held_out = data[: -len(data) // 10], data[-len(data) // 10 :]
+    return Task(
+        lambda rngs: LM(256, LENGTH, shape, dtype=jnp.float32, rngs=rngs),
+        lambda seed: crops(train, batch, seed),
+        lambda: itertools.islice(crops(held_out, batch, seed=0), 32),
+        "nats per byte",
+        hashlib.sha256(data.tobytes()).hexdigest(),
+    )
+
+
+def vision(batch: int = 64) -> Task:
+    """The class of an image of the embedded Fashion-MNIST."""
+    shape, data = Shape(width=64, depth=3, heads=4), load()
+    height, _, channels = data.image_shape
+    make = functools.partial(ViT, data.num_classes, height, PATCH, shape, channels=channels)
+    return Task(
+        lambda rngs: make(dtype=jnp.float32, rngs=rngs),
+        lambda seed: _epochs(data, batch, seed),
+        lambda: _epoch(data, "test", batch, seed=0, epoch=0),
+        "nats",
+        data.name,
+    )
+
+
+def _epoch(data: Dataset, split: Any, batch: int, *, seed: int, epoch: int) -> Batches:
+    return data.batches(split, batch, seed=seed, epoch=epoch, augment=False, drop_remainder=True)
+
+
+def _epochs(data: Dataset, batch: int, seed: int) -> Batches:
+    for epoch in itertools.count():
+        yield from _epoch(data, "train", batch, seed=seed, epoch=epoch)
+
+
+TASKS: dict[str, Callable[..., Task]] = {"lm": language, "vit": vision}
+
+
+class Runs:
+    """The runs of a task in one way, whose step is compiled once."""
+
+    def __init__(self, task: Task, spec: str, steps: int) -> None:
+        self.task, self.way, self.steps = task, Way.parse(spec), steps
+        schedule = optax.warmup_cosine_decay_schedule(0, PEAK_RATE, round(WARM_UP * steps), steps)
+        self.optimizer = training.adamw(schedule, weight_decay=0.1)
+        model = self.model(seed=0)
+        self.loss_fn = training.make_loss(model, label_smoothing=0.0)
+        self.step = training.make_train_step(self.loss_fn, self.optimizer, self.way.micro_batches)
+        self.evaluate = jax.jit(
+            lambda state, *batch: self.loss_fn(state.params, state.model_state, *batch)[1][1]
+        )
+
+    def model(self, seed: int) -> nnx.Module:
+        """The model of a seed, which stores as the way says."""
+        return self.way(self.task.model(nnx.Rngs(seed)))
+
+    def start(self, seed: int) -> training.TrainState:
+        """The state before the first step."""
+        return training.init_state(self.model(seed), self.optimizer)
+
+    def train(self, seed: int) -> tuple[training.TrainState, list[float]]:
+        """The state after the last step, and the loss of each."""
+        state, losses = self.start(seed), []
+        for batch in itertools.islice(self.task.train(seed), self.steps):
+            state, metrics = self.step(state, *batch)
+            losses.append(metrics.loss)
+        return state, [round(float(loss), 4) for loss in losses]
+
+    @functools.cached_property
+    def report(self) -> memory.MemoryReport:
+        """What the step declares and needs."""
+        state = jax.eval_shape(lambda: self.start(seed=0))
+        return memory.analyze(self.step, state, *next(self.task.train(0)))
+
+    def run(self, seed: int) -> dict[str, Any]:
+        """Losses, the accuracy on unseen data, and what the step declares and needs."""
+        state, losses = self.train(seed)
+        unseen = [self.evaluate(state, *batch) for batch in self.task.held_out()]
+        return {
+            "loss": losses,
+            "validation_loss": float(np.mean([metrics.loss for metrics in unseen])),
+            "validation_accuracy": float(np.mean([metrics.accuracy for metrics in unseen])),
+            "declared_bytes": self.report.declared_residual_bytes,
+            "temp_bytes": self.report.temp_bytes,
+        }
+
+
+def draw(runs: dict[str, list[dict[str, Any]]], unit: str, path: Path) -> None:
+    """Mean training loss of the seeds, with the range that they span."""
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for (way, found), color in zip(runs.items(), COLORS, strict=False):
+        losses = np.array([run["loss"] for run in found])
+        points = losses.shape[1] // SMOOTHING
+        curves = losses[:, : points * SMOOTHING].reshape(len(found), points, SMOOTHING).mean(2)
+        at = (np.arange(points) + 0.5) * SMOOTHING
+        axes.plot(at, curves.mean(0), color=color, label=way)
+        axes.fill_between(at, curves.min(0), curves.max(0), color=color, alpha=0.15, linewidth=0)
+    axes.set(xlabel="step", ylabel=f"training loss, {unit}")
+    axes.legend(frameon=False)
+    axes.grid(alpha=0.25)
+    figure.savefig(path, dpi=150)
+
+
+def rows(runs: dict[str, list[dict[str, Any]]]) -> list[list[str]]:
+    """The table: each way beside the first, seed by seed."""
+    header = "way", "validation loss", "over the first", "accuracy", "over the first, points"
+    table = [[*header, "declared", "XLA temp"]]
+    first = next(iter(runs.values()))
+    for way, found in runs.items():
+        losses, others = ([run["validation_loss"] for run in some] for some in (found, first))
+        right, others_right = (
+            [100 * run["validation_accuracy"] for run in some] for some in (found, first)
+        )
+        over, width = paired_difference(losses, others)
+        points, points_width = paired_difference(right, others_right)
+        table.append(
+            [
+                way,
+                f"{np.mean(losses):.4f} ± {np.std(losses, ddof=1):.4f}",
+                f"{over:+.4f} ± {width:.4f}",
+                f"{np.mean(right):.2f}% ± {np.std(right, ddof=1):.2f}%",
+                f"{points:+.2f} ± {points_width:.2f}",
+                mebibytes(found[0]["declared_bytes"]),
+                mebibytes(found[0]["temp_bytes"]),
+            ]
+        )
+    return table
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="Directory of the results.")],
+    task: Annotated[list[str] | None, typer.Option(help="lm or vit. Default: both.")] = None,
+    way: Annotated[
+        list[str] | None, typer.Option(help="A row; the first is compared with.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(help="How many, 2 or more.", min=2)] = 5,
+    steps: Annotated[int, typer.Option(min=SMOOTHING)] = 300,
+) -> None:
+    """Trains every way with every seed; of each task a folder with runs.json, .md and .png."""
+    unknown = set(task or ()) - set(TASKS)
+    if unknown:
+        raise typer.BadParameter(f"task={sorted(unknown)}: expected of {list(TASKS)}")
+    for name in task or TASKS:
+        _compare(TASKS[name](), way or list(WAYS), seeds, steps, out / name)
+
+
+def _compare(task: Task, ways: list[str], seeds: int, steps: int, out: Path) -> None:
+    make_folder(out / "runs")
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for name in track(ways, "training"):
+        stem = re.sub(r"[^\w=]+", "_", name)
+        files = [out / "runs" / f"{stem}-{seed}-{steps}.json" for seed in range(seeds)]
+        missing = [seed for seed, file in enumerate(files) if not file.exists()]
+        of_way = Runs(task, name, steps) if missing else None
+        for seed in missing:
+            assert of_way is not None
+            write_json(files[seed], of_way.run(seed))
+        runs[name] = [json.loads(file.read_text()) for file in files]
+    content = describe_environment() | {"steps": steps, "data": task.data, "runs": runs}
+    write_json(out / "runs.json", content)
+    title = (
+        f"After {steps} steps, {seeds} seeds, mean ± standard deviation, losses in {task.unit}; "
+        "over the first of the same seed, with its 95% interval:"
+    )
+    typer.echo(write_table(out / "runs.md", title, rows(runs), content["command"]))
+    draw(runs, task.unit, out / "runs.png")
+
+
+if __name__ == "__main__":
+    typer.run(main)

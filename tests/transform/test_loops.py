@@ -1,0 +1,327 @@
+"""`checkpoint` of functions with `scan` loops, whose iterations store by the policy."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+import jaxcomp as jc
+from jaxcomp import policies
+from jaxcomp.codecs.codec import array_nbytes
+from tests.helpers import assert_close, assert_same_bits, normal, replicate, shard
+
+X = normal((32, 64))
+UP, DOWN = 0.2 * normal((3, 64, 96), seed=1), 0.2 * normal((3, 96, 64), seed=2)
+EXACT, CODEC = jc.Exact(), jc.Quantize(bits=4)
+
+
+def _mlp(x, weights):
+    up, down = weights
+    hidden = checkpoint_name(jax.nn.gelu(x @ up), "hidden")
+    return x + hidden @ down, jnp.sum(jnp.sin(x))
+
+
+def _stack(x, up, down):
+    x, sums = lax.scan(_mlp, x, (up, down))
+    return jnp.mean(x**2) + jnp.mean(sums)
+
+
+def _with_constants(x, up, down):
+    """The weights are the same in each iteration, an integer is counted beside."""
+
+    def body(carry, t):
+        x, i = carry
+        return (x + t * jax.nn.gelu(x @ up[0]) @ down[0], i + 1), i
+
+    (x, count), order = lax.scan(body, (x, 0), jnp.arange(1.0, 4.0), reverse=True, unroll=2)
+    return jnp.mean(x**2) * count + order.sum()
+
+
+def _nested(x, up, down):
+    def outer(x, weights):
+        return lax.scan(lambda x, t: (x + t * _mlp(x, weights)[0], None), x, jnp.arange(2.0))[0], 0
+
+    return jnp.mean(lax.scan(outer, x, (up, down))[0] ** 2)
+
+
+def _mapped(x, up, down):
+    """Each row by itself; what is mapped over is no argument."""
+    return jnp.mean(lax.map(lambda row: jax.nn.gelu(row @ up[0]) @ down[0], x @ x.T @ x) ** 2)
+
+
+def _counted(x, up, down):
+    def body(i, x):
+        return x + jax.nn.gelu(x @ up[i]) @ down[i]
+
+    return jnp.mean(lax.fori_loop(0, 3, body, x) ** 2)
+
+
+def _after_a_constant(x, up, down):
+    """The state depends on the weights only after the first iteration."""
+    start = jnp.zeros_like(x)
+
+    def body(carry, weights):
+        state, unused = carry
+        return (jnp.tanh(state + x @ weights[0] @ weights[1]), unused), None
+
+    return jnp.sum(lax.scan(body, (start, start), (up, down))[0][0] ** 2)
+
+
+FUNCTIONS = [_stack, _with_constants, _nested, _mapped, _counted, _after_a_constant]
+
+
+def _gradients(function, *args):
+    return jax.jit(jax.grad(function, (0, 1, 2)))(*args)
+
+
+def _distance(got, expected):
+    got, expected = (
+        np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
+        for tree in (got, expected)
+    )
+    return np.linalg.norm(got - expected) / np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_gradients(function):
+    expected = _gradients(function, X, UP, DOWN)
+    exact, coded = jc.checkpoint(function, EXACT), jc.checkpoint(function, CODEC)
+    assert_same_bits(jax.jit(coded)(X, UP, DOWN), jax.jit(function)(X, UP, DOWN))
+    assert _distance(_gradients(exact, X, UP, DOWN), expected) < 1e-5
+    assert 1e-3 < _distance(_gradients(coded, X, UP, DOWN), expected) < 0.5
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_the_plan_has_the_bytes_that_wait(function):
+    function = jc.checkpoint(function, CODEC)
+    leaves = jax.tree.leaves(jax.vjp(function, X, UP, DOWN)[1])
+    arguments = {(a.shape, a.dtype) for a in (X, UP, DOWN)}
+    waiting = [leaf for leaf in leaves if (leaf.shape, leaf.dtype) not in arguments]
+    numbers = [leaf for leaf in waiting if leaf.ndim < 2 and leaf.size <= 3]  # looped over, seeds
+    plan = function.plan(X, UP, DOWN)
+    least, most = (
+        sum(array_nbytes(leaf.shape, leaf.dtype) for leaf in some) for some in (numbers, waiting)
+    )
+    assert most - least <= plan.stored_bytes <= most
+    assert plan.stored_bytes < 0.2 * plan.plain_bytes
+
+
+def test_each_iteration_is_planned():
+    values = jc.checkpoint(_stack, CODEC).plan(X, UP, DOWN).values
+    inside = [v for v in values if v.note.startswith("3 iterations")]
+    assert {(v.shape, v.role) for v in inside if v.role != "statistic"} == {
+        ((3, 32, 64), "input"),
+        ((3, 32, 64), "derivative"),
+        ((3, 32, 96), "operand"),
+        ((3, 32, 96), "derivative"),
+    }
+    assert {v.decision for v in inside} == {str(CODEC)}
+    operand = next(v for v in inside if v.role == "operand")
+    assert operand.exact_bytes == 3 * 32 * 96 * 4
+    assert operand.stored_bytes == 3 * CODEC.nbytes((32, 96), jnp.float32)
+    assert operand.source.startswith("test_loops.py:")
+
+
+def test_an_inner_loop_is_planned_for_both():
+    values = jc.checkpoint(_nested, CODEC).plan(X, UP, DOWN).values
+    assert (3, 2, 32, 96) in {v.shape for v in values}
+    assert all("3 iterations; 2 iterations" in v.note for v in values if len(v.shape) == 4)
+
+
+def test_unbiased_over_seeds():
+    def draw(seed):
+        return _gradients(jc.checkpoint(_stack, jc.Quantize(bits=2), seed=seed), X, UP, DOWN)
+
+    draws = jax.jit(lambda: lax.map(draw, jnp.arange(64)))()
+    expected = _gradients(jc.checkpoint(_stack, EXACT), X, UP, DOWN)
+    for drawn, mean in zip(draws, expected, strict=True):
+        error = np.asarray(drawn) - np.asarray(mean)
+        spread = error.std(0, ddof=1) / 8
+        z = (error.mean(0) / np.where(spread == 0, np.inf, spread)).ravel()
+        assert (z != 0).mean() > 0.9
+        assert abs(z.mean()) < 4 / len(z) ** 0.5 * 3  # neighbours are not independent
+        assert 0.8 < z.std() < 1.3
+
+
+def test_iterations_round_equal_values_differently():
+    def same(x, up):
+        return lax.scan(lambda c, w: (c, jnp.sin(x) @ w), 0.0, up)[1].sum(1)
+
+    coded = jc.checkpoint(same, jc.Quantize(bits=2), coded_argnums=0)
+    _, pull = jax.vjp(lambda up: coded(X, up), jnp.stack([UP[0], UP[0]]))
+    (gradient,) = pull(jnp.ones((2, 96)))
+    # What each reads is made outside of the loop, once: the same code serves both.
+    assert_same_bits(gradient[0], gradient[1])
+
+    def made_inside(x, up):
+        return lax.scan(lambda c, w: (jnp.abs(c), jnp.abs(c) @ w), jnp.abs(x), up)[1].sum(1)
+
+    coded = jc.checkpoint(made_inside, jc.Quantize(bits=2), coded_argnums=0)
+    _, pull = jax.vjp(lambda up: coded(X, up), jnp.stack([UP[0], UP[0]]))
+    (gradient,) = pull(jnp.ones((2, 96)))
+    assert _distance(gradient[0], gradient[1]) > 1e-3
+
+
+def test_what_is_frozen_stores_nothing():
+    def stack(up, down, x):
+        return _stack(x, up, down)
+
+    def waiting(argnums):
+        function = jc.checkpoint(stack, CODEC)
+        run = jax.eval_shape(
+            lambda *args: jax.vjp(
+                lambda *some: function(*some, *args[len(argnums) :]), *args[: len(argnums)]
+            )[1],
+            UP,
+            DOWN,
+            X,
+        )
+        return [leaf.shape for leaf in jax.tree.leaves(run)]
+
+    coded = CODEC.encode(X @ UP[0], 0).arrays[0].shape
+    assert waiting((0, 1)).count((3, *coded)) == 2  # operand and derivative
+    assert waiting((0,)).count((3, *coded)) == 1  # of a frozen product, no operand
+
+
+@pytest.mark.parametrize(
+    ("policy", "stored"),
+    [
+        (
+            policies.first(
+                policies.compress(CODEC, names=("hidden",)),
+                policies.compress(jc.Cast("bfloat16")),
+            ),
+            {"operand"},
+        ),
+        (policies.boundary(jc.Quantize(bits=8)), {"input"}),
+    ],
+)
+def test_policies_are_asked_in_the_loop(policy, stored):
+    plan = jc.checkpoint(_stack, policy, coded_argnums=0).plan(X, UP, DOWN)
+    coded = {v.role for v in plan.values if v.decision.startswith("Quantize") and len(v.shape) == 3}
+    assert coded == stored
+    function = jc.checkpoint(_stack, policy, coded_argnums=0)
+    assert _distance(_gradients(function, X, UP, DOWN), _gradients(_stack, X, UP, DOWN)) < 0.2
+
+
+def test_jax_policies_are_asked_in_the_loop():
+    few, many = (
+        jc.checkpoint(_stack, policy).plan(X, UP, DOWN)
+        for policy in (
+            jax.checkpoint_policies.nothing_saveable,
+            jax.checkpoint_policies.dots_saveable,
+        )
+    )
+    assert [v.shape for v in few.values] == [(3, 32, 64)]
+    assert (3, 32, 96) in {v.shape for v in many.values}
+
+
+def test_a_rule_that_matches_nothing_is_told_what_is_in_the_loop():
+    policy = policies.compress(CODEC, names=("absent",))
+    with pytest.raises(ValueError, match=r"names: hidden; primitives: .*tanh"):
+        _gradients(jc.checkpoint(_stack, policy), X, UP, DOWN)
+
+
+def test_vmap_and_shards():
+    function = jc.checkpoint(_stack, jc.Quantize(bits=8))
+    expected = _gradients(_stack, X, UP, DOWN)
+    many = jax.jit(jax.vmap(jax.grad(function, (0, 1, 2)), (0, None, None)))(
+        jnp.stack([X, X]), UP, DOWN
+    )
+    assert _distance(jax.tree.map(lambda g: g[0], many), expected) < 0.02
+    sharded = _gradients(function, shard(X), replicate(UP), replicate(DOWN))
+    assert _distance(sharded, _gradients(function, X, UP, DOWN)) < 0.02
+    mesh = jax.make_mesh((8,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def mean(x, up, down):
+        def local(x, up, down):
+            return lax.pmean(function(x, up, down), "batch")
+
+        specs = jax.P("batch"), jax.P(), jax.P()
+        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=jax.P())(x, up, down)
+
+    def exact(x, up, down):
+        parts = x.reshape(8, -1, x.shape[-1])
+        return jnp.mean(jax.vmap(_stack, (0, None, None))(parts, up, down))
+
+    assert _distance(_gradients(mean, X, UP, DOWN), _gradients(exact, X, UP, DOWN)) < 0.02
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_precision(dtype):
+    args = [a.astype(dtype) for a in (X, UP, DOWN)]
+    expected = _gradients(_stack, *args)
+    got = _gradients(jc.checkpoint(_stack, jc.Quantize(bits=8)), *args)
+    assert jax.tree.map(lambda a: a.dtype, got) == jax.tree.map(lambda a: a.dtype, expected)
+    wide = [jax.tree.map(lambda a: a.astype(jnp.float32), tree) for tree in (got, expected)]
+    assert _distance(*wide) < 0.05
+
+
+def test_second_derivatives_are_refused():
+    function = jc.checkpoint(lambda x: _stack(x, UP, DOWN), CODEC)
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        jax.hessian(lambda t: function(t * X))(1.0)
+
+
+def test_a_loop_without_a_gradient_is_left_alone():
+    def run(x, up):
+        order = lax.scan(lambda i, _: (i + 1, i), 0, None, length=4)[1]
+        frozen = lax.scan(lambda c, w: (jnp.sin(c @ w @ w.T), None), jnp.ones((4, 64)), up)[0]
+        return (jnp.sin(x) ** 2).sum() * order.sum() + lax.stop_gradient(frozen).sum()
+
+    plan = jc.checkpoint(run, CODEC).plan(X, UP)
+    assert not any("iterations" in v.note for v in plan.values)
+    assert_close(jax.grad(jc.checkpoint(run, CODEC))(X, UP), jax.grad(run)(X, UP), 1e-5)
+
+
+class Stack(nnx.Module):
+    """Layers under Flax's `scan`, as its users write them."""
+
+    def __init__(self):
+        @nnx.split_rngs(splits=3)
+        @nnx.vmap
+        def create(rngs):
+            return nnx.Linear(64, 64, rngs=rngs)
+
+        self.layers = create(nnx.Rngs(0))
+
+    def __call__(self, x):
+        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+        def run(x, layer):
+            return x + jax.nn.gelu(layer(x))
+
+        return run(x, self.layers)
+
+
+class Net(nnx.Module):
+    """Such a stack and a head."""
+
+    def __init__(self):
+        self.stack = Stack()
+        self.head = nnx.Linear(64, 4, rngs=nnx.Rngs(1))
+
+    def __call__(self, x):
+        return self.head(self.stack(x))
+
+
+def test_compress_sees_the_layers_under_a_scan():
+    x = normal((512, 64))
+    model, stock = jc.compress(Net()), Net()
+    inside = [v for v in jc.plan(model, x).values if v.note.startswith("3 iterations")]
+    assert {v.role for v in inside} == {"input", "derivative"}
+    assert all(re.match("Quantize", v.decision) for v in inside)
+    assert {v.path for v in inside if v.role == "derivative"} == {"stack"}
+
+    def loss(model):
+        return jnp.mean(model(x) ** 2)
+
+    got, expected = (nnx.to_pure_dict(nnx.grad(loss)(m)) for m in (model, stock))
+    assert 1e-3 < _distance(got, expected) < 0.2
+    only = jc.plan(jc.compress(Net(), policies.compress(CODEC, path="stack")), x)
+    coded = {(v.role, v.shape) for v in only.values if v.decision == str(CODEC)}
+    assert coded == {("derivative", (3, 512, 64)), ("operand", (512, 64))}
