@@ -114,11 +114,14 @@ class LM(nnx.Module):
         return self.embed.attend(self.norm(x))
 
 
+Body = Callable[[jax.Array, Block], jax.Array]
+
+
 class ScannedLM(nnx.Module):
     """The same with its blocks under Flax's `scan`: one block is compiled.
 
     Args:
-        remat: Whether each block is computed again in the backward pass, under `nnx.remat`.
+        around: What the body of the loop goes through, such as `nnx.remat`.
     """
 
     def __init__(
@@ -127,7 +130,7 @@ class ScannedLM(nnx.Module):
         length: int,
         shape: Shape = Shape(),
         *,
-        remat: bool = False,
+        around: Callable[[Body], Body] = lambda body: body,
         dtype: DTypeLike = jnp.bfloat16,
         rngs: nnx.Rngs,
     ) -> None:
@@ -136,7 +139,7 @@ class ScannedLM(nnx.Module):
         def stack(rngs: nnx.Rngs) -> Block:
             return Block(shape, True, dtype, rngs)
 
-        self.remat = remat
+        self.around = around
         self.embed = nnx.Embed(vocabulary, shape.width, dtype=dtype, rngs=rngs)
         self.position = nnx.Embed(length, shape.width, dtype=dtype, rngs=rngs)
         self.blocks = stack(rngs)
@@ -148,9 +151,7 @@ class ScannedLM(nnx.Module):
         def run(x: jax.Array, block: Block) -> jax.Array:
             return block(x)
 
-        through = nnx.scan(
-            nnx.remat(run) if self.remat else run, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry
-        )
+        through = nnx.scan(self.around(run), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
         x = self.embed(tokens) + self.position(jnp.arange(tokens.shape[1])[None])
         return self.embed.attend(self.norm(through(x, self.blocks)))
 
@@ -197,7 +198,7 @@ def _step(make: Callable[[], nnx.Module], inputs: Any, labels: Any, way: Way, ba
     model = way(nnx.eval_shape(make))
     optimizer = training.adamw(lambda count: 1e-3, weight_decay=0.1)
     loss_fn = training.make_loss(model, label_smoothing=0.0)
-    step = training.make_train_step(loss_fn, optimizer, way.micro_batches)
+    step = training.make_train_step(loss_fn, optimizer, way.micro_batches, unroll=False)
     state = jax.eval_shape(lambda: training.init_state(model, optimizer))
     arrays = (jax.ShapeDtypeStruct((batch, *a.shape), a.dtype) for a in (inputs, labels))
     return step, (state, *arrays)
@@ -215,14 +216,18 @@ def lm(way: Way, batch: int) -> Step:
 
 
 def scanned_lm(way: Way, batch: int) -> Step:
-    """A step of the same model with its blocks under `scan`; `remat` is that of the loop's body."""
+    """A step of the same model with its blocks under `scan`; `remat` is around the loop's body."""
+    if way.boundary is not None:
+        raise ValueError(f"way={way.spec!r}: expected none that codes the inputs of blocks")
     tokens = jax.ShapeDtypeStruct((1024,), jnp.int32)
-    recompute, way = way.remat, dataclasses.replace(way, remat=False)
+
+    def around(body: Body) -> Body:
+        return nnx.remat(body, policy=way.policy) if way.remat else body
 
     def make() -> nnx.Module:
-        return ScannedLM(256, 1024, remat=recompute, rngs=nnx.Rngs(0))
+        return ScannedLM(256, 1024, around=around, rngs=nnx.Rngs(0))
 
-    return _step(make, tokens, tokens, way, batch)
+    return _step(make, tokens, tokens, dataclasses.replace(way, remat=False), batch)
 
 
 def long_lm(way: Way, batch: int) -> Step:

@@ -105,7 +105,11 @@ def make_loss(model: nnx.Module, label_smoothing: float) -> LossFunction:
 
 
 def make_train_step(
-    loss_fn: LossFunction, optimizer: optax.GradientTransformation, micro_batches: int
+    loss_fn: LossFunction,
+    optimizer: optax.GradientTransformation,
+    micro_batches: int,
+    *,
+    unroll: bool = True,
 ) -> TrainStep:
     """Forward, backward, optimiser and batch statistics as one jitted function.
 
@@ -117,6 +121,9 @@ def make_train_step(
         micro_batches: the batch is split into that many parts, which run one after another; their
             gradients and metrics are averaged. Batch statistics are then those of a micro-batch and
             are updated once for each.
+        unroll: whether the micro-batches are written out one after another, not in a loop. On CPUs
+            XLA's convolutions are ten times slower in a loop; of a model that has loops itself,
+            XLA gives those of all micro-batches memory at once if they are written out.
     """
     gradient = jax.grad(loss_fn, has_aux=True)
 
@@ -134,10 +141,10 @@ def make_train_step(
             total = jax.tree.map(lambda t, x: t + x / micro_batches, total, (grads, metrics))
             return (total, model_state), None
 
-        # Unrolled, since XLA's convolutions are ten times slower in a loop on CPU. The barrier
-        # makes a micro-batch wait for the gradients before it; else all activations coexist.
+        # The barrier makes a micro-batch wait for the gradients before it; else all activations
+        # coexist where they are unrolled.
         zeros = jax.tree.map(jnp.zeros_like, (params, Metrics(jnp.zeros(()), jnp.zeros(()))))
-        carry, _ = jax.lax.scan(body, (zeros, model_state), batches, unroll=True)
+        carry, _ = jax.lax.scan(body, (zeros, model_state), batches, unroll=unroll)
         (grads, metrics), model_state = carry
         return grads, (model_state, metrics)
 

@@ -2,14 +2,16 @@
 
     python -m experiments.bench.gradients --batch 64 --out experiments/results/gradients
     python -m experiments.bench.gradients --batch 64 --model resmlp_tiny --out OUT
+    python -m experiments.bench.gradients --batch 32 --model lm --out OUT
 
 The noise is told in units of SGD's own: the standard deviation of the exact gradient over batches
 of this size.
 """
 
 import dataclasses
+import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,7 +27,10 @@ from experiments.bench.memory import Out, Ways
 from experiments.config import TrainConfig
 from experiments.data import load
 from experiments.record import describe_environment, read_table, write_json, write_table
+from experiments.reproduce.transformers import TASKS, Runs, epochs
 from experiments.run import build, cross_entropy
+from jaxcomp.training import TrainState
+from jaxcomp.ways import Way
 
 _EVERYWHERE = (
     *(f"quantize:bits={bits}" for bits in (1, 2, 3, 4, 8)),
@@ -42,17 +47,78 @@ WAYS = {
         *(f"pruning:density={density},rest_bits=2" for density in (0.1, 0.25, 0.5)),
         *_EVERYWHERE,
     ),
+    **dict.fromkeys(
+        TASKS,
+        (
+            *(f"compress:transformer:bits={bits}" for bits in (1, 2, 3, 4, 8)),
+            *(f"remat:quantize:bits={bits}" for bits in (4, 8)),
+        ),
+    ),
 }
 CONFIG = TrainConfig(epochs=1, augment=False, warmup_epochs=0.2)
 OPTIMIZER: dict[str, dict[str, Any]] = {"resmlp_tiny": {"optimizer": "adamw", "lr": 2e-3}}
 
 
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A model before and after some training, and a batch that it has not seen.
+
+    Attributes:
+        model: Makes it in a way.
+        states: Before and after.
+        batch: Inputs and labels.
+    """
+
+    model: Callable[[str], nnx.Module]
+    states: tuple[TrainState, TrainState]
+    batch: tuple[jax.Array, jax.Array]
+
+
+def network(model: str, steps: int, batch: int) -> Subject:
+    """A network of the catalogue, on images."""
+    data = load(CONFIG.dataset)
+    config = dataclasses.replace(
+        CONFIG, model=model, batch=batch, epoch_steps=steps, **OPTIMIZER.get(model, {})
+    )
+    run = build(config, data)
+    before, state = jax.tree.map(jnp.copy, run.state), run.state
+    for images, labels in track(list(itertools.islice(epochs(data, batch, 0), steps)), "training"):
+        state, _ = run.train_step(state, images, labels)
+    unseen = jax.tree.map(jnp.asarray, next(epochs(data, batch, 1)))
+
+    def in_way(way: str) -> nnx.Module:
+        return build(dataclasses.replace(config, way=way), data).model
+
+    return Subject(in_way, (before, state), unseen)
+
+
+def transformer(model: str, steps: int, batch: int) -> Subject:
+    """A transformer of `experiments.reproduce.transformers`, on its own data."""
+    task = TASKS[model](batch)
+    runs = Runs(task, "plain", steps)
+    unseen = jax.tree.map(jnp.asarray, next(task.train(1)))
+
+    def in_way(way: str) -> nnx.Module:
+        return Runs(task, way, steps).model(seed=0)
+
+    return Subject(in_way, (runs.start(seed=0), runs.train(seed=0)[0]), unseen)
+
+
+def stored_bits(way: str, model: nnx.Module, inputs: jax.Array) -> float:
+    """Stored bits for each float32 that the exact model keeps."""
+    if Way.parse(way).compressed is not None:
+        plan = jc.plan(model, inputs)
+        return 32 * plan.stored_bytes / plan.plain_bytes
+    kept = jc.storage(model, inputs)
+    return 32 * kept.stored_bytes / kept.exact_bytes
+
+
 def main(
     out: Out,
     way: Ways = None,
-    model: Annotated[str, typer.Option(help="resnet20 or resmlp_tiny; others with --way.")] = (
-        CONFIG.model
-    ),
+    model: Annotated[
+        str, typer.Option(help="resnet20, resmlp_tiny, lm or vit; others with --way.")
+    ] = (CONFIG.model),
     steps: Annotated[int, typer.Option(help="Training steps before the second look.")] = 60,
     batch: Annotated[int, typer.Option(help="Of training, and of the gradients.")] = 128,
     draws: int = 64,
@@ -62,24 +128,7 @@ def main(
     ways = way or list(WAYS.get(model, ()))
     if not ways:
         raise typer.BadParameter(f"model={model!r}: expected one of {[*WAYS]}, or some --way")
-    data = load(CONFIG.dataset)
-    config = dataclasses.replace(
-        CONFIG, model=model, batch=batch, epoch_steps=steps, **OPTIMIZER.get(model, {})
-    )
-    batches = data.batches("train", batch, seed=0, epoch=0, augment=False, drop_remainder=True)
-    run = build(config, data)
-    states = [jax.tree.map(jnp.copy, run.state)]
-    state = run.state
-    for images, labels in track([next(batches) for _ in range(steps)], "training"):
-        state, _ = run.train_step(state, images, labels)
-    states.append(state)
-    fresh = tuple(
-        map(
-            jnp.asarray,
-            next(data.batches("train", batch, seed=1, epoch=0, augment=False, drop_remainder=True)),
-        )
-    )
-
+    subject = (transformer if model in TASKS else network)(model, steps, batch)
     described = {"model": model, "batch": batch, "draws": draws, "steps": steps}
     rows: list[dict[str, Any]] = []
     if add:
@@ -87,13 +136,12 @@ def main(
     text = ""
     for name in track(ways, "checking"):
         rows = [row for row in rows if row["row"] != name]
-        coded = build(dataclasses.replace(config, way=name), data).model
+        coded = subject.model(name)
         coded.train()
-        kept = jc.storage(coded, fresh[0])
-        bits = 32 * kept.stored_bytes / kept.exact_bytes
-        for trained, state in zip((0, steps), states, strict=True):
+        bits = stored_bits(name, coded, subject.batch[0])
+        for trained, state in zip((0, steps), subject.states, strict=True):
             nnx.update(coded, state.params, state.model_state)
-            report = jc.check_gradients(cross_entropy, coded, fresh, draws)
+            report = jc.check_gradients(cross_entropy, coded, subject.batch, draws)
             figures = {"row": name, "steps": trained, "bits": bits}
             figures |= {"noise_over_sgd": report.noise_over_sgd}
             rows.append(figures | dataclasses.asdict(report))

@@ -100,7 +100,7 @@ def vision(batch: int = 64) -> Task:
     make = functools.partial(ViT, data.num_classes, height, PATCH, shape, channels=channels)
     return Task(
         lambda rngs: make(dtype=jnp.float32, rngs=rngs),
-        lambda seed: _epochs(data, batch, seed),
+        lambda seed: epochs(data, batch, seed),
         lambda: _epoch(data, "test", batch, seed=0, epoch=0),
         "nats",
         data.name,
@@ -111,7 +111,8 @@ def _epoch(data: Dataset, split: Any, batch: int, *, seed: int, epoch: int) -> B
     return data.batches(split, batch, seed=seed, epoch=epoch, augment=False, drop_remainder=True)
 
 
-def _epochs(data: Dataset, batch: int, seed: int) -> Batches:
+def epochs(data: Dataset, batch: int, seed: int) -> Batches:
+    """The training split again and again, in another order each time."""
     for epoch in itertools.count():
         yield from _epoch(data, "train", batch, seed=seed, epoch=epoch)
 
