@@ -29,8 +29,8 @@ from experiments.data import load
 from experiments.record import describe_environment, read_table, write_json, write_table
 from experiments.reproduce.transformers import TASKS, Runs, epochs
 from experiments.run import build, cross_entropy
-from jaxcomp.training import TrainState
-from jaxcomp.ways import Way
+from jaxcomp.memory import declared_residual_bytes
+from jaxcomp.training import TrainState, split_model
 
 _EVERYWHERE = (
     *(f"quantize:bits={bits}" for bits in (1, 2, 3, 4, 8)),
@@ -104,13 +104,15 @@ def transformer(model: str, steps: int, batch: int) -> Subject:
     return Subject(in_way, (runs.start(seed=0), runs.train(seed=0)[0]), unseen)
 
 
-def stored_bits(way: str, model: nnx.Module, inputs: jax.Array) -> float:
-    """Stored bits for each float32 that the exact model keeps."""
-    if Way.parse(way).compressed is not None:
-        plan = jc.plan(model, inputs)
-        return 32 * plan.stored_bytes / plan.plain_bytes
-    kept = jc.storage(model, inputs)
-    return 32 * kept.stored_bytes / kept.exact_bytes
+def declared_bytes(model: nnx.Module, batch: tuple[jax.Array, jax.Array]) -> int:
+    """Bytes that a model in training declares to keep for the gradient of a batch's loss."""
+    model.train()
+    graphdef, params, rest = split_model(model)
+
+    def loss(params: Any, rest: Any, batch: Any) -> jax.Array:
+        return cross_entropy(nnx.merge(graphdef, params, rest, copy=True), batch)
+
+    return declared_residual_bytes(loss, params, rest, batch)
 
 
 def main(
@@ -130,6 +132,7 @@ def main(
         raise typer.BadParameter(f"model={model!r}: expected one of {[*WAYS]}, or some --way")
     subject = (transformer if model in TASKS else network)(model, steps, batch)
     described = {"model": model, "batch": batch, "draws": draws, "steps": steps}
+    exact_bytes = declared_bytes(subject.model("plain"), subject.batch)
     rows: list[dict[str, Any]] = []
     if add:
         rows = read_table(out / "gradients.json", described)["rows"]
@@ -137,8 +140,7 @@ def main(
     for name in track(ways, "checking"):
         rows = [row for row in rows if row["row"] != name]
         coded = subject.model(name)
-        coded.train()
-        bits = stored_bits(name, coded, subject.batch[0])
+        bits = 32 * declared_bytes(coded, subject.batch) / exact_bytes
         for trained, state in zip((0, steps), subject.states, strict=True):
             nnx.update(coded, state.params, state.model_state)
             report = jc.check_gradients(cross_entropy, coded, subject.batch, draws)
