@@ -138,7 +138,7 @@ def decode_after(cotangent: Array, residual: C, decode: Callable[[C], T]) -> T:
     Args:
         cotangent: The arriving cotangent; axis 0 is the batch.
         residual: What `keep` returned.
-        decode: Makes an array of the cotangent's rank of it, or several.
+        decode: Makes an array of as many samples of it, or several.
 
     Returns:
         What `decode` returns.
@@ -146,10 +146,15 @@ def decode_after(cotangent: Array, residual: C, decode: Callable[[C], T]) -> T:
     first = cotangent[(slice(None), *(slice(1),) * (cotangent.ndim - 1))[: cotangent.ndim]]
     residual, first, never = lax.optimization_barrier((residual, first, jnp.bool(False)))
     residual = _to_device(residual)
-    # A use of `first`, without which XLA drops it from the barrier.
-    return jax.tree.map(
-        lambda decoded: jnp.where(never, first.astype(decoded.dtype), decoded), decode(residual)
-    )
+
+    def used(decoded: Array) -> Array:
+        """With a use of `first`, without which XLA drops it from the barrier."""
+        of_sample = first.astype(decoded.dtype)
+        if first.ndim != decoded.ndim:
+            of_sample = of_sample.reshape(-1, *(1,) * (decoded.ndim - 1))
+        return jnp.where(never, of_sample, decoded)
+
+    return jax.tree.map(used, decode(residual))
 
 
 def compiler_options() -> dict[str, str]:

@@ -12,6 +12,7 @@ from flax import nnx
 from jaxcomp import residuals
 from jaxcomp.codecs import Codec, Encoded
 from jaxcomp.training import split_model
+from jaxcomp.transform.fillings import evaluate_after
 
 
 def remat_blocks(
@@ -110,14 +111,23 @@ def _from_codes(
 
     def backward(saved: Any, cotangents: Any) -> tuple[Any, ...]:
         params, rest, codes = saved
-        codes, cotangent = residuals.tie(codes, cotangents[0])
+        # Parameters pass, too, or XLA keeps the casts of the forward pass for this one.
+        (params, rest, codes), cotangent = residuals.tie((params, rest, codes), cotangents[0])
         arrays = jax.tree.map(
             lambda code: codec.decode(code) if isinstance(code, Encoded) else code,
             codes,
             is_leaf=lambda leaf: isinstance(leaf, Encoded),
         )
-        _, pull = jax.vjp(lambda params, arrays: pure(params, rest, arrays)[0], params, arrays)
-        dparams, darrays = pull(cotangent)
+
+        def pulled(params: Any, arrays: Any, cotangent: Any) -> Any:
+            _, pull = jax.vjp(lambda *given: pure(given[0], rest, given[1])[0], params, arrays)
+            return pull(cotangent)
+
+        given = params, arrays, cotangent
+        traced, shape = jax.make_jaxpr(pulled, return_shape=True)(*given)
+        largest = max(jax.tree.leaves(cotangent), key=lambda leaf: leaf.size)
+        leaves = evaluate_after(largest, traced.jaxpr, traced.consts, jax.tree.leaves(given))
+        dparams, darrays = jax.tree.unflatten(jax.tree.structure(shape), leaves)
         dparams, darrays = residuals.tie(dparams, darrays)
         return dparams, None, darrays
 

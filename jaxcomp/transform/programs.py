@@ -19,6 +19,7 @@ _BARRIER = "optimization_barrier"
 Program: TypeAlias = Any  # a jaxpr with its constants, in whichever class this JAX has for it
 Values = dict[Any, Any]
 Visit = Callable[[JaxprEqn, list[Any], list[Any]], None]
+Step = Callable[[Jaxpr, JaxprEqn, list[Any]], list[Any]]
 
 
 def read(env: Values, atom: Any) -> Any:
@@ -59,6 +60,7 @@ def evaluate(
     arguments: Sequence[Any],
     visit: Visit | None = None,
     known: dict[Hashable, list[Any]] | None = None,
+    step: Step = apply,
 ) -> list[Any]:
     """Evaluates a program with calls looked through and equal equations evaluated once.
 
@@ -68,6 +70,7 @@ def evaluate(
         arguments: Values of its arguments.
         visit: Is told of every equation with its operands and results.
         known: Results by equation; of the program that calls this one.
+        step: Evaluates an equation.
 
     Returns:
         The results.
@@ -81,11 +84,11 @@ def evaluate(
             called = equation.params[CALLS[equation.primitive.name]]
             with scope_of(equation):
                 inner = getattr(called, "jaxpr", called)
-                results = evaluate(inner, getattr(called, "consts", ()), values, visit, known)
+                results = evaluate(inner, getattr(called, "consts", ()), values, visit, known, step)
         else:
             key = _key(equation, values)
             if key is None or key not in known:
-                results = apply(jaxpr, equation, values)
+                results = step(jaxpr, equation, values)
                 if key is not None:
                     known[key] = [*results, values]  # operands stay alive, so do their ids
             else:

@@ -14,6 +14,7 @@ from jaxcomp.codecs import Encoded, Exact, noise
 from jaxcomp.codecs.codec import Seed
 from jaxcomp.transform.algebra import HEAVY, is_cheap
 from jaxcomp.transform.choice import Stored
+from jaxcomp.transform.fillings import apply_after
 from jaxcomp.transform.graph import needed
 from jaxcomp.transform.programs import apply, is_variable, read, variables
 from jaxcomp.transform.scheme import Coefficient, Scheme
@@ -35,7 +36,9 @@ def forward(scheme: Scheme, seed: Seed, arguments: Sequence[Any]) -> tuple[list[
     """
     jaxpr = scheme.graph.jaxpr
     results = jaxpr.outvars[: scheme.results]
-    equations = needed(jaxpr.eqns, [*results, *scheme.stored])
+    equations = _stored_early(
+        needed(jaxpr.eqns, [*results, *scheme.stored]), needed(jaxpr.eqns, results)
+    )
     carriers = _carriers(scheme, equations)
     positions = {value: i for i, value in enumerate(scheme.stored)}
     env = dict(zip(jaxpr.constvars, scheme.constants, strict=True))
@@ -64,6 +67,35 @@ def forward(scheme: Scheme, seed: Seed, arguments: Sequence[Any]) -> tuple[list[
         for out in equation.outvars:
             settle(out)
     return [read(env, atom) for atom in results], stored
+
+
+def _stored_early(equations: Sequence[JaxprEqn], of_results: Sequence[JaxprEqn]) -> list[JaxprEqn]:
+    """Puts equations that serve storing alone, such as a derivative's, where their operands are.
+
+    They come last in the program: nothing would make what they store be stored before that.
+    """
+    wanted = set(map(id, of_results))
+    extra = [e for e in equations if id(e) not in wanted]
+    made_by_these = {v for e in equations for v in e.outvars}
+    missing = {id(e): len(made_by_these.intersection(variables(e.invars))) for e in extra}
+    readers: dict[Any, list[JaxprEqn]] = {}
+    for equation in extra:
+        for value in variables(equation.invars):
+            readers.setdefault(value, []).append(equation)
+    order: list[JaxprEqn] = []
+
+    def add(equation: JaxprEqn) -> None:
+        order.append(equation)
+        for value in equation.outvars:
+            for reader in readers.get(value, ()):
+                missing[id(reader)] -= 1
+                if not missing[id(reader)]:
+                    add(reader)
+
+    ready = [e for e in equations if id(e) in wanted or not missing[id(e)]]
+    for equation in ready:
+        add(equation)
+    return order
 
 
 def _carriers(scheme: Scheme, equations: Sequence[JaxprEqn]) -> dict[Any, Any]:
@@ -169,7 +201,7 @@ def backward(
             else evaluate(atom, rebuild.plain)
             for atom in equation.invars
         ]
-        made = apply(jaxpr, equation, values)
+        made = apply_after(None if after is None else env[after], jaxpr, equation, values)
         for atom in variables(equation.invars):
             uses[atom] -= 1
         decodes = equation.primitive.name in HEAVY and any(map(is_rebuilt, equation.invars))
