@@ -92,8 +92,8 @@ def _stored_early(equations: Sequence[JaxprEqn], of_results: Sequence[JaxprEqn])
                 if not missing[id(reader)]:
                     add(reader)
 
-    ready = [e for e in equations if id(e) in wanted or not missing[id(e)]]
-    for equation in ready:
+    of_nothing = [e for e in extra if not missing[id(e)]]
+    for equation in (*of_nothing, *of_results):
         add(equation)
     return order
 

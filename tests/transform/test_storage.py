@@ -270,6 +270,25 @@ def test_boundary_stores_the_input_alone_and_says_that_it_is_biased():
     assert_close(got, jax.grad(lambda x: _mlp(x, W1, W2).sum())(decoded), 1e-5)
 
 
+def test_a_derivative_is_coded_before_what_follows_is_computed():
+    def vjp(*args):
+        return jax.vjp(jc.checkpoint(lambda *args: _mlp(*args).sum(), CODEC), *args)
+
+    names = _primitives(jax.make_jaxpr(vjp)(X, W1, W2).jaxpr)
+    last_product = len(names) - names[::-1].index("dot_general")
+    assert names[:last_product].count("optimization_barrier") == 2  # derivative and operand
+    assert "optimization_barrier" not in names[last_product:]
+
+
+def _primitives(jaxpr):
+    """Names of the primitives, in order, with those of calls in their places."""
+    found = []
+    for equation in jaxpr.eqns:
+        called = [getattr(p, "jaxpr", p) for p in equation.params.values() if hasattr(p, "jaxpr")]
+        found += [n for inner in called for n in _primitives(inner)] or [equation.primitive.name]
+    return found
+
+
 def test_coded_arguments_and_only_they_are_coded():
     plan = jc.checkpoint(_mlp, CODEC, coded_argnums=0).plan(X, W1, W2)
     assert [(v.role, v.shape) for v in plan.values if v.role == "input"] == [("input", X.shape)]
