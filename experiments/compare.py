@@ -22,6 +22,7 @@ from experiments.config import TrainConfig
 from experiments.data import load
 from experiments.figure import draw
 from experiments.measure import Measurement, measure
+from experiments.options import DataDir, Out, TrainedWays
 from experiments.planning import quantized_bits
 from experiments.record import describe_environment, make_folder, write_json
 from experiments.train import METRICS, train
@@ -208,15 +209,13 @@ def notes(rows: Sequence[Row]) -> list[str]:
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="Directory of the results.")],
+    out: Out,
     runs: Annotated[Path | None, typer.Option(help="Of the runs; default OUT/runs.")] = None,
-    way: Annotated[
-        list[str] | None, typer.Option(help="A row; repeat for more, plain first. Default: six.")
-    ] = None,
+    way: TrainedWays = None,
     seed: Annotated[list[int] | None, typer.Option(help="Repeat for more. Default: 0.")] = None,
     model: str = TrainConfig.model,
     dataset: str = TrainConfig.dataset,
-    data_dir: Annotated[Path | None, typer.Option(help="Where the full data sets are.")] = None,
+    data_dir: DataDir = None,
     epochs: int = TrainConfig.epochs,
     batch: int = TrainConfig.batch,
     lr: float = TrainConfig.lr,

@@ -7,7 +7,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
 
 import jax
 import typer
@@ -15,6 +14,7 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from experiments.compare import WAYS, compare, report
 from experiments.config import TrainConfig
+from experiments.options import Out
 from experiments.record import make_folder
 
 CONFIG = TrainConfig(
@@ -41,9 +41,7 @@ def compilation_cache(directory: Path) -> Iterator[None]:
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="Directory of the results.")] = Path(
-        "experiments/results/demo"
-    ),
+    out: Out = Path("experiments/results/demo"),
 ) -> None:
     """Trains a ResNet six ways; prints a table, writes a picture and a JSON file."""
     try:

@@ -22,6 +22,7 @@ from experiments.data import load
 from experiments.devices import shard
 from experiments.interrupt import deferred_interrupt
 from experiments.monitor import Monitor, open_tensorboard
+from experiments.options import DataDir
 from experiments.planning import Planner
 from experiments.record import describe_environment, make_folder, write_json
 from experiments.run import build, count_epoch_steps, evaluate
@@ -173,7 +174,7 @@ def main(
     out: Annotated[Path, typer.Option(help="Directory of the run.")],
     model: str = TrainConfig.model,
     dataset: str = TrainConfig.dataset,
-    data_dir: Annotated[Path | None, typer.Option(help="Where the full data sets are.")] = None,
+    data_dir: DataDir = None,
     way: Annotated[str, typer.Option(help="plain, remat, accumulate:N, or a codec")] = "plain",
     epochs: int = TrainConfig.epochs,
     epoch_steps: Annotated[int | None, typer.Option(help="Default: all batches.")] = None,

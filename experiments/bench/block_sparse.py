@@ -20,7 +20,7 @@ import typer
 from rich.progress import track
 
 import jaxcomp as jc
-from experiments.bench.memory import Out
+from experiments.options import Out
 from experiments.record import describe_environment, write_json, write_table
 from jaxcomp.codecs.block_sparse import Product
 from jaxcomp.memory import analyze

@@ -19,7 +19,7 @@ from jax import lax
 from rich.progress import track
 
 import jaxcomp as jc
-from experiments.bench.memory import Out, Target
+from experiments.options import Out, Target
 from experiments.record import describe_environment, write_json, write_table
 from jaxcomp.memory import analyze
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.progress import track
 
-from experiments.bench.memory import Out, Ways
+from experiments.options import Add, Out, Ways
 from experiments.record import describe_environment, read_table, write_json, write_table
 from jaxcomp import memory
 from jaxcomp.memory.targets import resolve
@@ -43,7 +43,7 @@ def main(
     part: Annotated[
         list[str] | None, typer.Option(help="A GPU; the last is compiled for. Default: four.")
     ] = None,
-    add: Annotated[bool, typer.Option("--add", help="Keep other rows that are there.")] = False,
+    add: Add = False,
 ) -> None:
     """Finds each largest batch; fits.json and fits.md grow with every row."""
     make_step = steps.classifier(model)

@@ -21,7 +21,7 @@ from jax import lax
 from rich.progress import track
 
 import jaxcomp as jc
-from experiments.bench.memory import Out, Target
+from experiments.options import Out, Target
 from experiments.record import describe_environment, read_table, write_json, write_table
 from jaxcomp.memory.analyze import analyze_step
 from jaxcomp.memory.targets import resolve

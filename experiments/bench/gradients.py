@@ -23,9 +23,9 @@ from matplotlib.figure import Figure
 from rich.progress import track
 
 import jaxcomp as jc
-from experiments.bench.memory import Out, Ways
 from experiments.config import TrainConfig
 from experiments.data import load
+from experiments.options import Add, Out, Ways
 from experiments.record import describe_environment, read_table, write_json, write_table
 from experiments.reproduce.transformers import TASKS, Runs, epochs
 from experiments.run import build, cross_entropy
@@ -124,7 +124,7 @@ def main(
     steps: Annotated[int, typer.Option(help="Training steps before the second look.")] = 60,
     batch: Annotated[int, typer.Option(help="Of training, and of the gradients.")] = 128,
     draws: int = 64,
-    add: Annotated[bool, typer.Option("--add", help="Keep other rows that are there.")] = False,
+    add: Add = False,
 ) -> None:
     """Checks each way's gradient twice; the files grow with every row."""
     ways = way or list(WAYS.get(model, ()))

@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 
 from experiments.config import DTYPES
+from experiments.options import Add, Out, Target, Ways
 from experiments.record import describe_environment, read_table, write_json
 from jaxcomp import memory
 from jaxcomp.memory import MemoryReport
@@ -35,14 +36,6 @@ WAYS = (
     "fused:bits=2",
     "offload:fused:bits=2",
 )
-
-Out = Annotated[Path, typer.Option(help="Directory of the results.")]
-Ways = Annotated[
-    list[str] | None, typer.Option(help="A row; repeat for more. Default: those of the table.")
-]
-Target = Annotated[
-    str | None, typer.Option(help="As jaxcomp.memory.targets; default: the attached device.")
-]
 
 
 def tabulate(
@@ -107,7 +100,7 @@ def main(
     dtype: Annotated[str, typer.Option(help="Of the computation.")] = "bfloat16",
     target: Target = None,
     max_batch: Annotated[bool, typer.Option("--max-batch", help="Find the largest batch.")] = False,
-    add: Annotated[bool, typer.Option("--add", help="Keep other rows that are there.")] = False,
+    add: Add = False,
 ) -> None:
     """Compiles a training step several ways; writes memory.json and memory.md."""
     if dtype not in DTYPES:

@@ -16,7 +16,8 @@ import typer
 from flax import nnx
 from jax.typing import DTypeLike
 
-from experiments.bench.memory import WAYS, Out, Target, Ways, tabulate
+from experiments.bench.memory import WAYS, tabulate
+from experiments.options import Out, Target, Ways
 from jaxcomp import compiler_options
 from jaxcomp.memory.comparison import MakeStep
 from jaxcomp.models.resnet import Bottleneck, Features, Layers, Projection

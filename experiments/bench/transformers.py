@@ -15,7 +15,8 @@ import typer
 from matplotlib.figure import Figure
 
 from experiments import transformers
-from experiments.bench.memory import Out, Target, Ways, tabulate
+from experiments.bench.memory import tabulate
+from experiments.options import Add, Out, Target, Ways
 from jaxcomp.memory.comparison import MakeStep
 
 CASES: dict[str, tuple[MakeStep, int, str]] = {
@@ -80,7 +81,7 @@ def main(
     case: Annotated[list[str] | None, typer.Option(help="Default: all.")] = None,
     way: Ways = None,
     target: Target = None,
-    add: Annotated[bool, typer.Option("--add", help="Keep other rows that are there.")] = False,
+    add: Add = False,
 ) -> None:
     """Compiles every way of every case; nothing is run."""
     unknown = set(case or ()) - set(CASES)

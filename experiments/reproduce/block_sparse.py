@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 
 from experiments.compare import Row, compare_seeds
 from experiments.config import TrainConfig
+from experiments.options import DataDir, Out, TrainedWays
 
 WAYS = (
     "plain",
@@ -52,12 +53,12 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="Directory of the results.")],
-    way: Annotated[list[str] | None, typer.Option(help="A row, plain first.")] = None,
+    out: Out,
+    way: TrainedWays = None,
     seed: Annotated[list[int] | None, typer.Option(help="Two or more. Default: 0, 1, 2.")] = None,
     model: str = "resmlp_tiny",
     dataset: str = TrainConfig.dataset,
-    data_dir: Annotated[Path | None, typer.Option(help="Where the full data sets are.")] = None,
+    data_dir: DataDir = None,
     epochs: int = TrainConfig.epochs,
     batch: int = TrainConfig.batch,
     lr: Annotated[float, typer.Option(help="Of AdamW.")] = 2e-3,

@@ -25,6 +25,7 @@ from experiments.checkpoint import Checkpoints
 from experiments.compare import compare_seeds, run_folder
 from experiments.config import TrainConfig
 from experiments.data import Dataset, load
+from experiments.options import DataDir, Out, TrainedWays
 from experiments.record import describe_environment, write_json, write_table
 from experiments.run import build
 from jaxcomp.models.resnet import ResNet
@@ -140,12 +141,12 @@ def draw(networks: dict[str, ResNet], images: jax.Array, labels: jax.Array, path
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="Directory of the results.")],
-    way: Annotated[list[str] | None, typer.Option(help="A row, plain first.")] = None,
+    out: Out,
+    way: TrainedWays = None,
     seed: Annotated[list[int] | None, typer.Option(help="Two or more. Default: 0, 1, 2.")] = None,
     model: str = TrainConfig.model,
     dataset: str = TrainConfig.dataset,
-    data_dir: Annotated[Path | None, typer.Option(help="Where the full data sets are.")] = None,
+    data_dir: DataDir = None,
     epochs: int = TrainConfig.epochs,
     batch: int = TrainConfig.batch,
 ) -> None:

@@ -8,7 +8,6 @@ of the same seed stands beside with its 95% confidence interval.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated
 
 import numpy as np
@@ -16,6 +15,7 @@ import typer
 
 from experiments.compare import Row, compare_seeds
 from experiments.config import TrainConfig
+from experiments.options import DataDir, Out, TrainedWays
 from experiments.paired import paired_difference
 from experiments.record import describe_environment, write_json, write_table
 
@@ -31,12 +31,12 @@ WAYS = (
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="Directory of the results.")],
-    way: Annotated[list[str] | None, typer.Option(help="A row, plain first.")] = None,
+    out: Out,
+    way: TrainedWays = None,
     seed: Annotated[list[int] | None, typer.Option(help="Two or more. Default: 0 to 4.")] = None,
     model: str = TrainConfig.model,
     dataset: str = TrainConfig.dataset,
-    data_dir: Annotated[Path | None, typer.Option(help="Where the full data sets are.")] = None,
+    data_dir: DataDir = None,
     epochs: int = TrainConfig.epochs,
     batch: int = TrainConfig.batch,
     plan_steps: Annotated[

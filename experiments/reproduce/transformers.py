@@ -31,6 +31,7 @@ from rich.progress import track
 from experiments.compare import mebibytes
 from experiments.data import Dataset, load
 from experiments.figure import COLORS
+from experiments.options import Out, TrainedWays
 from experiments.paired import paired_difference
 from experiments.record import describe_environment, make_folder, write_json, write_table
 from experiments.transformers import LM, Shape, ViT
@@ -213,11 +214,9 @@ def rows(runs: dict[str, list[dict[str, Any]]]) -> list[list[str]]:
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="Directory of the results.")],
+    out: Out,
     task: Annotated[list[str] | None, typer.Option(help="lm or vit. Default: both.")] = None,
-    way: Annotated[
-        list[str] | None, typer.Option(help="A row; the first is compared with.")
-    ] = None,
+    way: TrainedWays = None,
     seeds: Annotated[int, typer.Option(help="How many, 2 or more.", min=2)] = 5,
     steps: Annotated[int, typer.Option(min=SMOOTHING)] = 300,
 ) -> None:
