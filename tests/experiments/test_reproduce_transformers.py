@@ -1,52 +1,89 @@
+import itertools
 import json
 
 import numpy as np
 import pytest
+import typer
 
-from experiments import language as module
-from experiments.transformers import Shape
+from experiments.reproduce import transformers as module
+from experiments.transformers import LM, Shape
 
 
-def run(validation):
+def run(loss, accuracy):
     return {
         "loss": [2.0] * module.SMOOTHING,
-        "validation": validation,
+        "validation_loss": loss,
+        "validation_accuracy": accuracy,
         "declared_bytes": 2**20,
         "temp_bytes": None,
     }
 
 
-def test_batches_are_crops_of_the_text_and_the_same_for_a_seed():
+def test_crops_of_the_text_are_the_same_for_a_seed():
     data = np.arange(200, dtype=np.uint8)
-    one, two = (list(module.batches(data, 3, seed=5)) for _ in range(2))
+    one, two = (list(itertools.islice(module.crops(data, 4, seed=5), 3)) for _ in range(2))
     for (tokens, following), (again, _) in zip(one, two, strict=True):
         np.testing.assert_array_equal(tokens, again)
         np.testing.assert_array_equal(np.diff(tokens), 1)
         np.testing.assert_array_equal(following, tokens + 1)
-        assert tokens.shape == (module.BATCH, module.LENGTH)
+        assert tokens.shape == (4, module.LENGTH)
+
+
+def test_epochs_go_on_in_another_order():
+    task = module.vision(batch=4000)
+    first, second, third = itertools.islice(task.train(0), 3)
+    assert not np.array_equal(first[1], third[1])
+    both = np.concatenate([first[1], second[1]])
+    np.testing.assert_array_equal(np.bincount(both), 800)
+
+
+def test_text_that_is_held_out_is_not_trained_on(monkeypatch):
+    seen = []
+    monkeypatch.setattr(module, "text", lambda: np.arange(2000) // 8 % 256)
+    monkeypatch.setattr(module, "crops", lambda data, *_, **__: seen.append(data) or iter(()))
+    task = module.language()
+    task.train(0), list(task.held_out())
+    train, held_out = seen
+    np.testing.assert_array_equal(np.concatenate([train, held_out]), module.text())
+    assert len(held_out) == 200
 
 
 def test_a_run_learns_and_its_end_is_held_out(monkeypatch):
-    monkeypatch.setattr(module, "SHAPE", Shape(width=16, depth=1, heads=2))
     monkeypatch.setattr(module, "LENGTH", 16)
-    runs = module.Runs("remat", steps=60)
-    assert len(runs.train) + len(runs.held_out) == len(module.text())
-    assert runs.report.declared_residual_bytes > 0
+    shape = Shape(width=16, depth=1, heads=2)
+    task = module.language()
+    task = module.Task(
+        lambda rngs: LM(256, 16, shape, dtype=np.float32, rngs=rngs),
+        task.train,
+        task.held_out,
+        task.unit,
+        task.data,
+    )
+    runs = module.Runs(task, "remat", steps=60)
     found, again = runs.run(seed=1), runs.run(seed=1)
     assert found == again
+    assert found["declared_bytes"] > 0
     assert len(found["loss"]) == 60
     assert found["loss"][-1] < found["loss"][0] - 1
-    assert found["validation"] == pytest.approx(np.mean(found["loss"][-10:]), abs=0.5)
+    assert found["validation_loss"] == pytest.approx(np.mean(found["loss"][-10:]), abs=0.5)
+    assert 0.1 < found["validation_accuracy"] < 0.9
 
 
 def test_seeds_are_compared_in_pairs(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "Runs", lambda spec, steps: pytest.fail("all runs are there"))
-    (tmp_path / "runs").mkdir()
-    for name, losses in {"plain": [1.0, 2.0], "remat": [1.1, 2.3]}.items():
-        for seed, loss in enumerate(losses):
-            (tmp_path / "runs" / f"{name}-{seed}-20.json").write_text(json.dumps(run(loss)))
-    module.main(tmp_path, way=["plain", "remat"], seeds=2, steps=20)
-    text = (tmp_path / "language.md").read_text()
-    # A mean difference of 0.2, and 12.706 (Student, one degree of freedom) times its error of 0.1.
-    assert "| remat | 1.7000 ± 0.8485 | +0.2000 ± 1.2706 | 1.0 MiB | not given" in text
-    assert (tmp_path / "language.png").exists()
+    monkeypatch.setattr(module, "Runs", lambda *_: pytest.fail("all runs are there"))
+    (tmp_path / "lm" / "runs").mkdir(parents=True)
+    figures = {"plain": [(1.0, 0.5), (2.0, 0.5)], "remat": [(1.1, 0.51), (2.3, 0.53)]}
+    for name, seeds in figures.items():
+        for seed, (loss, accuracy) in enumerate(seeds):
+            file = tmp_path / "lm" / "runs" / f"{name}-{seed}-20.json"
+            file.write_text(json.dumps(run(loss, accuracy)))
+    module.main(tmp_path, task=["lm"], way=["plain", "remat"], seeds=2, steps=20)
+    text = (tmp_path / "lm" / "runs.md").read_text()
+    # Mean differences of 0.2 and 2, and 12.706 (Student, one degree of freedom) times their errors.
+    assert "| remat | 1.7000 ± 0.8485 | +0.2000 ± 1.2706 | 52.00% ± 1.41% | +2.00 ± 12.71 |" in text
+    assert (tmp_path / "lm" / "runs.png").exists()
+
+
+def test_an_unknown_task_is_refused(tmp_path):
+    with pytest.raises(typer.BadParameter, match=r"task=\['gan'\]: expected of \['lm', 'vit'\]"):
+        module.main(tmp_path, task=["gan"])
