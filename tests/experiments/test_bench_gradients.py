@@ -1,7 +1,14 @@
+import itertools
+import json
+
+import jax.numpy as jnp
+import numpy as np
 import pytest
 import typer
 
 from experiments.bench import gradients as module
+from experiments.reproduce.transformers import Task
+from experiments.transformers import LM, Shape
 
 FOUND = {"bias": 0.1, "bias_interval": [0.05, 0.15], "floor": 0.02, "noise": 0.3}
 UNBIASED = FOUND | {"bias": 0.0, "bias_interval": [0.0, 0.01]}
@@ -44,6 +51,25 @@ def test_files_tell_bias_noise_and_bits(tmp_path):
 )
 def test_ways_of_one_family_share_a_line(way, family):
     assert module.family(way) == family
+
+
+def test_a_transformer_is_looked_at_before_and_after_training(tmp_path, monkeypatch):
+    shape = Shape(width=32, depth=1, heads=2)
+    batch = np.arange(16 * 64).reshape(16, 64) % 7
+    task = Task(
+        lambda rngs: LM(7, 64, shape, dtype=jnp.float32, rngs=rngs),
+        lambda seed: itertools.repeat((batch, batch)),
+        lambda: iter(()),
+        "nats",
+        "numbers",
+    )
+    monkeypatch.setitem(module.TASKS, "lm", lambda batch: task)
+    ways = ["compress:transformer:bits=2", "remat:quantize:bits=8"]
+    module.main(tmp_path, way=ways, model="lm", steps=2, batch=16, draws=3)
+    rows = json.loads((tmp_path / "gradients.json").read_text())["rows"]
+    assert [(row["row"], row["steps"]) for row in rows] == [(w, s) for w in ways for s in (0, 2)]
+    assert all(0 < row["bits"] < 16 for row in rows)
+    assert all(row["coded"]["noise"] > 100 * row["control"]["noise"] for row in rows)
 
 
 def test_a_model_without_ways_of_its_own_is_refused(tmp_path):

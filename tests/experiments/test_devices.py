@@ -66,7 +66,8 @@ def test_step_donates_its_state_and_counts(model, batch):
     assert new.step == 1
 
 
-def test_accumulation_averages_gradients_and_updates_statistics_in_turn(model, batch):
+@pytest.mark.parametrize("unroll", [True, False])
+def test_accumulation_averages_gradients_and_updates_statistics_in_turn(model, batch, unroll):
     loss_fn = training.make_loss(model, 0.0)
     state = training.init_state(model, optimizer())
     gradient = jax.jit(jax.grad(loss_fn, has_aux=True))
@@ -80,7 +81,8 @@ def test_accumulation_averages_gradients_and_updates_statistics_in_turn(model, b
     updates, _ = optimizer().update(mean, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
 
-    new, metrics = training.make_train_step(loss_fn, optimizer(), 2)(state, *batch)
+    train_step = training.make_train_step(loss_fn, optimizer(), 2, unroll=unroll)
+    new, metrics = train_step(state, *batch)
     assert_close(new.params, params, rtol=1e-4, atol=1e-5)
     assert_close(new.model_state, model_state, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(metrics.loss, np.mean(losses), rtol=1e-5)

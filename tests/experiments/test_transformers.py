@@ -39,6 +39,29 @@ def test_queries_that_take_turns_see_the_same(causal):
         transformers.attend(q, k, v, causal, 5)
 
 
+def test_blocks_under_a_scan_compute_the_same_and_are_compressed():
+    model = transformers.ScannedLM(17, 64, SHAPE, dtype=jnp.float32, rngs=nnx.Rngs(0))
+    unrolled = create()
+    unrolled.embed, unrolled.position, unrolled.norm = model.embed, model.position, model.norm
+    for number, block in enumerate(unrolled.blocks):
+        of_block = jax.tree.map(lambda x, n=number: x[n], nnx.state(model.blocks))
+        nnx.update(block, of_block)
+    expected = nnx.jit(nnx.grad(loss))(unrolled)
+    found = nnx.jit(nnx.grad(loss))(jc.compress(model, jc.recipes.transformer(8)))
+    for name in ("embed", "norm"):
+        got, wanted = (jax.tree.leaves(nnx.to_pure_dict(g)[name]) for g in (found, expected))
+        for a, b in zip(got, wanted, strict=True):
+            assert np.linalg.norm(a - b) < 0.02 * np.linalg.norm(b)
+    plan = jc.plan(model, TOKENS)
+    exact = [v for v in plan.values if v.decision == "exact" and v.shape == (2, 8, 64, 32)]
+    assert [v.path for v in exact] == ["blocks/norm1"]
+
+
+def test_blocks_under_a_scan_take_no_coded_inputs():
+    with pytest.raises(ValueError, match="expected none that codes the inputs of blocks"):
+        transformers.scanned_lm(Way.parse("remat:quantize:bits=8"), 1)
+
+
 def test_queries_keys_and_values_are_not_stored():
     plan, with_them = (
         jc.plan(create(policy), TOKENS)
