@@ -193,12 +193,20 @@ Step = tuple[Callable[..., Any], tuple[Any, ...]]
 """A jitted AdamW step and its arguments, as shapes."""
 
 
-def _step(make: Callable[[], nnx.Module], inputs: Any, labels: Any, way: Way, batch: int) -> Step:
+def _step(
+    make: Callable[[], nnx.Module],
+    inputs: Any,
+    labels: Any,
+    way: Way,
+    batch: int,
+    *,
+    unroll: bool = True,
+) -> Step:
     """A step of a model, of whose batch `inputs` and `labels` are one example."""
     model = way(nnx.eval_shape(make))
     optimizer = training.adamw(lambda count: 1e-3, weight_decay=0.1)
     loss_fn = training.make_loss(model, label_smoothing=0.0)
-    step = training.make_train_step(loss_fn, optimizer, way.micro_batches, unroll=False)
+    step = training.make_train_step(loss_fn, optimizer, way.micro_batches, unroll=unroll)
     state = jax.eval_shape(lambda: training.init_state(model, optimizer))
     arrays = (jax.ShapeDtypeStruct((batch, *a.shape), a.dtype) for a in (inputs, labels))
     return step, (state, *arrays)
@@ -227,7 +235,8 @@ def scanned_lm(way: Way, batch: int) -> Step:
     def make() -> nnx.Module:
         return ScannedLM(256, 1024, around=around, rngs=nnx.Rngs(0))
 
-    return _step(make, tokens, tokens, dataclasses.replace(way, remat=False), batch)
+    way = dataclasses.replace(way, remat=False)
+    return _step(make, tokens, tokens, way, batch, unroll=False)
 
 
 def long_lm(way: Way, batch: int) -> Step:
