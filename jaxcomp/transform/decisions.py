@@ -95,7 +95,10 @@ def decide(
         )
         asked.values.append(value)
         named = graph.names.get(variable, [])
-        decisions[variable] = _decide(policy, value, made_by, named, asked.hits)
+        decision = _decide(policy, value, made_by, named, asked.hits)
+        if decision.action == "recompute" and value.primitive == "scan":
+            decision = Decision("store", note="kept: a loop is not run again as a whole")
+        decisions[variable] = decision
     return decisions
 
 

@@ -21,6 +21,7 @@ from jaxcomp.transform.programs import (
     Program,
     apply,
     avals,
+    closed,
     evaluate,
     filled,
     flat,
@@ -97,7 +98,7 @@ class Looped:
         loops: list[Loop] = []
         has_loops = any(map(_is_loop, program.jaxpr.eqns))
         if has_loops:
-            program = _with_coded_loops(program, coded, policy, asked, loops)
+            program = _with_coded_loops(program, active, coded, policy, asked, loops)
         chosen = scheme(program, active, coded, policy, asked)
         return cls(chosen, tuple(loops), has_loops)
 
@@ -125,14 +126,22 @@ class Looped:
 
 
 def _is_loop(equation: JaxprEqn) -> bool:
-    return equation.primitive.name == _SCAN and not equation.effects
+    """Whether it is a `scan` whose only effects, if any, are those of collectives."""
+    pure = all(type(effect).__name__ == "NamedAxisEffect" for effect in equation.effects)
+    return equation.primitive.name == _SCAN and pure
 
 
 def _with_coded_loops(
-    program: Program, coded: Collection[int], policy: Policy, asked: Asked, loops: list[Loop]
+    program: Program,
+    active: Sequence[int],
+    coded: Collection[int],
+    policy: Policy,
+    asked: Asked,
+    loops: list[Loop],
 ) -> Program:
     """The program, and a seed as its last argument, with a backward pass of ours for each loop."""
     jaxpr = program.jaxpr
+    reached = _reached(jaxpr, {jaxpr.invars[i] for i in active})
     held = {v for i, v in enumerate(jaxpr.invars) if i not in coded}
     free = Graph(jaxpr, held).free
 
@@ -142,11 +151,11 @@ def _with_coded_loops(
         env |= dict(zip(jaxpr.invars, given, strict=True))
         for number, equation in enumerate(jaxpr.eqns):
             values = [read(env, atom) for atom in equation.invars]
-            if _is_loop(equation):
+            if _is_loop(equation) and reached.intersection(variables(equation.invars)):
                 is_free = [not is_variable(v) or v in free for v in equation.invars]
-                loop = _coded_loop(equation, is_free, policy, asked, loops)
+                loop = _coded_loop(equation, number, is_free, policy, asked, loops)
                 with scope_of(equation):
-                    made = loop(noise.folded(seed, number), *values)
+                    made = loop(seed, *values)
             else:
                 made = apply(jaxpr, equation, values)
             env |= dict(zip(equation.outvars, made, strict=True))
@@ -157,11 +166,16 @@ def _with_coded_loops(
 
 
 def _coded_loop(
-    equation: JaxprEqn, is_free: list[bool], policy: Policy, asked: Asked, loops: list[Loop]
+    equation: JaxprEqn,
+    number: int,
+    is_free: list[bool],
+    policy: Policy,
+    asked: Asked,
+    loops: list[Loop],
 ) -> Callable[..., list[Any]]:
     """A loop as a function of a seed and its operands, of which some are free to be had again."""
-    body, length = equation.params["jaxpr"], equation.params["length"]
-    consts, carries = equation.params["num_consts"], equation.params["num_carry"]
+    body, length = _program_of(equation.params["jaxpr"]), equation.params["length"]
+    consts, carries = _counts(equation, body)
     options = {"length": length, "unroll": equation.params["unroll"]}
     reverse = equation.params["reverse"]
     at_x = consts + carries
@@ -181,22 +195,23 @@ def _coded_loop(
     def forward(seed: Any, *operands: Any) -> tuple[list[Any], Any]:
         values = [operand.value for operand in operands]
         perturbed = {i for i, operand in enumerate(operands) if operand.perturbed}
-        active = _reached(body.jaxpr, perturbed, consts, carries)
-        if not active:
-            return loop(None, *values), None
+        active = _active(body.jaxpr, perturbed, consts, carries)
         chosen = Looped.of(_scoped(body, equation), active, coded, policy, asked)
         loops.append(Loop(chosen, length, f"{LOOP}{next(_numbers)}"))
 
-        def step(carry: list[Any], x: Any) -> tuple[list[Any], Any]:
-            index, rest = x
-            given = [*values[:consts], *carry, *rest]
-            made, (stored, used) = chosen.forward(noise.folded(seed.value, index), given)
+        def step(carry: Any, x: list[Any]) -> tuple[Any, Any]:
+            index, state = carry
+            of_iteration = noise.folded(noise.folded(seed.value, number), index)
+            made, (stored, used) = chosen.forward(of_iteration, [*values[:consts], *state, *x])
             own = {i: value for i, value in used.items() if not _is_held(i)}
-            return made[:carries], (made[carries:], (stored, own))
+            return (index + jnp.uint32(1), made[:carries]), (made[carries:], (stored, own))
 
-        xs = jnp.arange(length, dtype=jnp.uint32), values[at_x:]
-        final, (ys, kept) = lax.scan(step, values[consts:at_x], xs, reverse=reverse, **options)
-        kept = jax.tree.map(lambda leaf: checkpoint_name(leaf, loops[-1].name), kept)
+        start = jnp.uint32(0), values[consts:at_x]
+        (count, final), (ys, kept) = lax.scan(
+            step, start, values[at_x:], reverse=reverse, **options
+        )
+        # By its name no policy is asked what is ours, the count of iterations neither.
+        kept, _ = jax.tree.map(lambda leaf: checkpoint_name(leaf, loops[-1].name), (kept, count))
         used = stages.used_arguments(chosen.scheme)
         held = {i: values[i] for i in used if _is_held(i)}
         return [*final, *ys], (Static(chosen), kept, held)
@@ -207,8 +222,6 @@ def _coded_loop(
 
     def backward(residual: Any, cotangents: list[Any]) -> tuple[Any, ...]:
         gradients: list[Any] = [None] * len(kinds)
-        if residual is None:
-            return None, *gradients
         static, kept, held = residual
         chosen: Looped = static.value
         active = chosen.scheme.active
@@ -264,14 +277,39 @@ def _scoped(program: Program, equation: JaxprEqn) -> Program:
     return jax.make_jaxpr(run)(*avals(program.jaxpr.invars))
 
 
-def _reached(jaxpr: Any, perturbed: set[int], consts: int, carries: int) -> list[int]:
+def _program_of(body: Any) -> Program:
+    """The body of a loop with its constants, if this JAX has them apart."""
+    return body if hasattr(body, "consts") and hasattr(body, "jaxpr") else closed(body, [])
+
+
+def _counts(equation: JaxprEqn, body: Program) -> tuple[int, int]:
+    """How many operands of a loop are the same in each iteration, and how many are its state.
+
+    What is looped over, and what each iteration gives, has an axis more than in the body.
+    """
+
+    def same_rank(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+        pairs = zip(avals(outside), avals(inside), strict=True)
+        return sum(one.ndim == other.ndim for one, other in pairs)
+
+    carries = same_rank(equation.outvars, body.jaxpr.outvars)
+    return same_rank(equation.invars, body.jaxpr.invars) - carries, carries
+
+
+def _reached(jaxpr: Any, start: set[Any]) -> set[Any]:
+    """The variables of a program that depend on these ones."""
+    found = set(start)
+    for equation in jaxpr.eqns:
+        if found.intersection(variables(equation.invars)):
+            found.update(equation.outvars)
+    return found
+
+
+def _active(jaxpr: Any, perturbed: set[int], consts: int, carries: int) -> list[int]:
     """The floating-point arguments of a loop's body that depend on those that are perturbed."""
     found = set(perturbed)
     while True:
-        reached = {jaxpr.invars[i] for i in found}
-        for equation in jaxpr.eqns:
-            if reached.intersection(variables(equation.invars)):
-                reached.update(equation.outvars)
+        reached = _reached(jaxpr, {jaxpr.invars[i] for i in found})
         outs = jaxpr.outvars[:carries]
         further = {consts + i for i, v in enumerate(outs) if is_variable(v) and v in reached}
         if further <= found:

@@ -119,8 +119,14 @@ def _carriers(scheme: Scheme, equations: Sequence[JaxprEqn]) -> dict[Any, Any]:
         if value in written:
             following = value
         is_written = value in written or value in jaxpr.invars
-        carriers[value] = value if is_written or following is None else following
+        alone = following is None or _varying(following) != _varying(value)
+        carriers[value] = value if is_written or alone else following
     return carriers
+
+
+def _varying(value: Any) -> Any:
+    """The manual mesh axes that a value varies over; a barrier would join those of two."""
+    return value.aval.manual_axis_type.varying
 
 
 def _base(seed: Seed) -> Any:

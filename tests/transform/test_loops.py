@@ -217,7 +217,8 @@ def test_jax_policies_are_asked_in_the_loop():
             jax.checkpoint_policies.dots_saveable,
         )
     )
-    assert [v.shape for v in few.values] == [(3, 32, 64)]
+    # The inputs of the iterations, and the loop's result, which the square's derivative reads.
+    assert [v.shape for v in few.values] == [(32, 64), (3, 32, 64)]
     assert (3, 32, 96) in {v.shape for v in many.values}
 
 
@@ -250,6 +251,58 @@ def test_vmap_and_shards():
         return jnp.mean(jax.vmap(_stack, (0, None, None))(parts, up, down))
 
     assert _distance(_gradients(mean, X, UP, DOWN), _gradients(exact, X, UP, DOWN)) < 0.02
+
+
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("policy", [EXACT, jc.Quantize(bits=8)])
+def test_collectives_in_and_after_the_loop(policy, check):
+    mesh = jax.make_mesh((8,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def local(x, up, down):
+        def body(x, weights):
+            return _mlp(x + 0.1 * lax.pmean(x, "batch"), weights)[0], None
+
+        return lax.psum(jnp.sum(lax.scan(body, x, (up, down))[0] ** 2), "batch")
+
+    def gradients(function):
+        specs = jax.P("batch"), jax.P(), jax.P()
+        mapped = jax.shard_map(
+            function, mesh=mesh, in_specs=specs, out_specs=jax.P(), check_vma=check
+        )
+        return _gradients(mapped, X, UP, DOWN)
+
+    distance = _distance(gradients(jc.checkpoint(local, policy)), gradients(local))
+    assert distance < (1e-5 if policy == EXACT else 0.02)
+
+
+def test_a_policy_is_asked_for_what_the_function_computes():
+    asked = []
+    policy = policies.by_value(lambda value: asked.append(value))
+    jc.checkpoint(_stack, policy).plan(X, UP, DOWN)
+    assert {"tanh", "dot_general"} <= {value.primitive for value in asked}
+    assert not any(jnp.issubdtype(value.dtype, jnp.integer) for value in asked)
+
+
+def test_no_loop_runs_again_as_a_whole():
+    def products(function):
+        found = jax.make_jaxpr(jax.grad(function, (0, 1, 2)))(X, UP, DOWN)
+        return len(re.findall("dot_general", str(found)))
+
+    few = jc.checkpoint(_stack, jax.checkpoint_policies.nothing_saveable)
+    many = jc.checkpoint(_stack, jax.checkpoint_policies.dots_saveable)
+    assert products(many) == products(_stack)
+    assert products(few) == products(_stack) + 1  # of an iteration, the first of its two again
+
+
+def test_a_frozen_loop_has_forward_derivatives():
+    def loss(t, x, up, down):
+        return jnp.sin(t) * _stack(x, up, down)
+
+    def mixed(function):
+        slope = jax.grad(function)
+        return jax.jvp(lambda x: slope(1.0, x, UP, DOWN), (X,), (X,))[1]
+
+    assert_close(mixed(jc.checkpoint(loss, EXACT)), mixed(loss), 1e-5)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
