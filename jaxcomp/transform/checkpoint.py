@@ -162,8 +162,9 @@ def checkpoint(
       noise, unless a mean over at least 64 elements lies between them (a norm's): then the plan
       tells the bias.
 
-    - Each iteration of a `scan` stores what the policy says of its values, the state that arrives
-      from the iteration before as role "input"; it is stored whatever the policy says of the loop.
+    - Each iteration of a `scan` without side effects stores what the policy says of its values, the
+      state that arrives from the iteration before as role "input"; it is stored whatever the policy
+      says of the loop.
 
     So the gradient is unbiased if the codecs are. What a user's `custom_vjp`, an inner
     `jax.checkpoint`, a `while` loop or a branch reads is exact.
