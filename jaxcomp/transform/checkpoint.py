@@ -37,16 +37,16 @@ class Checkpointed:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function."""
-        program, leaves, coded, tree = self._trace(args, kwargs)
+        program, constants, leaves, coded, tree = self._trace(args, kwargs)
         function = _with_backward_pass(program, coded, self._policy)
-        return jax.tree.unflatten(tree, function(self._seed, *leaves))
+        return jax.tree.unflatten(tree, function(self._seed, *constants, *leaves))
 
     def plan(self, *args: Any, **kwargs: Any) -> CheckpointPlan:
         """What a call would store; nothing is computed.
 
         Args:
             *args: The function's arguments, or `jax.ShapeDtypeStruct`s; every floating-point one
-                counts as differentiated.
+                counts as differentiated, arrays that the function closes over do not.
             **kwargs: Likewise.
 
         Returns:
@@ -55,9 +55,13 @@ class Checkpointed:
         Raises:
             ValueError: If no argument is a floating-point array, or as `checkpoint` does.
         """
-        program, _, coded, _ = self._trace(args, kwargs)
-        arguments = avals(program.jaxpr.invars)
-        active = [i for i, a in enumerate(arguments) if jnp.issubdtype(a.dtype, jnp.inexact)]
+        program, constants, _, coded, _ = self._trace(args, kwargs)
+        fixed = {i for i, c in enumerate(constants) if not isinstance(c, jax.core.Tracer)}
+        active = [
+            i
+            for i, argument in enumerate(avals(program.jaxpr.invars))
+            if jnp.issubdtype(argument.dtype, jnp.inexact) and i not in fixed
+        ]
         if not active:
             raise ValueError("no argument is a floating-point array: there is no gradient")
         looped = _looped(program, active, coded, self._policy)
@@ -65,8 +69,8 @@ class Checkpointed:
 
     def _trace(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Program, list[Any], list[int], Any]:
-        """The function as a program without constants, its flat arguments, the coded ones."""
+    ) -> tuple[Program, list[Any], list[Any], list[int], Any]:
+        """The function as a program, what it closes over and its arguments, the coded of these."""
         count = len(args)
         coded, static = (
             _positions(name, numbers, count)
@@ -80,14 +84,13 @@ class Checkpointed:
             return self._fn(*full, **kwargs)
 
         traced, shape = jax.make_jaxpr(run, return_shape=True)(dynamic, kwargs)
-        constants = len(traced.consts)
         opened = traced.jaxpr.replace(
             constvars=[], invars=[*traced.jaxpr.constvars, *traced.jaxpr.invars]
         )
         positions = [i for i, arg in enumerate(args) if i not in static for _ in _leaves(arg)]
-        chosen = [constants + i for i, number in enumerate(positions) if number in coded]
-        leaves = [*traced.consts, *_leaves((dynamic, kwargs))]
-        return closed(opened, []), leaves, chosen, jax.tree.structure(shape)
+        chosen = [len(traced.consts) + i for i, number in enumerate(positions) if number in coded]
+        leaves = _leaves((dynamic, kwargs))
+        return closed(opened, []), traced.consts, leaves, chosen, jax.tree.structure(shape)
 
 
 def _leaves(tree: Any) -> list[Any]:

@@ -289,6 +289,15 @@ def _primitives(jaxpr):
     return found
 
 
+def test_arrays_that_a_function_closes_over_do_not_count_as_differentiated():
+    def block(x):
+        return jnp.tanh(x @ W1) @ W2
+
+    plan = jc.checkpoint(block, CODEC).plan(X)
+    assert [v.role for v in plan.values] == ["derivative"]  # no operand of a frozen product
+    assert plan.stored_bytes == CODEC.nbytes((32, 256), jnp.float32)
+
+
 def test_coded_arguments_and_only_they_are_coded():
     plan = jc.checkpoint(_mlp, CODEC, coded_argnums=0).plan(X, W1, W2)
     assert [(v.role, v.shape) for v in plan.values if v.role == "input"] == [("input", X.shape)]
