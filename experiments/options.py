@@ -11,7 +11,7 @@ Ways = Annotated[
 ]
 TrainedWays = Annotated[
     list[str] | None,
-    typer.Option("--way", help="A row; repeat for more, plain first. Default: those of the table."),
+    typer.Option(help="A row; repeat for more, plain first. Default: those of the table."),
 ]
 Target = Annotated[
     str | None, typer.Option(help="As jaxcomp.memory.targets; default: the attached device.")

@@ -31,6 +31,7 @@ from experiments.reproduce.transformers import TASKS, Runs, epochs
 from experiments.run import build, cross_entropy
 from jaxcomp.memory import declared_residual_bytes
 from jaxcomp.training import TrainState, split_model
+from jaxcomp.ways import Way
 
 _EVERYWHERE = (
     *(f"quantize:bits={bits}" for bits in (1, 2, 3, 4, 8)),
@@ -99,7 +100,7 @@ def transformer(model: str, steps: int, batch: int) -> Subject:
     unseen = jax.tree.map(jnp.asarray, next(task.train(1)))
 
     def in_way(way: str) -> nnx.Module:
-        return Runs(task, way, steps).model(seed=0)
+        return Way.parse(way)(task.model(nnx.Rngs(0)))
 
     return Subject(in_way, (runs.start(seed=0), runs.train(seed=0)[0]), unseen)
 

@@ -97,7 +97,7 @@ def _in(atom: Any, tangents: Set[Any]) -> bool:
 
 
 def tangents_of(equations: Sequence[JaxprEqn], tangents: Sequence[Any]) -> set[Any]:
-    """The variables of a linear program that depend on these ones."""
+    """The variables of a program that depend on these ones, such as a linear one's tangents."""
     found = set(tangents)
     for equation in equations:
         if any(_in(atom, found) for atom in equation.invars):

@@ -104,9 +104,9 @@ def _positions(name: str, numbers: tuple[int, ...], count: int) -> set[int]:
 
 
 def _looped(program: Program, active: list[int], coded: list[int], policy: Policy) -> Looped:
-    asked = Asked()
-    looped = Looped.of(program, active, coded, policy, asked)
-    asked.check(policy)
+    asked = Asked(policy)
+    looped = Looped.of(program, active, coded, asked)
+    asked.check()
     return looped
 
 

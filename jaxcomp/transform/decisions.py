@@ -51,25 +51,25 @@ def check_policy(policy: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What a policy was asked about a function, and by which of its rules it answered.
+    """A policy, what it was asked about a function, and by which of its rules it answered.
 
     Attributes:
+        policy: A codec or a policy.
         values: In the function itself and in the iterations of its loops.
         hits: The rules that had an answer.
     """
 
+    policy: Policy
     values: list[Value] = dataclasses.field(default_factory=list)
     hits: set[Any] = dataclasses.field(default_factory=set)
 
-    def check(self, policy: Policy) -> None:
+    def check(self) -> None:
         """Raises a ValueError if a rule of the policy has matched nothing."""
-        if isinstance(policy, CodecPolicy):
-            _check_hits(policy, self.hits, self.values)
+        if isinstance(self.policy, CodecPolicy):
+            _check_hits(self.policy, self.hits, self.values)
 
 
-def decide(
-    policy: Policy, graph: Graph, roles: Mapping[Any, str], asked: Asked
-) -> dict[Any, Decision]:
+def decide(graph: Graph, roles: Mapping[Any, str], asked: Asked) -> dict[Any, Decision]:
     """The decision for every value that is not held; `asked` is told.
 
     Raises:
@@ -95,7 +95,7 @@ def decide(
         )
         asked.values.append(value)
         named = graph.names.get(variable, [])
-        decision = _decide(policy, value, made_by, named, asked.hits)
+        decision = _decide(asked.policy, value, made_by, named, asked.hits)
         if decision.action == "recompute" and value.primitive == "scan":
             decision = Decision("store", note="kept: a loop is not run again as a whole")
         decisions[variable] = decision

@@ -10,23 +10,22 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import JaxprEqn, jaxpr_as_fun
+from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun
 
 from jaxcomp.codecs import noise
 from jaxcomp.codecs.codec import Seed
 from jaxcomp.transform import stages
-from jaxcomp.transform.decisions import Asked, Policy
+from jaxcomp.transform.algebra import tangents_of
+from jaxcomp.transform.decisions import Asked
 from jaxcomp.transform.graph import LOOP, Graph
 from jaxcomp.transform.programs import (
     Program,
     apply,
     avals,
-    closed,
     evaluate,
     filled,
     flat,
     is_variable,
-    read,
     scope_of,
     variables,
 )
@@ -75,31 +74,15 @@ class Looped:
 
     @classmethod
     def of(
-        cls,
-        program: Program,
-        active: Sequence[int],
-        coded: Collection[int],
-        policy: Policy,
-        asked: Asked,
+        cls, program: Program, active: Sequence[int], coded: Collection[int], asked: Asked
     ) -> "Looped":
-        """Decides what of a program, and of each iteration of its loops, is stored.
-
-        Args:
-            program: The function, traced.
-            active: The arguments that are differentiated.
-            coded: The arguments that the policy may store in another form.
-            policy: A codec or a policy.
-            asked: Is told what the policy was asked.
-
-        Raises:
-            TypeError: As `scheme`.
-        """
+        """As `scheme`, for a program and each iteration of its loops."""
         program = flat(program)
         loops: list[Loop] = []
         has_loops = any(map(_is_loop, program.jaxpr.eqns))
         if has_loops:
-            program = _with_coded_loops(program, active, coded, policy, asked, loops)
-        chosen = scheme(program, active, coded, policy, asked)
+            program = _with_coded_loops(program, active, coded, asked, loops)
+        chosen = scheme(program, active, coded, asked)
         return cls(chosen, tuple(loops), has_loops)
 
     def forward(self, seed: Seed, arguments: Sequence[Any]) -> tuple[list[Any], Any]:
@@ -114,15 +97,21 @@ class Looped:
 
         Only those of `scheme.smooth` are read; a `SymbolicZero` is one.
         """
-        results = self.scheme.graph.jaxpr.outvars
-        arriving = [
-            filled(results[i].aval, 0.0)
-            if isinstance(cotangents[i], SymbolicZero)
-            else cotangents[i]
-            for i in self.scheme.smooth
-        ]
+        arriving = _arriving(cotangents, self.scheme.smooth, self.scheme.graph.jaxpr.outvars)
         stored, used = residual
-        return stages.backward(self.scheme, stored, used, arriving)
+        return stages.backward(self.scheme, stored, used, list(arriving.values()))
+
+
+def _arriving(
+    cotangents: Sequence[Any], smooth: Sequence[int], results: Sequence[Any]
+) -> dict[int, Any]:
+    """The cotangents of the results that have one, by position, with zeros as arrays."""
+    return {
+        i: filled(results[i].aval, 0.0)
+        if isinstance(cotangents[i], SymbolicZero)
+        else cotangents[i]
+        for i in smooth
+    }
 
 
 def _is_loop(equation: JaxprEqn) -> bool:
@@ -135,46 +124,38 @@ def _with_coded_loops(
     program: Program,
     active: Sequence[int],
     coded: Collection[int],
-    policy: Policy,
     asked: Asked,
     loops: list[Loop],
 ) -> Program:
     """The program, and a seed as its last argument, with a backward pass of ours for each loop."""
     jaxpr = program.jaxpr
-    reached = _reached(jaxpr, {jaxpr.invars[i] for i in active})
+    reached = tangents_of(jaxpr.eqns, [jaxpr.invars[i] for i in active])
+    numbers = {id(equation): number for number, equation in enumerate(jaxpr.eqns)}
     held = {v for i, v in enumerate(jaxpr.invars) if i not in coded}
     free = Graph(jaxpr, held).free
 
     def run(*arguments: Any) -> list[Any]:
         *given, seed = arguments
-        env = dict(zip(jaxpr.constvars, program.consts, strict=True))
-        env |= dict(zip(jaxpr.invars, given, strict=True))
-        for number, equation in enumerate(jaxpr.eqns):
-            values = [read(env, atom) for atom in equation.invars]
-            if _is_loop(equation) and reached.intersection(variables(equation.invars)):
-                is_free = [not is_variable(v) or v in free for v in equation.invars]
-                loop = _coded_loop(equation, number, is_free, policy, asked, loops)
-                with scope_of(equation):
-                    made = loop(seed, *values)
-            else:
-                made = apply(jaxpr, equation, values)
-            env |= dict(zip(equation.outvars, made, strict=True))
-        return [read(env, atom) for atom in jaxpr.outvars]
+
+        def step(jaxpr: Jaxpr, equation: JaxprEqn, values: list[Any]) -> list[Any]:
+            if not _is_loop(equation) or reached.isdisjoint(variables(equation.invars)):
+                return apply(jaxpr, equation, values)
+            is_free = [not is_variable(v) or v in free for v in equation.invars]
+            loop = _coded_loop(equation, numbers[id(equation)], is_free, asked, loops)
+            with scope_of(equation):
+                return loop(seed, *values)
+
+        return evaluate(jaxpr, program.consts, given, step=step)
 
     seed = jax.ShapeDtypeStruct((), jnp.uint32)
     return flat(jax.make_jaxpr(run)(*avals(jaxpr.invars), seed))
 
 
 def _coded_loop(
-    equation: JaxprEqn,
-    number: int,
-    is_free: list[bool],
-    policy: Policy,
-    asked: Asked,
-    loops: list[Loop],
+    equation: JaxprEqn, number: int, is_free: list[bool], asked: Asked, loops: list[Loop]
 ) -> Callable[..., list[Any]]:
     """A loop as a function of a seed and its operands, of which some are free to be had again."""
-    body, length = _program_of(equation.params["jaxpr"]), equation.params["length"]
+    body, length = equation.params["jaxpr"], equation.params["length"]
     consts, carries = _counts(equation, body)
     options = {"length": length, "unroll": equation.params["unroll"]}
     reverse = equation.params["reverse"]
@@ -196,7 +177,7 @@ def _coded_loop(
         values = [operand.value for operand in operands]
         perturbed = {i for i, operand in enumerate(operands) if operand.perturbed}
         active = _active(body.jaxpr, perturbed, consts, carries)
-        chosen = Looped.of(_scoped(body, equation), active, coded, policy, asked)
+        chosen = Looped.of(_scoped(body, equation), active, coded, asked)
         loops.append(Loop(chosen, length, f"{LOOP}{next(_numbers)}"))
 
         def step(carry: Any, x: list[Any]) -> tuple[Any, Any]:
@@ -231,14 +212,7 @@ def _coded_loop(
         )
         stacked = {i: value for i, value in held.items() if i >= at_x}
         whole = {i: value for i, value in held.items() if i < consts}
-        results = dict(enumerate(avals(equation.outvars)))
-        arriving = [
-            filled(results[i], 0.0)
-            if i in chosen.scheme.smooth and isinstance(c, SymbolicZero)
-            else c
-            for i, c in enumerate(cotangents)
-        ]
-        smooth = [i for i in chosen.scheme.smooth if i >= carries]
+        arriving = _arriving(cotangents, chosen.scheme.smooth, equation.outvars)
 
         def step(carry: Any, x: Any) -> tuple[Any, dict[int, Any]]:
             sums, arrived = carry
@@ -257,7 +231,7 @@ def _coded_loop(
             {i: filled(kinds[i], 0.0) for i in summed},
             {i: arriving[i - consts] for i in carried},
         )
-        xs = kept, stacked, {i: arriving[i] for i in smooth}
+        xs = kept, stacked, {i: c for i, c in arriving.items() if i >= carries}
         (sums, first), each = lax.scan(step, start, xs, reverse=not reverse, **options)
         for i, gradient in (sums | first | each).items():
             gradients[i] = gradient
@@ -277,11 +251,6 @@ def _scoped(program: Program, equation: JaxprEqn) -> Program:
     return jax.make_jaxpr(run)(*avals(program.jaxpr.invars))
 
 
-def _program_of(body: Any) -> Program:
-    """The body of a loop with its constants, if this JAX has them apart."""
-    return body if hasattr(body, "consts") and hasattr(body, "jaxpr") else closed(body, [])
-
-
 def _counts(equation: JaxprEqn, body: Program) -> tuple[int, int]:
     """How many operands of a loop are the same in each iteration, and how many are its state.
 
@@ -296,20 +265,11 @@ def _counts(equation: JaxprEqn, body: Program) -> tuple[int, int]:
     return same_rank(equation.invars, body.jaxpr.invars) - carries, carries
 
 
-def _reached(jaxpr: Any, start: set[Any]) -> set[Any]:
-    """The variables of a program that depend on these ones."""
-    found = set(start)
-    for equation in jaxpr.eqns:
-        if found.intersection(variables(equation.invars)):
-            found.update(equation.outvars)
-    return found
-
-
 def _active(jaxpr: Any, perturbed: set[int], consts: int, carries: int) -> list[int]:
     """The floating-point arguments of a loop's body that depend on those that are perturbed."""
     found = set(perturbed)
     while True:
-        reached = _reached(jaxpr, {jaxpr.invars[i] for i in found})
+        reached = tangents_of(jaxpr.eqns, [jaxpr.invars[i] for i in found])
         outs = jaxpr.outvars[:carries]
         further = {consts + i for i, v in enumerate(outs) if is_variable(v) and v in reached}
         if further <= found:

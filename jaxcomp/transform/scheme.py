@@ -14,7 +14,7 @@ from jaxcomp.transform.algebra import tangents_of
 from jaxcomp.transform.alternatives import with_alternatives
 from jaxcomp.transform.bounds import bounds
 from jaxcomp.transform.choice import Demand, Stored, choose, coefficients_returned
-from jaxcomp.transform.decisions import Asked, Decision, Policy, decide
+from jaxcomp.transform.decisions import Asked, Decision, decide
 from jaxcomp.transform.derivatives import merge
 from jaxcomp.transform.graph import Graph, nbytes, plain_nbytes
 from jaxcomp.transform.programs import (
@@ -77,7 +77,6 @@ def scheme(
     program: Program,
     active: Sequence[int],
     coded: Collection[int],
-    policy: Policy,
     asked: Asked,
 ) -> Scheme:
     """Decides what of a program waits for its backward pass.
@@ -86,8 +85,7 @@ def scheme(
         program: The function, traced.
         active: The arguments that are differentiated.
         coded: The arguments that the policy may store in another form.
-        policy: A codec or a policy.
-        asked: Is told what the policy was asked.
+        asked: The policy, which is told what it was asked.
 
     Raises:
         TypeError: If the policy answers what is no answer.
@@ -109,8 +107,8 @@ def scheme(
     graph = _graph(forward, coded, same)
     demand = Demand.of(linearized)
     roles = graph.roles(demand.roles)
-    decisions = decide(policy, graph, roles, asked)
-    biased = isinstance(policy, CodecPolicy) and policy.lossy_recomputation
+    decisions = decide(graph, roles, asked)
+    biased = isinstance(asked.policy, CodecPolicy) and asked.policy.lossy_recomputation
     stored = choose(graph, decisions, demand, biased=biased)
     linearized, coefficients, copies, means = _number_codes(linearized, graph, stored, biased)
     for value, storing in stored.items():
