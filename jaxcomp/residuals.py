@@ -53,6 +53,15 @@ def keep(value: T, residual: C, codec: Codec) -> tuple[T, C]:
     return _to_host(value, residual) if isinstance(codec, Offload) else (value, residual)
 
 
+def written(value: Array) -> Array:
+    """An array that is in memory before it is encoded, as it will be anyway.
+
+    A codec reads it more than once, for ranges and then for codes. XLA may otherwise make it anew
+    for each, or write what it is made of to memory as well.
+    """
+    return lax.optimization_barrier(value)
+
+
 def name(residual: C, codec: Codec) -> C:
     """Gives every array of a residual, any pytree, the name that `keep` gives."""
     return jax.tree.map(lambda leaf: checkpoint_name(leaf, codec.stored_name()), residual)
@@ -89,7 +98,9 @@ def _to_host(value: T, residual: C) -> tuple[T, C]:
     return jax.tree.unflatten(tree, leaves), residual
 
 
-def _to_device(residual: C) -> C:
+def on_device(residual: C) -> C:
+    """A residual, any pytree, with what waits in the host's memory brought back."""
+
     def move(leaf: Array) -> Array:
         on_host = jax.typeof(leaf).memory_space == jax.memory.Space.Host
         return jax.device_put(leaf, jax.memory.Space.Device) if on_host else leaf
@@ -126,7 +137,7 @@ def tie(one: C, other: T) -> tuple[C, T]:
         Both, to be used in place of the arguments.
     """
     one, other = lax.optimization_barrier((one, other))
-    return _to_device(one), other
+    return on_device(one), other
 
 
 def decode_after(cotangent: Array, residual: C, decode: Callable[[C], T]) -> T:
@@ -145,7 +156,7 @@ def decode_after(cotangent: Array, residual: C, decode: Callable[[C], T]) -> T:
     """
     first = cotangent[(slice(None), *(slice(1),) * (cotangent.ndim - 1))[: cotangent.ndim]]
     residual, first, never = lax.optimization_barrier((residual, first, jnp.bool(False)))
-    residual = _to_device(residual)
+    residual = on_device(residual)
 
     def used(decoded: Array) -> Array:
         """With a use of `first`, without which XLA drops it from the barrier."""

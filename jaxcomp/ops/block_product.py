@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from jaxcomp.codecs import BlockSparse, Codec, Encoded
 from jaxcomp.codecs.block_sparse import Product
 from jaxcomp.ops import block_tpu, block_triton
-from jaxcomp.ops.one_device import on_one_tpu
+from jaxcomp.ops.one_device import on_one
 
 KERNELS = {"triton": block_triton, "tpu": block_tpu}
 
@@ -119,7 +119,7 @@ def gradient(
 
     if codec.product == "auto":
         portable = by(choose(codec, x.shape, columns, x.dtype.itemsize))
-        return portable if block_tpu.refusal(codec, x.shape) else on_one_tpu(by("tpu"), portable)
+        return portable if block_tpu.refusal(codec, x.shape) else on_one("tpu", by("tpu"), portable)
     kernel = KERNELS.get(codec.product)
     if kernel is not None and (refusal := kernel.refusal(codec, x.shape)):
         raise ValueError(f"product={codec.product!r}: {refusal}")

@@ -15,6 +15,7 @@ from jaxcomp.codecs import BlockSparse, Codec, Encoded, Offload
 from jaxcomp.codecs.codec import Seed
 from jaxcomp.codecs.offload import coder
 from jaxcomp.ops import block_product
+from jaxcomp.ops.row_major import row_major
 from jaxcomp.ops.sensitivity import Sink, check_sink, importance, sensitivity
 
 DotDimensionNumbers = tuple[
@@ -176,7 +177,7 @@ def bilinear(
                 decoded = codec.decode(code)
                 transpose = jax.linear_transpose(lambda rhs: product(decoded, rhs), like_rhs)
                 (drhs,) = transpose(cotangent)
-            drhs, cotangent = residuals.tie(drhs, cotangent)
+            drhs, cotangent = residuals.tie(row_major(drhs), cotangent)
         (dlhs,) = jax.linear_transpose(lambda lhs: stock(lhs, rhs), like_lhs)(cotangent)
         return dlhs, drhs, None, dsink, None
 

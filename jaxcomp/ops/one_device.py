@@ -1,4 +1,4 @@
-"""A computation in two forms: a kernel for a TPU of its own, and one that XLA can part."""
+"""A computation in two forms: one for a program of a single device, and one that XLA can part."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,15 +11,16 @@ from jaxtyping import Array
 Form = Callable[..., Array]
 
 
-def on_one_tpu(kernel: Form, portable: Form) -> Form:
-    """Computes by `kernel` in a program for one TPU, or inside of `jax.shard_map`; else `portable`.
+def on_one(platform: str, form: Form, portable: Form) -> Form:
+    """Computes by `form` in a program for one device, or in `jax.shard_map`; else by `portable`.
 
-    XLA cannot look into a Pallas kernel: where `jit` has spread a batch over devices, it would
-    gather it. Which form it is shows when the program is lowered, and an absent TPU counts. Without
-    `jit`, and for derivatives, it is the portable one.
+    XLA cannot look into a Pallas kernel, nor past a reshape that joins axes: where `jit` has spread
+    an array over devices, it would gather it. Which form it is shows when the program is lowered,
+    and an absent device counts. Without `jit`, and for derivatives, it is the portable one.
 
     Args:
-        kernel: A function of pytrees of arrays that only a TPU can run.
+        platform: "tpu", "cuda" or "rocm".
+        form: A function of pytrees of arrays for one device of that platform.
         portable: An equal function.
 
     Returns:
@@ -30,12 +31,10 @@ def on_one_tpu(kernel: Form, portable: Form) -> Form:
     def run(*args: Any) -> Array:
         leaves, tree = jax.tree.flatten(args)
         forms = [
-            jax.make_jaxpr(lambda *leaves, form=form: form(*jax.tree.unflatten(tree, leaves)))(
-                *leaves
-            )
-            for form in (kernel, portable)
+            jax.make_jaxpr(lambda *leaves, one=one: one(*jax.tree.unflatten(tree, leaves)))(*leaves)
+            for one in (form, portable)
         ]
-        return _bind(leaves, forms)
+        return _bind(leaves, forms, platform)
 
     @run.defjvp
     def _(primals: Any, tangents: Any) -> Any:
@@ -44,12 +43,12 @@ def on_one_tpu(kernel: Form, portable: Form) -> Form:
     return run
 
 
-_choice = Primitive("on_one_tpu")
+_choice = Primitive("on_one")
 
 
-def _bind(args: Sequence[Any], forms: Sequence[Any]) -> Array:
+def _bind(args: Sequence[Any], forms: Sequence[Any], platform: str) -> Array:
     """Named as in a `lax.platform_dependent`, for who counts what a program does."""
-    return _choice.bind(*args, branches=tuple(forms), branches_platforms=(("tpu",), None))
+    return _choice.bind(*args, branches=tuple(forms), branches_platforms=((platform,), None))
 
 
 def _run(form: Any) -> Form:
@@ -67,22 +66,29 @@ def _(*args: Any, branches: Any, branches_platforms: Any) -> Any:
 
 
 def _batched(args: Any, axes: Any, *, branches: Any, branches_platforms: Any) -> Any:
-    return _bind(args, [jax.make_jaxpr(jax.vmap(_run(form), axes))(*args) for form in branches]), 0
+    forms = [jax.make_jaxpr(jax.vmap(_run(form), axes))(*args) for form in branches]
+    return _bind(args, forms, branches_platforms[0][0]), 0
 
 
 def _lower(context: Any, *args: Any, branches: Any, branches_platforms: Any) -> Any:
     return mlir.lower_fun(_run(branches[1]), multiple_results=False)(context, *args)
 
 
-def _lower_for_tpu(context: Any, *args: Any, branches: Any, branches_platforms: Any) -> Any:
-    # Of JAX's internals: what is known of the devices of the program that is lowered.
-    devices = context.module_context.axis_context
-    mesh = getattr(devices, "mesh", None)
-    alone = devices.num_devices == 1 if mesh is None else devices.manual_axes == {*mesh.axis_names}
-    form = branches[0] if alone else branches[1]
-    return mlir.lower_fun(_run(form), multiple_results=False)(context, *args)
+def _lower_for(platform: str) -> Callable[..., Any]:
+    def lower(context: Any, *args: Any, branches: Any, branches_platforms: Any) -> Any:
+        # Of JAX's internals: what is known of the devices of the program that is lowered.
+        devices = context.module_context.axis_context
+        mesh = getattr(devices, "mesh", None)
+        alone = (
+            devices.num_devices == 1 if mesh is None else devices.manual_axes == {*mesh.axis_names}
+        )
+        form = branches[0] if alone and branches_platforms[0] == (platform,) else branches[1]
+        return mlir.lower_fun(_run(form), multiple_results=False)(context, *args)
+
+    return lower
 
 
 batching.primitive_batchers[_choice] = _batched
 mlir.register_lowering(_choice, _lower)
-mlir.register_lowering(_choice, _lower_for_tpu, platform="tpu")
+for _platform in ("tpu", "cuda", "rocm"):
+    mlir.register_lowering(_choice, _lower_for(_platform), platform=_platform)

@@ -20,6 +20,7 @@ from jaxcomp.transform.programs import apply, is_variable, read, variables
 from jaxcomp.transform.scheme import Coefficient, Scheme
 
 Residual = dict[int, Any]
+_LITTLE = 16  # an operand so many times smaller than the cotangent may be made early
 
 
 def forward(scheme: Scheme, seed: Seed, arguments: Sequence[Any]) -> tuple[list[Any], Residual]:
@@ -50,8 +51,11 @@ def forward(scheme: Scheme, seed: Seed, arguments: Sequence[Any]) -> tuple[list[
 
     def settle(value: Any) -> None:
         if value in positions:
+            storing = scheme.stored[value]
+            if storing.codec is not None and carriers[value] is value:
+                env[value] = residuals.written(env[value])
             stored[positions[value]] = _encode(
-                scheme.stored[value], env[value], base + jnp.uint32(codes_before[positions[value]])
+                storing, env[value], base + jnp.uint32(codes_before[positions[value]])
             )
             waiting.setdefault(carriers[value], []).append(value)
         for other in waiting.pop(value, ()):
@@ -193,7 +197,10 @@ def backward(
             uses[atom] = uses.get(atom, 0) + 1
     for atom in variables(jaxpr.outvars):
         uses[atom] = uses.get(atom, 0) + 1
+    transposes = _transposes(equations)
     for equation in _weights_first(equations, is_rebuilt, env):
+        if equation.outvars[0] in env:
+            continue  # a transposition, done with its product
         after = _largest([a for a in variables(equation.invars) if a in env])
         values = [
             rebuild.after(
@@ -212,6 +219,9 @@ def backward(
             uses[atom] -= 1
         decodes = equation.primitive.name in HEAVY and any(map(is_rebuilt, equation.invars))
         if decodes and after is not None and uses[after]:
+            if equation.outvars[0] in transposes:
+                equation = transposes[equation.outvars[0]]
+                made = apply(jaxpr, equation, made)
             made, env[after] = residuals.tie(made, env[after])
         env |= dict(zip(equation.outvars, made, strict=True))
     return [evaluate(atom, rebuild.plain) for atom in jaxpr.outvars]
@@ -264,6 +274,22 @@ def _weights_first(
     return order
 
 
+def _transposes(equations: list[JaxprEqn]) -> dict[Any, JaxprEqn]:
+    """The transpositions that alone read a value, by that value.
+
+    XLA makes one of a product a part of the product, unless a barrier stands between them.
+    """
+    readers: dict[Any, list[JaxprEqn]] = {}
+    for equation in equations:
+        for value in variables(equation.invars):
+            readers.setdefault(value, []).append(equation)
+    return {
+        value: reading[0]
+        for value, reading in readers.items()
+        if len(reading) == 1 and reading[0].primitive.name == "transpose"
+    }
+
+
 class _Rebuild:
     """Makes coefficients of what is stored, when a cotangent asks for them."""
 
@@ -313,7 +339,8 @@ class _Rebuild:
             return evaluate(lambda coefficient: self._compute(coefficient, given, done))
 
         leaves = list(inputs.values())
-        if cotangent is None or not leaves:
+        little = is_fused and cotangent is not None and made.size * _LITTLE <= cotangent.size
+        if cotangent is None or not leaves or little:
             return decode(leaves)
         alike = cotangent.ndim == made.ndim > 0 and made.shape[0] == cotangent.shape[0]
         real = not any(jnp.issubdtype(a.dtype, jnp.complexfloating) for a in (made, cotangent))
@@ -381,7 +408,7 @@ class _Rebuild:
         if storing.codec is None:
             return residual
         (code,) = [residual] if isinstance(residual, Encoded) else residual
-        return storing.codec.decode(code)
+        return storing.codec.decode(residuals.on_device(code))
 
 
 def used_arguments(scheme: Scheme) -> list[int]:
