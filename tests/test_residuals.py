@@ -52,7 +52,8 @@ def test_stored_arrays_carry_the_codecs_name(codec):
 
 def test_barriers_tie_forward_and_backward():
     text = str(jax.make_jaxpr(jax.grad(lambda w: layers(X, w, Quantize(2))))(WEIGHTS))
-    assert text.count("optimization_barrier") == 3 * 3 + 3 * 2  # products, masks
+    # Products, and the order of a gradient for a GPU; masks.
+    assert text.count("optimization_barrier") == 3 * (3 + 1) + 3 * 2
 
 
 def test_values_pass_unchanged():
