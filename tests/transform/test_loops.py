@@ -11,7 +11,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxcomp as jc
-from jaxcomp import policies
+from jaxcomp import memory, policies
 from jaxcomp.codecs.codec import array_nbytes
 from tests.helpers import assert_close, assert_same_bits, normal, replicate, shard
 
@@ -220,6 +220,17 @@ def test_jax_policies_are_asked_in_the_loop():
     # The inputs of the iterations, and the loop's result, which the square's derivative reads.
     assert [v.shape for v in few.values] == [(32, 64), (3, 32, 64)]
     assert (3, 32, 96) in {v.shape for v in many.values}
+
+
+def test_codes_of_iterations_wait_in_the_hosts_memory():
+    offloading, keeping = (jc.checkpoint(_stack, codec) for codec in (jc.Offload(CODEC), CODEC))
+    assert_close(*(_gradients(f, X, UP, DOWN) for f in (offloading, keeping)), 1e-6)
+    moved, kept = (
+        memory.analyze(jax.grad(f, (0, 1, 2)), X, UP, DOWN, target="h100")
+        for f in (offloading, keeping)
+    )
+    assert moved.declared_residual_bytes == 0 < kept.declared_residual_bytes
+    assert moved.host_temp_bytes >= kept.declared_residual_bytes > kept.host_temp_bytes == 0
 
 
 def test_a_rule_that_matches_nothing_is_told_what_is_in_the_loop():
