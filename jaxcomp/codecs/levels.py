@@ -4,7 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, Int8, UInt32
 
 from jaxcomp.codecs import noise
 
@@ -76,6 +76,17 @@ class Levels:
         up = (lax.bitcast_convert_type(floats, jnp.float32) - 1) * self.first
         down = jnp.where(codes == 0, jnp.float32(self.bottom), 0.0)
         return jnp.where(positive, up, down), positive
+
+    def multiples(self, codes: Int[Array, "*shape"]) -> Int8[Array, "*shape"]:
+        """The positive values that codes stand for, as multiples of `step`; 0 for the others."""
+        floats = (codes + (self._base - self.negatives)) << (23 - self.mantissa)
+        up = (lax.bitcast_convert_type(floats, jnp.float32) - 1) * 2**self.mantissa
+        return jnp.where(codes >= self.negatives, up, 0.0).astype(jnp.int8)
+
+    @property
+    def step(self) -> float:
+        """The least distance between positive levels, of which all are multiples."""
+        return self.first / 2**self.mantissa
 
     @property
     def _base(self) -> int:

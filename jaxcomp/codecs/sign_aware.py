@@ -5,7 +5,7 @@ import typing
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, UInt32
+from jaxtyping import Array, Bool, Float, Int8, UInt32
 
 from jaxcomp.codecs import noise, packing
 from jaxcomp.codecs.codec import Codec, Encoded, Seed, channel_axes
@@ -129,6 +129,16 @@ class SignAware(Codec):
     def positive(self, code: Encoded) -> Bool[Array, "..."]:
         """Which of the values that `encode_activation` stored are positive."""
         return self.levels.decode(packing.unpack(code.arrays[:-2], code.shape, self.bits))[1]
+
+    def multiples(self, code: Encoded) -> tuple[Int8[Array, "..."], Float[Array, "..."]]:
+        """What `encode_activation` stored in known units: integers, and what they are multiples of.
+
+        Their product is what `decode` returns. One number for each channel, if so many units were
+        given.
+        """
+        *packed, unit, _ = code.arrays
+        codes = packing.unpack(tuple(packed), code.shape, self.bits)
+        return self.levels.multiples(codes), self.levels.step * unit
 
     def encode_preactivation(
         self,

@@ -3,19 +3,19 @@
 import functools
 import math
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxcomp.codecs import AvgPool, Codec, Encoded
+from jaxcomp.codecs import Codec
 from jaxcomp.codecs.codec import Seed
 from jaxcomp.codecs.offload import coder
 from jaxcomp.ops.activated import Activation
-from jaxcomp.ops.linear import Reads, WeightGradient, bilinear
+from jaxcomp.ops.linear import Reads, bilinear
+from jaxcomp.ops.pointwise import kernel_gradient
 from jaxcomp.ops.sensitivity import Sink
 
 
@@ -132,7 +132,7 @@ def conv_general_dilated(
             return at_stride_1(part.transpose(restore), rhs)
 
         reads = Reads(lambda x: x[strided], product)
-        gradient = _of_means(coder(codec), product, numbers.out_spec, rhs)
+        gradient = kernel_gradient(coder(codec), product, numbers, rhs, precision)
     return bilinear(
         conv,
         codec,
@@ -145,35 +145,6 @@ def conv_general_dilated(
         reads=reads,
         weight_gradient=gradient,
     )
-
-
-def _of_means(
-    codec: Codec,
-    product: Callable[[Array, Array], Array],
-    out_spec: Sequence[int],
-    rhs: Array,
-) -> WeightGradient | None:
-    """How a 1x1 kernel's gradient is made of means, if the code is such: nothing is unpooled.
-
-    Within a window the decoded input is one value, so its products with the cotangent sum to its
-    product with the cotangent's sum.
-    """
-    if not isinstance(codec, AvgPool):
-        return None
-    batch, channel, *spatial = out_spec
-    channels_last = (batch, *spatial, channel)
-    restore = tuple(sorted(range(len(out_spec)), key=channels_last.__getitem__))
-    like = jax.ShapeDtypeStruct(rhs.shape, rhs.dtype)
-
-    def gradient(code: Encoded, cotangent: Array) -> Array:
-        (means,) = code.arrays
-        sums = codec.sums(cotangent.transpose(channels_last)).astype(cotangent.dtype)
-        (drhs,) = jax.linear_transpose(functools.partial(product, means), like)(
-            sums.transpose(restore)
-        )
-        return drhs
-
-    return gradient
 
 
 def conv_transpose(
