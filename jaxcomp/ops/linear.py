@@ -181,7 +181,7 @@ def bilinear(
         (dlhs,) = jax.linear_transpose(lambda lhs: stock(lhs, rhs), like_lhs)(cotangent)
         return dlhs, drhs, None, dsink, None
 
-    like_lhs, like_rhs = (jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (lhs, rhs))
+    like_lhs, like_rhs = jax.eval_shape(lambda *operands: operands, lhs, rhs)
     op.defvjp(forward, backward, symbolic_zeros=True)
     return op(lhs, rhs, code, sink, seed)
 

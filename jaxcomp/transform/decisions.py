@@ -149,7 +149,7 @@ def _decision(answer: Any, value: Value) -> Decision:
             raise ValueError(f"policy answers {answer} for {describe(value)}: {error}") from error
     if answer is None:
         return Decision()
-    if answer == RECOMPUTABLE:
+    if isinstance(answer, str) and answer == RECOMPUTABLE:
         return Decision("again")
     if isinstance(answer, bool):
         return Decision("store" if answer else "recompute")

@@ -8,6 +8,7 @@ from jaxcomp import table
 from jaxcomp.policies import dtype_name
 from jaxcomp.transform.graph import module_path, plain_nbytes, source
 from jaxcomp.transform.loops import Looped
+from jaxcomp.transform.scheme import Scheme
 
 _HARDLY = 0.9
 
@@ -54,16 +55,23 @@ class CheckpointPlan:
         plain_bytes: Bytes that JAX would declare to keep without `checkpoint`, arguments not
             counted.
         biased: Whether non-linear steps are computed again from codes.
+        idle: Whether the policy has codecs, but none stores anything.
     """
 
     values: tuple[PlannedValue, ...]
     plain_bytes: int
     biased: bool
+    idle: bool
 
     @classmethod
     def of(cls, looped: Looped, plain_bytes: int) -> "CheckpointPlan":
         """The plan of a function's scheme, and of the schemes of its loops."""
-        return cls(tuple(_planned(looped)), plain_bytes, looped.scheme.biased)
+        schemes = list(_schemes(looped))
+        asked = any(d.codec is not None for s in schemes for d in s.decisions.values())
+        codes = any(stored.is_noisy for s in schemes for stored in s.stored.values())
+        values = tuple(_planned(looped))
+        idle = bool(values) and asked and not codes
+        return cls(values, plain_bytes, looped.scheme.biased, idle)
 
     @property
     def stored_bytes(self) -> int:
@@ -105,9 +113,18 @@ class CheckpointPlan:
         )
         if self.stored_bytes > _HARDLY * self.plain_bytes:
             lines.append("hardly anything is gained: leave the function as it is")
+        if self.idle:
+            lines.append("the policy's codecs store nothing: it all follows from what is exact")
         if self.biased:
             lines.append("biased: non-linear steps are computed again from codes")
         return "\n".join(lines)
+
+
+def _schemes(looped: Looped) -> Iterator[Scheme]:
+    """A function's scheme, and those of its loops."""
+    yield looped.scheme
+    for loop in looped.loops:
+        yield from _schemes(loop.body)
 
 
 def _planned(looped: Looped) -> Iterator[PlannedValue]:

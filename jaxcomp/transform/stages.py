@@ -20,7 +20,7 @@ from jaxcomp.transform.programs import apply, is_variable, read, variables
 from jaxcomp.transform.scheme import Coefficient, Scheme
 
 Residual = dict[int, Any]
-_LITTLE = 16  # an operand so many times smaller than the cotangent may be made early
+_LITTLE = 16  # what is so many times smaller than a cotangent need not wait for it
 
 
 def forward(scheme: Scheme, seed: Seed, arguments: Sequence[Any]) -> tuple[list[Any], Residual]:
@@ -197,9 +197,9 @@ def backward(
             uses[atom] = uses.get(atom, 0) + 1
     for atom in variables(jaxpr.outvars):
         uses[atom] = uses.get(atom, 0) + 1
-    transposes = _transposes(equations)
+    transposes = _transposes(equations, jaxpr.outvars)
     for equation in _weights_first(equations, is_rebuilt, env):
-        if equation.outvars[0] in env:
+        if equation.outvars and equation.outvars[0] in env:
             continue  # a transposition, done with its product
         after = _largest([a for a in variables(equation.invars) if a in env])
         values = [
@@ -274,11 +274,12 @@ def _weights_first(
     return order
 
 
-def _transposes(equations: list[JaxprEqn]) -> dict[Any, JaxprEqn]:
-    """The transpositions that alone read a value, by that value.
+def _transposes(equations: list[JaxprEqn], results: Sequence[Any]) -> dict[Any, JaxprEqn]:
+    """The transpositions that alone read a value that is no result, by that value.
 
     XLA makes one of a product a part of the product, unless a barrier stands between them.
     """
+    kept = set(variables(results))
     readers: dict[Any, list[JaxprEqn]] = {}
     for equation in equations:
         for value in variables(equation.invars):
@@ -286,7 +287,7 @@ def _transposes(equations: list[JaxprEqn]) -> dict[Any, JaxprEqn]:
     return {
         value: reading[0]
         for value, reading in readers.items()
-        if len(reading) == 1 and reading[0].primitive.name == "transpose"
+        if len(reading) == 1 and reading[0].primitive.name == "transpose" and value not in kept
     }
 
 
@@ -339,8 +340,10 @@ class _Rebuild:
             return evaluate(lambda coefficient: self._compute(coefficient, given, done))
 
         leaves = list(inputs.values())
-        little = is_fused and cotangent is not None and made.size * _LITTLE <= cotangent.size
-        if cotangent is None or not leaves or little:
+        if cotangent is None or not leaves:
+            return decode(leaves)
+        read = sum(leaf.size for leaf in jax.tree.leaves(leaves))
+        if is_fused and max(made.size, read) * _LITTLE <= cotangent.size:
             return decode(leaves)
         alike = cotangent.ndim == made.ndim > 0 and made.shape[0] == cotangent.shape[0]
         real = not any(jnp.issubdtype(a.dtype, jnp.complexfloating) for a in (made, cotangent))
