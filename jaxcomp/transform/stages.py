@@ -342,7 +342,7 @@ class _Rebuild:
         leaves = list(inputs.values())
         if cotangent is None or not leaves:
             return decode(leaves)
-        read = sum(leaf.size for leaf in jax.tree.leaves(leaves))
+        read = sum(jnp.size(leaf) for leaf in jax.tree.leaves(leaves))
         if is_fused and max(made.size, read) * _LITTLE <= cotangent.size:
             return decode(leaves)
         alike = cotangent.ndim == made.ndim > 0 and made.shape[0] == cotangent.shape[0]
