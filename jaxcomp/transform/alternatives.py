@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from jaxcomp.transform.programs import Program, avals, closed, evaluate, flat
+from jaxcomp.transform.origins import located
+from jaxcomp.transform.programs import Program, avals, closed, evaluate, flat, scope_of
 
 _COMPARED = {"max": lax.gt_p, "min": lax.lt_p}
 
@@ -29,9 +30,10 @@ def with_alternatives(forward: Program) -> tuple[Program, dict[Any, Any]]:
         compare = _COMPARED.get(equation.primitive.name)
         (result, *_) = results or [None]
         if compare is not None and jnp.issubdtype(result.dtype, jnp.floating):
-            mask = compare.bind(*values)
-            one, other = (jnp.broadcast_to(v, result.shape) for v in values)
-            pairs.append((result, lax.select_n(mask, other, one)))
+            with scope_of(equation):
+                mask = compare.bind(*values)
+                one, other = (jnp.broadcast_to(v, result.shape) for v in values)
+                pairs.append((result, lax.select_n(mask, other, one)))
 
     def run(*arguments: Any) -> list[Any]:
         pairs.clear()
@@ -51,7 +53,10 @@ def _calls_opened(forward: Program) -> tuple[Program, int]:
     def open_call(equation: JaxprEqn, values: list[Any], results: list[Any]) -> None:
         if equation.primitive.name == "custom_jvp_call":
             called = equation.params["call_jaxpr"]
-            pairs.extend(zip(results, evaluate(called.jaxpr, called.consts, values), strict=True))
+            opened = located(called.jaxpr, equation)
+            with scope_of(equation):
+                made = evaluate(opened, called.consts, values)
+            pairs.extend(zip(results, made, strict=True))
 
     def run(*arguments: Any) -> list[Any]:
         pairs.clear()

@@ -10,7 +10,8 @@ from jax.extend.core import JaxprEqn
 
 from jaxcomp.codecs import Codec, Exact
 from jaxcomp.policies import RECOMPUTABLE, CodecPolicy, Match, Value, dtype_name
-from jaxcomp.transform.graph import LOOP, Graph, coded_nbytes, module_path, nbytes, source
+from jaxcomp.transform.graph import LOOP, Graph, coded_nbytes, nbytes
+from jaxcomp.transform.origins import module_path, source
 
 Policy = Codec | CodecPolicy | Callable[..., Any]
 Action = typing.Literal["either", "again", "store", "recompute", "offload"]

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import math
 import operator
-import os
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
@@ -16,14 +15,9 @@ from jaxcomp.codecs import Codec, Packed
 from jaxcomp.codecs.codec import array_nbytes
 from jaxcomp.transform.algebra import REDUCTIONS, is_affine, is_cheap
 from jaxcomp.transform.programs import variables
-from jaxcomp.visits import modules_of
 
 LOOP = "jaxcomp/loop/"  # begins the names of what the iterations of a loop have stored
 _REDUCED = 8  # a reduction to this part of its operand, or less, is a statistic
-_LIBRARIES = tuple(
-    os.path.dirname(file) + os.sep
-    for file in (jax.__file__, os.path.dirname(__file__), functools.__file__)
-)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -158,21 +152,6 @@ def plain_nbytes(aval: Any) -> int:
     if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
         return math.prod(aval.shape) * int(aval.dtype.itemsize)
     return array_nbytes(aval.shape, aval.dtype)
-
-
-def source(equation: JaxprEqn | None) -> str:
-    """`file:line` of the innermost code outside of JAX and this package that made an equation."""
-    traceback: Any = None if equation is None else equation.source_info.traceback
-    for frame in traceback.frames if traceback else ():
-        if not frame.file_name.startswith(_LIBRARIES) and os.path.isabs(frame.file_name):
-            return f"{os.path.basename(frame.file_name)}:{frame.line_num}"
-    return ""
-
-
-def module_path(equation: JaxprEqn | None) -> str:
-    """Path of the innermost module of a watched model that made an equation, or ""."""
-    scope = "" if equation is None else str(equation.source_info.name_stack)
-    return next(reversed(modules_of(scope)), "")
 
 
 def needed(equations: Sequence[JaxprEqn], wanted: Sequence[Any]) -> list[JaxprEqn]:

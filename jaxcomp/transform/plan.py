@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 from jaxcomp import table
 from jaxcomp.policies import dtype_name
-from jaxcomp.transform.graph import module_path, plain_nbytes, source
+from jaxcomp.transform.graph import plain_nbytes
 from jaxcomp.transform.loops import Looped
+from jaxcomp.transform.origins import module_path, source
 from jaxcomp.transform.scheme import Scheme
 
 _HARDLY = 0.9

@@ -12,6 +12,8 @@ from jax.extend import source_info_util
 from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jaxtyping import Array
 
+from jaxcomp.transform.origins import located
+
 # Calls that are looked through, by the parameter that holds what is called.
 CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr"}
 _BARRIER = "optimization_barrier"
@@ -83,7 +85,7 @@ def evaluate(
         if _is_plain_call(equation):
             called = equation.params[CALLS[equation.primitive.name]]
             with scope_of(equation):
-                inner = getattr(called, "jaxpr", called)
+                inner = located(getattr(called, "jaxpr", called), equation)
                 results = evaluate(inner, getattr(called, "consts", ()), values, visit, known, step)
         else:
             key = _key(equation, values)

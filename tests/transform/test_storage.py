@@ -339,6 +339,23 @@ def test_a_row_of_products_is_not_computed_again_before_its_cotangent_is_there()
     assert bare < 0.7 * temp(gate)
 
 
+def test_what_a_function_of_jaxs_own_makes_has_the_line_of_its_caller():
+    def line(function):
+        found = {v.source for v in jc.checkpoint(function, CODEC).plan(X, W1, W2).values}
+        (source,) = found
+        return int(source.removeprefix("test_storage.py:"))
+
+    def one(x, w1, w2):
+        h = x @ w1
+        return jnp.where(h > 0, h, 0) @ w2
+
+    def other(x, w1, w2):
+        h = x @ w1
+        return jnp.where(h > 0, h, 0) @ w2
+
+    assert line(other) == line(one) + 4
+
+
 def test_the_plan_says_when_its_codecs_store_nothing():
     def named(x, w1, w2):
         return jnp.sin(checkpoint_name(jax.nn.gelu(x @ w1), "hidden") @ w2)
