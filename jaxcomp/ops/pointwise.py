@@ -83,14 +83,14 @@ def _of_multiples(
 
     def of_integers(code: Encoded, cotangent: Array) -> Array:
         multiples, unit = codec.multiples(code)
-        rows = cotangent.transpose(batch, *spatial, channel).reshape(-1, kernel.shape[features])
-        columns = multiples.reshape(-1, kernel.shape[inputs]).astype(cotangent.dtype)
+        cotangent = cotangent.transpose(batch, *spatial, channel)
+        places = tuple(range(cotangent.ndim - 1))
         dkernel = lax.dot_general(
-            columns,
-            rows,
-            (((0,), (0,)), ((), ())),
+            multiples.astype(cotangent.dtype),
+            cotangent,
+            ((places, places), ((), ())),
             precision=precision,
-            preferred_element_type=jnp.promote_types(rows.dtype, jnp.float32),
+            preferred_element_type=jnp.promote_types(cotangent.dtype, jnp.float32),
         )
         dkernel = (dkernel * unit.reshape(-1, 1)).astype(kernel.dtype)
         return jnp.expand_dims(dkernel if inputs < features else dkernel.T, ones)

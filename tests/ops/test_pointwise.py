@@ -87,12 +87,14 @@ def test_nan_and_overflow_stay_visible(as_on_a_gpu):
     assert jnp.isfinite(got).sum() == 15 * 8
 
 
-def test_a_spread_batch_adds_no_collective_but_the_sum(as_on_a_gpu):
+@pytest.mark.parametrize("axis", [0, 1])
+def test_of_a_spread_input_there_is_no_collective_but_the_sum(axis, as_on_a_gpu):
     as_on_a_gpu()
     kernel = normal((1, 1, 16, 8), seed=1)
-    x = jax.nn.relu(normal((8, 4, 4, 16)))
+    x = jax.nn.relu(normal((8, 8, 4, 16)))
 
     def run(kernel, x):
+        x = jnp.swapaxes(x, 0, axis)
         return gradient(activation(SignAware(bits=4), x), kernel)
 
     assert collectives(run, replicate(kernel), shard(x)) == {"all-reduce"}
