@@ -179,8 +179,9 @@ def checkpoint(
         coded_argnums: Positional arguments that nothing else keeps, such as the result of the
             layer before: they wait for the backward pass as the policy says for role "input".
         static_argnums: Positional arguments that are no arrays.
-        seed: Integer scalar that redraws the rounding noise. Noise is a hash of the values: where
-            the same values come back, so does their noise, unless the seed is another.
+        seed: Integer scalar, or a key of `jax.random.key`, that redraws the rounding noise. Noise
+            is a hash of the values: where the same values come back, so does their noise, unless
+            the seed is another.
 
     Returns:
         The function, with a method `plan(*args)` that tells what is stored.
@@ -206,8 +207,10 @@ def checkpoint(
         raise TypeError(f"fn={fn!r}: expected a function")
     if seed is not None:
         kind = jnp.asarray(seed)
-        if kind.shape or not jnp.issubdtype(kind.dtype, jnp.integer):
-            raise TypeError(f"seed={seed!r}: expected an integer scalar")
+        is_key = jnp.issubdtype(kind.dtype, jax.dtypes.prng_key)
+        if kind.shape or not (is_key or jnp.issubdtype(kind.dtype, jnp.integer)):
+            raise TypeError(f"seed={seed!r}: expected an integer scalar or a key of jax.random.key")
+        seed = jax.random.bits(kind) if is_key else seed
     coded, static = (
         _numbers("coded_argnums", coded_argnums),
         _numbers("static_argnums", static_argnums),

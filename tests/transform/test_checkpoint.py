@@ -75,3 +75,19 @@ def test_gradient_is_exact_with_exact_and_unbiased_with_codes(name):
         std = drawn.std(0, ddof=1) / DRAWS**0.5
         allowed = z_limit(8 * len(LIBRARY)) * std + 1e-4 * np.abs(exact).max(initial=0)
         assert np.all(np.abs(drawn.mean(0) - exact) <= allowed)
+
+
+def test_a_key_redraws_the_noise():
+    x, w = normal((16, 64)), normal((64, 32), seed=1)
+
+    def gradient(seed):
+        return jax.grad(jc.checkpoint(lambda w: jnp.sin(jnp.tanh(x @ w)).sum(), CODEC, seed=seed))(
+            w
+        )
+
+    one, other = jax.random.split(jax.random.key(0))
+    np.testing.assert_array_equal(gradient(one), gradient(one))
+    np.testing.assert_array_equal(gradient(one), gradient(jax.random.bits(one)))
+    assert (gradient(one) != gradient(other)).any()
+    with pytest.raises(TypeError, match="expected an integer scalar or a key"):
+        gradient(jax.random.split(one))
