@@ -188,7 +188,7 @@ def checkpoint(
 
     Raises:
         TypeError: If `policy` is none, or answers what is no answer, or a codec for integers.
-        ValueError: If a rule of the policy matches nothing.
+        ValueError: If a rule of the policy matches nothing, once a gradient or a plan is made.
         NotImplementedError: On a second derivative through a code.
 
     Example:
