@@ -72,16 +72,19 @@ class Levels:
     ) -> tuple[Float[Array, "*shape"], Bool[Array, "*shape"]]:
         """The float32 values that int32 codes stand for, and which are positive."""
         positive = codes >= self.negatives
-        floats = (codes + (self._base - self.negatives)) << (23 - self.mantissa)
-        up = (lax.bitcast_convert_type(floats, jnp.float32) - 1) * self.first
+        up = self._up(codes) * self.first
         down = jnp.where(codes == 0, jnp.float32(self.bottom), 0.0)
         return jnp.where(positive, up, down), positive
 
     def multiples(self, codes: Int[Array, "*shape"]) -> Int8[Array, "*shape"]:
         """The positive values that codes stand for, as multiples of `step`; 0 for the others."""
-        floats = (codes + (self._base - self.negatives)) << (23 - self.mantissa)
-        up = (lax.bitcast_convert_type(floats, jnp.float32) - 1) * 2**self.mantissa
+        up = self._up(codes) * 2**self.mantissa
         return jnp.where(codes >= self.negatives, up, 0.0).astype(jnp.int8)
+
+    def _up(self, codes: Array) -> Array:
+        """The positive values, in units of `first`."""
+        floats = (codes + (self._base - self.negatives)) << (23 - self.mantissa)
+        return lax.bitcast_convert_type(floats, jnp.float32) - 1
 
     @property
     def step(self) -> float:
