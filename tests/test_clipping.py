@@ -53,3 +53,22 @@ def test_the_model_is_not_changed():
 def test_a_model_without_such_codes_is_an_error():
     with pytest.raises(ValueError, match="expected nn"):
         jc.clipped(nnx.Sequential(jc.nn.BatchNorm(3, rngs=nnx.Rngs(0))), normal((4, 3)))
+
+
+def test_counts_what_a_residuals_norm_has_beyond_the_levels():
+    norm = jc.nn.BatchNorm(3, rngs=nnx.Rngs(0))
+    unit = jc.nn.NormAct(norm, residual_norm=nnx.clone(norm), codec=jc.SignAware(4))
+    x, residual = jnp.tile(jnp.array([-1.0, 1.0]), 300)[:, None], normal((600, 1), seed=1)
+    x, residual = (jnp.broadcast_to(a, (600, 3))[:, None] for a in (x, residual.at[:3].set(-60)))
+    model = nnx.Sequential(Both(unit, residual))
+    assert jc.clipped(model, x)["layers/0/unit"] == pytest.approx(3 / 600)
+
+
+class Both(nnx.Module):
+    """Calls a unit with a residual."""
+
+    def __init__(self, unit, residual):
+        self.unit, self.residual = unit, nnx.data(residual)
+
+    def __call__(self, x):
+        return self.unit(x, self.residual).value

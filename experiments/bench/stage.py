@@ -20,7 +20,7 @@ from experiments.bench.memory import WAYS, tabulate
 from experiments.options import Out, Target, Ways
 from jaxcomp import compiler_options
 from jaxcomp.memory.comparison import MakeStep
-from jaxcomp.models.resnet import Bottleneck, Features, Layers, Projection
+from jaxcomp.models.resnet import Bottleneck, Features, Layers
 from jaxcomp.ops import value
 from jaxcomp.training import State, split_model
 from jaxcomp.ways import Way
@@ -34,7 +34,7 @@ class Stage(nnx.Module):
     def __init__(self, blocks: int, width: int, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         layers = Layers(dtype, rngs)
         self.blocks = nnx.List(
-            Bottleneck(layers, 4 * width, width, 1, Projection) for _ in range(blocks)
+            Bottleneck(layers, 4 * width, width, 1, "projection") for _ in range(blocks)
         )
 
     def __call__(self, x: jax.Array) -> jax.Array:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from flax import nnx
@@ -49,18 +49,30 @@ class Layers:
         return nn.BatchNorm(features, momentum=0.9, dtype=self.dtype, rngs=self.rngs)
 
     def unit(
-        self, cin: int, cout: int, size: int, stride: int = 1, *, relu: bool = True
+        self,
+        cin: int,
+        cout: int,
+        size: int,
+        stride: int = 1,
+        residual_norm: nn.BatchNorm | None = None,
     ) -> nn.ConvNormAct:
-        """A convolution, its norm, and a ReLU if there is one."""
-        return nn.ConvNormAct(self.conv(cin, cout, size, stride), self.norm(cout), relu=relu)
+        """A convolution, its norm, an addition if there is a residual, and a ReLU."""
+        conv = self.conv(cin, cout, size, stride)
+        return nn.ConvNormAct(conv, self.norm(cout), residual_norm=residual_norm)
+
+    def shortcut(
+        self, kind: "Shortcut", cin: int, cout: int, stride: int
+    ) -> tuple["PadShortcut | nn.Conv | None", nn.BatchNorm | None]:
+        """The shortcut of a block, None where the shape stays, and the norm after it if any."""
+        if stride == 1 and cin == cout:
+            return None, None
+        if kind == "pad":
+            return PadShortcut(stride, cout - cin), None
+        return self.conv(cin, cout, 1, stride), self.norm(cout)
 
 
-class Projection(nn.ConvNormAct):
-    """The shortcut of an ImageNet network where the shape changes: 1x1 convolution and norm."""
-
-    def __init__(self, layers: Layers, cin: int, cout: int, stride: int) -> None:
-        conv = layers.conv(cin, cout, 1, stride)
-        super().__init__(conv, layers.norm(cout), relu=False)
+# "projection" is a 1x1 convolution and a norm, as in networks for ImageNet.
+Shortcut = Literal["projection", "pad"]
 
 
 class PadShortcut(nnx.Module):
@@ -69,8 +81,8 @@ class PadShortcut(nnx.Module):
     He et al., "Deep residual learning for image recognition" (arXiv:1512.03385), section 4.2, A.
     """
 
-    def __init__(self, layers: Layers, cin: int, cout: int, stride: int) -> None:
-        self.stride, self.new = stride, cout - cin
+    def __init__(self, stride: int, new: int) -> None:
+        self.stride, self.new = stride, new
 
     def __call__(self, x: Features) -> Features:
         """Returns the shortcut's value."""
@@ -82,9 +94,6 @@ class PadShortcut(nnx.Module):
         return Activation(padded, jnp.pad(x.unit, widths), None, x.codec)
 
 
-Shortcut = type[Projection] | type[PadShortcut]
-
-
 class BasicBlock(nnx.Module):
     """Two 3x3 convolutions (arXiv:1512.03385, figure 5 left)."""
 
@@ -94,9 +103,8 @@ class BasicBlock(nnx.Module):
         self, layers: Layers, cin: int, width: int, stride: int, shortcut: Shortcut
     ) -> None:
         self.unit1 = layers.unit(cin, width, 3, stride)
-        self.unit2 = layers.unit(width, width, 3)
-        changes = stride != 1 or cin != width
-        self.shortcut = shortcut(layers, cin, width, stride) if changes else None
+        self.shortcut, norm = layers.shortcut(shortcut, cin, width, stride)
+        self.unit2 = layers.unit(width, width, 3, residual_norm=norm)
 
     def __call__(self, x: Features) -> Features:
         """Returns the block's output."""
@@ -115,9 +123,8 @@ class Bottleneck(nnx.Module):
         cout = self.expansion * width
         self.unit1 = layers.unit(cin, width, 1)
         self.unit2 = layers.unit(width, width, 3, stride)
-        self.unit3 = layers.unit(width, cout, 1)
-        changes = stride != 1 or cin != cout
-        self.shortcut = shortcut(layers, cin, cout, stride) if changes else None
+        self.shortcut, norm = layers.shortcut(shortcut, cin, cout, stride)
+        self.unit3 = layers.unit(width, cout, 1, residual_norm=norm)
 
     def __call__(self, x: Features) -> Features:
         """Returns the block's output."""
@@ -168,8 +175,8 @@ class ResNet(nnx.Module):
         self.preact = block is PreActBottleneck
         size, stride = (7, 2) if imagenet else (3, 1)
         self.conv = layers.stem(in_channels, width, size, stride)
-        self.pool = nn.MaxPool((3, 3), (2, 2), [(1, 1), (1, 1)]) if imagenet else None
-        shortcut = Projection if imagenet else PadShortcut
+        pool = nn.MaxPool((3, 3), (2, 2), [(1, 1), (1, 1)]) if imagenet else None
+        shortcut: Shortcut = "projection" if imagenet else "pad"
         self.blocks: nnx.List[nnx.Module] = nnx.List([])
         cin = width
         for stage, depth in enumerate(depths):
@@ -177,7 +184,7 @@ class ResNet(nnx.Module):
                 stride = 2 if stage > 0 and i == 0 else 1
                 self.blocks.append(block(layers, cin, width * 2**stage, stride, shortcut))
                 cin = width * 2**stage * block.expansion
-        self.act = nn.NormAct(layers.norm(cin if self.preact else width))
+        self.act = nn.NormAct(layers.norm(cin if self.preact else width), pool=pool)
         self.head = nn.Linear(cin, num_classes, dtype=dtype, rngs=rngs)
         apply(self, rules)
 
@@ -186,8 +193,6 @@ class ResNet(nnx.Module):
         x: Features = self.conv(images)
         if not self.preact:
             x = self.act(value(x))
-        if self.pool is not None:
-            x = self.pool(x)
         for block in self.blocks:
             x = block(x)
         if self.preact:

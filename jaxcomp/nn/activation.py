@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import typing
-from collections.abc import Sequence
 
 import jax
 from flax import nnx
@@ -13,7 +12,7 @@ from jaxcomp import ops
 from jaxcomp.codecs import Codec, Packed, SignAware
 from jaxcomp.codecs.offload import coder, waiting_with
 from jaxcomp.nn.coded import Coded
-from jaxcomp.ops import Activation, encode_activation, value
+from jaxcomp.ops import Activation, Padding, encode_activation, value
 
 
 class ReLU(Coded, nnx.Module):
@@ -165,7 +164,7 @@ class MaxPool(Coded, nnx.Module):
         self,
         window_shape: tuple[int, ...],
         strides: tuple[int, ...] | None = None,
-        padding: str | Sequence[tuple[int, int]] = "VALID",
+        padding: Padding = "VALID",
         codec: Codec | None = None,
     ) -> None:
         self.window_shape = window_shape
@@ -186,11 +185,15 @@ class MaxPool(Coded, nnx.Module):
 
     def __call__(self, x: Float[Array, "..."] | Activation) -> Float[Array, "..."] | Activation:
         """Returns the maxima of the windows of `x`; of an `Activation` they have a code, too."""
-        args = self.window_shape, self.strides, self.padding
         if isinstance(x, Activation):
             unsigned = dataclasses.replace(typing.cast(SignAware, coder(x.codec)), signed=False)
             codec = waiting_with(x.codec, unsigned)
             return encode_activation(value(self(x.value)), x.unit, codec)
         if self.codec is None:
-            return nnx.max_pool(x, *args)
-        return ops.max_pool(x, *args, codec=self.codec)
+            return nnx.max_pool(x, *self.arguments)
+        return ops.max_pool(x, *self.arguments, codec=self.codec)
+
+    @property
+    def arguments(self) -> tuple[tuple[int, ...], tuple[int, ...] | None, Padding]:
+        """What `ops.max_pool` takes after the array."""
+        return self.window_shape, self.strides, self.padding

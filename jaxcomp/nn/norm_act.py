@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from jaxcomp import ops
 from jaxcomp.codecs import Codec, Exact, Offload, SignAware, noise
-from jaxcomp.nn.activation import ReLU
+from jaxcomp.nn.activation import MaxPool, ReLU
 from jaxcomp.nn.coded import Coded
 from jaxcomp.nn.linear import Conv
 from jaxcomp.nn.norm import BatchNorm
@@ -21,11 +21,13 @@ class Clipped(nnx.Variable[Array]):
 
 
 class NormAct(Coded, nnx.Module):
-    """`relu(norm(x) + residual)` that keeps one code for all of it.
+    """`pool(relu(norm(x) + residual))` that keeps one code for all of it.
 
     Args:
         norm: The norm, with scale and bias, over the last axis.
         relu: Whether there is a ReLU.
+        residual_norm: A norm like it, of the residual before it is added; None for none.
+        pool: A max pool after the ReLU of a unit that adds nothing; None for none.
         codec: `SignAware(bits=...)`, with which the result in training is an `ops.Activation`; None
             leaves what is kept to the codecs of `norm` and `relu`.
 
@@ -37,57 +39,98 @@ class NormAct(Coded, nnx.Module):
     """
 
     kind = "norm_act"
-    covers = ("norm", "relu")
+    covers = ("norm", "relu", "residual_norm", "pool")
     clipped: Clipped | None = None
 
     def __init__(
-        self, norm: BatchNorm, *, relu: bool = True, codec: SignAware | Offload | None = None
+        self,
+        norm: BatchNorm,
+        *,
+        relu: bool = True,
+        residual_norm: BatchNorm | None = None,
+        pool: MaxPool | None = None,
+        codec: SignAware | Offload | None = None,
     ) -> None:
         self.norm = norm
         self.relu = ReLU() if relu else None
+        self.residual_norm = residual_norm
+        self.pool = pool
         super().__init__(codec=codec)
 
     def check_codec(self, codec: Codec | None) -> None:
-        """Raises an error unless the codec is `SignAware` or `Offload` of it, for this norm."""
+        """Raises an error unless the codec is `SignAware` or `Offload` of it, for these norms."""
         super().check_codec(codec)
-        norm = self.norm
-        if (
-            codec is not None
-            and not isinstance(codec, Exact)
-            and not (norm.scale and norm.bias and norm.axis == -1)
-        ):
+        if codec is None or isinstance(codec, Exact):
+            return
+        norms = self.norm, self.residual_norm or self.norm
+        if not all(norm.scale and norm.bias and norm.axis == -1 for norm in norms):
             raise ValueError(f"codec={codec}: expected a norm with scale and bias, and axis=-1")
+        options, of_residual = map(_options, norms)
+        if of_residual != options:
+            raise ValueError(f"residual_norm with {of_residual}: expected {options}, as norm")
 
     def __call__(self, x: Float[Array, "batch ..."], residual: Features | None = None) -> Features:
-        """Returns the result, in training and with a codec as an `ops.Activation`."""
-        norm = self.norm
-        if self.codec is None or norm.use_running_average:
+        """Returns the result, in training and with a codec as an `ops.Activation`.
+
+        Raises:
+            ValueError: If there is a `residual_norm` and no `residual`.
+        """
+        norm, residual_norm = self.norm, self.residual_norm
+        coding = self.codec is not None and not norm.use_running_average
+        norms, normed, of_residual = [norm], None, None
+        if residual_norm is not None:
+            if residual is None:
+                raise ValueError("residual=None: expected an array, which residual_norm normalises")
+            if coding and not residual_norm.use_running_average:
+                normed, of_residual = _promoted(residual_norm, ops.value(residual))
+                norms, residual = [norm, residual_norm], normed
+            else:
+                residual = residual_norm(ops.value(residual))
+        if not coding:
             y = norm(x)
             y = y if residual is None else y + ops.value(residual)
-            return y if self.relu is None else self.relu(y)
-        assert norm.scale and norm.bias  # by check_codec
-        scale, bias = norm.scale[...], norm.bias[...]
-        seed = noise.fingerprint(scale, bias)
-        variables = x, norm.mean[...], norm.var[...], scale, bias
-        x, _, _, scale, bias = norm.promote_dtype(variables, dtype=norm.dtype)
-        coded, mean, var = ops.norm_act(
+            y = y if self.relu is None else self.relu(y)
+            return y if self.pool is None else self.pool(y)
+        x, (scale, bias) = _promoted(norm, x)
+        coded, means, variances = ops.norm_act(
             x,
             scale,
             bias,
             residual,
+            residual_norm=of_residual,
             relu=self.relu is not None,
-            epsilon=norm.epsilon,
-            use_fast_variance=norm.use_fast_variance,
-            axis_name=norm.axis_name,
-            axis_index_groups=norm.axis_index_groups,
+            pool=None if self.pool is None else self.pool.arguments,
             codec=typing.cast(SignAware | Offload, self.codec),
-            seed=seed,
+            seed=noise.fingerprint(*_affine(norm)),
+            **_options(norm),
         )
-        norm.update(mean, var)
+        for one, mean, var in zip(norms, means, variances, strict=True):
+            one.update(mean, var)
         if self.clipped is not None:
-            share = ops.clipped(x, scale, bias, mean, var, coded, epsilon=norm.epsilon)
+            share = ops.clipped(
+                x, scale, bias, means, variances, coded, normed, epsilon=norm.epsilon
+            )
             self.clipped[...] = jax.lax.stop_gradient(share)
         return coded
+
+
+def _affine(norm: BatchNorm) -> tuple[Array, Array]:
+    """The scale and bias that `check_codec` says there are."""
+    assert norm.scale and norm.bias
+    return norm.scale[...], norm.bias[...]
+
+
+def _promoted(norm: BatchNorm, x: Array) -> tuple[Array, tuple[Array, Array]]:
+    """An input, and scale and bias, in the dtype of the norm."""
+    variables = x, norm.mean[...], norm.var[...], *_affine(norm)
+    x, _, _, scale, bias = norm.promote_dtype(variables, dtype=norm.dtype)
+    return x, (scale, bias)
+
+
+def _options(norm: BatchNorm) -> dict[str, typing.Any]:
+    """Its own, as arguments of `ops.norm_act`."""
+    names = "epsilon", "use_fast_variance", "axis_name", "axis_index_groups"
+    return {name: getattr(norm, name) for name in names}
 
 
 class ConvNormAct(NormAct):
@@ -97,6 +140,8 @@ class ConvNormAct(NormAct):
         conv: The convolution; of an `ops.Activation` it keeps the code that came with it.
         norm: As `NormAct`.
         relu: As `NormAct`.
+        residual_norm: As `NormAct`.
+        pool: As `NormAct`.
         codec: As `NormAct`.
 
     Example:
@@ -113,10 +158,12 @@ class ConvNormAct(NormAct):
         norm: BatchNorm,
         *,
         relu: bool = True,
+        residual_norm: BatchNorm | None = None,
+        pool: MaxPool | None = None,
         codec: SignAware | Offload | None = None,
     ) -> None:
         self.conv = conv
-        super().__init__(norm, relu=relu, codec=codec)
+        super().__init__(norm, relu=relu, residual_norm=residual_norm, pool=pool, codec=codec)
 
     def __call__(self, x: Features, residual: Features | None = None) -> Features:
         """Returns the result, in training and with a codec as an `ops.Activation`."""

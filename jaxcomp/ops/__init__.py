@@ -16,6 +16,7 @@ from jaxcomp.ops.norm import batch_norm as batch_norm
 from jaxcomp.ops.norm import layer_norm as layer_norm
 from jaxcomp.ops.norm_act import clipped as clipped
 from jaxcomp.ops.norm_act import norm_act as norm_act
+from jaxcomp.ops.pooling import Padding as Padding
 from jaxcomp.ops.pooling import avg_pool as avg_pool
 from jaxcomp.ops.pooling import max_pool as max_pool
 from jaxcomp.ops.scaled_linear import scaled_linear as scaled_linear

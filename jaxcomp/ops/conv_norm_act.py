@@ -9,7 +9,7 @@ from jaxcomp.codecs import Codec, Offload, SignAware
 from jaxcomp.codecs.codec import Seed
 from jaxcomp.ops.activated import Activation
 from jaxcomp.ops.conv import conv_general_dilated
-from jaxcomp.ops.norm_act import norm_act
+from jaxcomp.ops.norm_act import Statistics, norm_act
 
 _SPATIAL = "DHW"
 
@@ -27,7 +27,7 @@ def conv_norm_act(
     codec: SignAware | Offload,
     seed: Seed = None,
     **norm: typing.Any,
-) -> tuple[Activation, Float[Array, " features"], Float[Array, " features"]]:
+) -> tuple[Activation, Statistics, Statistics]:
     """`relu(batch_norm(conv(x)) + residual)` with one code for norm, ReLU and what reads them.
 
     Of an `Activation` the convolution keeps the code that came with it, so a chain of these stores

@@ -259,6 +259,10 @@ class Norm:
             x += jnp.expand_dims(bias, self.scaled)
         return x.astype(dtype)
 
+    def wide(self, channels: Array) -> Array:
+        """One value for each feature in float32, broadcastable to the array."""
+        return jnp.expand_dims(channels.astype(jnp.float32), self.scaled)
+
     def average(self, means: tuple[Array, ...]) -> tuple[Array, ...]:
         """Means over the named axis, too."""
         if self.axis_name is None:

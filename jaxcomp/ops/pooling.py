@@ -55,28 +55,12 @@ def max_pool(
         >>> jax.grad(lambda x: max_pool(x, (2,), (2,)).sum())(x).ravel().tolist()
         [0.0, 1.0, 1.0, 0.0]
     """
-    if x.ndim != len(window_shape) + 2:
-        raise ValueError(
-            f"x of shape {x.shape}: expected (batch, {len(window_shape)} spatial axes, channels)"
-        )
-    packed = coder(codec)
-    if not isinstance(packed, Packed):
-        raise TypeError(f"codec={codec}: expected Packed, since an index is stored exactly")
-    size = math.prod(window_shape)
-    if size > 2**packed.bits:
-        raise ValueError(f"codec={codec}: a window of {size} values needs more bits for its index")
-    strides = strides or (1,) * len(window_shape)
-    if len(strides) != len(window_shape) or min(strides) < 1:
-        raise ValueError(f"strides={strides}: expected a positive one for each of {window_shape}")
-    if not isinstance(padding, str) and (
-        len(padding) != len(window_shape) or min(map(min, padding)) < 0
-    ):
-        raise ValueError(f"padding={padding}: expected (low, high) for each of {window_shape}")
-    window = _Window(x.shape, window_shape, strides, padding)
+    check_index(window_shape, codec)
+    window = Window(x.shape, window_shape, strides, padding)
 
     @jax.custom_vjp
     def op(x: Array) -> Array:
-        return nnx.max_pool(x, window_shape, strides, padding)
+        return window.max(x)
 
     def forward(x: Array) -> tuple[Array, Encoded]:
         out = op(x)
@@ -90,16 +74,53 @@ def max_pool(
     return op(x)
 
 
-class _Window:
-    """The taps of a sliding window: tap i of all windows is one strided slice of the padded map."""
+def check_index(window_shape: tuple[int, ...], codec: Codec) -> None:
+    """Raises an error unless a codec stores the index of every value of a window.
+
+    Raises:
+        ValueError: If it has too few bits.
+        TypeError: If it is not `Packed`.
+    """
+    packed = coder(codec)
+    if not isinstance(packed, Packed):
+        raise TypeError(f"codec={codec}: expected Packed, since an index is stored exactly")
+    size = math.prod(window_shape)
+    if size > 2**packed.bits:
+        raise ValueError(f"codec={codec}: a window of {size} values needs more bits for its index")
+
+
+class Window:
+    """The taps of a sliding window: tap i of all windows is one strided slice of the padded map.
+
+    Args:
+        shape: Of the map: (batch, spatial..., channels).
+        window: As `max_pool`, and so are the arguments that follow.
+        strides: See there.
+        padding: See there.
+
+    Raises:
+        ValueError: As `max_pool`.
+    """
 
     def __init__(
         self,
         shape: tuple[int, ...],
         window: tuple[int, ...],
-        strides: tuple[int, ...],
+        strides: tuple[int, ...] | None,
         padding: Padding,
     ) -> None:
+        if len(shape) != len(window) + 2:
+            raise ValueError(
+                f"x of shape {shape}: expected (batch, {len(window)} spatial axes, channels)"
+            )
+        strides = strides or (1,) * len(window)
+        if len(strides) != len(window) or min(strides) < 1:
+            raise ValueError(f"strides={strides}: expected a positive one for each of {window}")
+        if not isinstance(padding, str) and (
+            len(padding) != len(window) or min(map(min, padding)) < 0
+        ):
+            raise ValueError(f"padding={padding}: expected (low, high) for each of {window}")
+        self.arguments = window, strides, padding
         if isinstance(padding, str):
             padding = lax.padtype_to_pads(shape[1:-1], window, strides, padding)
         self.strides = (1, *strides, 1)
@@ -111,16 +132,27 @@ class _Window:
             raise ValueError(f"window_shape={window} is larger than the padded map of {shape}")
         self.starts = [(0, *start, 0) for start in np.ndindex(*window)]
 
+    def max(self, x: Array) -> Array:
+        """Maxima, as Flax computes them."""
+        return nnx.max_pool(x, *self.arguments)
+
     def argmax(self, x: Array) -> Int[Array, "..."]:
         """Index of each window's first maximum; a NaN gives way to its successor, as in XLA."""
-        low = jnp.asarray(-jnp.inf, x.dtype)
-        x = lax.pad(x, low, [(*pad, 0) for pad in self.padding])
+        x = self._pad(x, -jnp.inf)
         best, index = self._tap(x, self.starts[0]), jnp.zeros(self.out, jnp.int32)
         for i, start in enumerate(self.starts[1:], 1):
             value = self._tap(x, start)
             better = ~(best >= value)
             best, index = jnp.where(better, value, best), jnp.where(better, i, index)
         return index
+
+    def gather(self, index: Int[Array, "..."], x: Array) -> Array:
+        """Of each window, the value that its index names; none is in the padding."""
+        x = self._pad(x, 0.0)
+        taken = self._tap(x, self.starts[0])
+        for i, start in enumerate(self.starts[1:], 1):
+            taken = jnp.where(index == i, self._tap(x, start), taken)
+        return taken
 
     def scatter(self, index: Int[Array, "..."], cotangent: Array) -> Array:
         """The transpose: adds each window's cotangent to the element that its index names.
@@ -157,6 +189,9 @@ class _Window:
         shape = maps[0].shape
         size = shape[axis] * len(maps)
         return jnp.stack(maps, axis + 1).reshape(*shape[:axis], size, *shape[axis + 1 :])
+
+    def _pad(self, x: Array, value: float) -> Array:
+        return lax.pad(x, jnp.asarray(value, x.dtype), [(*pad, 0) for pad in self.padding])
 
     def _tap(self, x: Array, start: tuple[int, ...]) -> Array:
         limit = [

@@ -40,6 +40,56 @@ def test_state_is_that_of_its_layers():
     assert names == {"conv/kernel", "norm/scale", "norm/bias", "norm/mean", "norm/var"}
 
 
+def block(codec, **options):
+    """A unit that adds the norm of a residual, and one that pools."""
+    rngs = nnx.Rngs(0)
+    norms = [jc.nn.BatchNorm(8, rngs=rngs) for _ in range(2)]
+    norms.append(jc.nn.BatchNorm(8, rngs=rngs, **options))
+    pool = jc.nn.MaxPool((3, 3), (2, 2), "SAME", codec=jc.Packed(4))
+    pooled = jc.nn.NormAct(norms[0], pool=pool, codec=codec)
+    return pooled, jc.nn.NormAct(norms[1], residual_norm=norms[2], codec=codec)
+
+
+@pytest.mark.parametrize("codec", [jc.SignAware(4), jc.Offload(jc.SignAware(2))], ids=str)
+def test_a_residuals_norm_and_a_pool_are_the_layers_own(codec):
+    x = normal((4, 6, 6, 8))
+    (pooled, added), (one, other) = block(codec), block(None)
+    y = added(x, 2 * x + 1)
+    assert isinstance(y, jc.ops.Activation)
+    assert_close(y.value, other(x, 2 * x + 1))
+    y = pooled(x)
+    assert y.value.shape == y.code.shape == (4, 3, 3, 8)
+    assert_close(y.value, one(x))
+    for coded, stock in ((pooled, one), (added, other)):
+        assert_close(nnx.state(coded), nnx.state(stock))
+        assert all(norm.any() for norm in jax.tree.leaves(nnx.state(coded, nnx.BatchStat)))
+        coded.eval()
+        stock.eval()
+        assert_same_bits(coded(x, *[x][: stock is other]), stock(x, *[x][: stock is other]))
+
+
+def test_a_residuals_frozen_norm_is_used_as_it_is():
+    x = normal((4, 6, 6, 8))
+    (_, coded), (_, stock) = block(jc.SignAware(4)), block(None)
+    for unit in (coded, stock):
+        unit.residual_norm.eval()
+    assert_close(coded(x, 3 * x).value, stock(x, 3 * x))
+    assert_close(nnx.state(coded), nnx.state(stock))
+    assert not nnx.state(coded)["residual_norm"]["mean"][...].any()
+
+
+def test_a_residuals_norm_without_a_residual_is_an_error():
+    for codec in (jc.SignAware(4), None):
+        with pytest.raises(ValueError, match="residual=None: expected an array"):
+            block(codec)[1](normal((4, 6, 6, 8)))
+
+
+def test_norms_that_differ_are_an_error():
+    with pytest.raises(ValueError, match=r"residual_norm with .*0\.1.*: expected .*1e-05"):
+        block(jc.SignAware(4), epsilon=0.1)
+    block(None, epsilon=0.1)
+
+
 def chain(codec):
     def loss(x):
         y = unit(codec, cin=8)(unit(codec)(x), unit(codec, relu=False)(x))
@@ -93,6 +143,8 @@ def test_a_unit_with_a_codec_covers_its_norm_and_relu():
         ("layers/0/conv", "conv"),
         ("layers/0", "norm_act"),
     ]
+    plan = jc.apply(nnx.List(block(None)), jc.recipes.fused(bits=2))
+    assert [d.kind for d in plan.decisions] == ["norm_act", "norm_act"]
     rules = (*jc.recipes.fused(bits=2), jc.Rule(jc.Quantize(bits=2), op="batch_norm"))
     with pytest.raises(ValueError, match="matches nothing"):
         jc.apply(nnx.Sequential(unit()), rules)

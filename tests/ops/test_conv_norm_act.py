@@ -52,7 +52,7 @@ def test_a_chain_stores_a_code_for_each():
 
 def test_one_dimension():
     x, kernel = normal((4, 9, 3)), normal((3, 3, 5), seed=1)
-    y, mean, _ = ops.conv_norm_act(
+    y, (mean,), _ = ops.conv_norm_act(
         x,
         kernel,
         jnp.ones(5),

@@ -1,12 +1,14 @@
 import functools
+import math
 import typing
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from jaxcomp import SignAware, ops
+from jaxcomp import SignAware, memory, ops
 from jaxcomp.codecs.sign_aware import Preactivation, Unit
 from tests.helpers import (
     DTYPES,
@@ -24,6 +26,7 @@ from tests.helpers import (
 
 EPSILON = 1e-3
 SHAPE = (8, 5, 4, 6)
+POOLED = (8, 3, 4, 6)
 NHWC = ("NHWC", "HWIO", "NHWC")
 
 
@@ -32,10 +35,15 @@ def norm_act(x, scale, bias, residual=None, bits=4, unit="norm", **kwargs):
     return ops.norm_act(x, scale, bias, residual, epsilon=EPSILON, codec=codec, **kwargs)
 
 
-def stock(x, scale, bias, residual=None, relu=True):
+def stock(x, scale, bias, residual=None, *, residual_norm=None, relu=True, pool=None):
     y, mean, var = ops.batch_norm(x, scale, bias, epsilon=EPSILON)
+    means, variances = (mean,), (var,)
+    if residual_norm is not None:
+        residual, mean, var = ops.batch_norm(residual, *residual_norm, epsilon=EPSILON)
+        means, variances = (*means, mean), (*variances, var)
     y = y if residual is None else y + residual
-    return jax.nn.relu(y) if relu else y, mean, var
+    y = jax.nn.relu(y) if relu else y
+    return y if pool is None else nnx.max_pool(y, *pool), means, variances
 
 
 def levels_of(activation):
@@ -47,7 +55,13 @@ def levels_of(activation):
 
 
 UNITS = typing.get_args(Unit)
-CASES = {"relu": {}, "added": {"residual": True}, "linear": {"relu": False}}
+CASES = {
+    "relu": {},
+    "added": {},
+    "normed": {},
+    "linear": {"relu": False},
+    "pooled": {"pool": ((3, 2), (2, 1), "SAME")},
+}
 
 
 def arguments(dtype, residual=False):
@@ -58,29 +72,61 @@ def arguments(dtype, residual=False):
     return (x, scale, bias) + ((normal(SHAPE, dtype, 4),) if residual else ())
 
 
+def of_case(fn, case):
+    """`fn` as a function of the case's arguments alone, and these for a dtype."""
+
+    def call(*args, **kwargs):
+        if case == "normed":
+            *args, scale, bias = args
+            kwargs["residual_norm"] = scale, bias
+        return fn(*args, **CASES[case], **kwargs)
+
+    def given(dtype):
+        args = arguments(dtype, case in ("added", "normed"))
+        return args + ((args[1][::-1], args[2][::-1]) if case == "normed" else ())
+
+    return call, given
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES)
 def test_forward_is_the_stock_operations(case, dtype):
-    kwargs = dict(CASES[case])
-    args = arguments(dtype, kwargs.pop("residual", False))
-    got = jax.jit(functools.partial(norm_act, **kwargs))(*args)
-    expected = jax.jit(functools.partial(stock, **kwargs))(*args)
-    assert_same_bits((got[0].value, *got[1:]), expected)
+    (coded, given), (exact, _) = of_case(norm_act, case), of_case(stock, case)
+    got, *statistics = jax.jit(coded)(*given(dtype))
+    assert_same_bits((got.value, *statistics), jax.jit(exact)(*given(dtype)))
 
 
-def surrogate(mean, var, relu, positive):
-    """The stock function with the exact statistics and mask, for any input."""
+def wide(channels):
+    return channels[None, None, None]
+
+
+def moved_norm(mean, var, x, scale, bias):
+    """A batch norm with exact statistics, for any input."""
     axes = (0, 1, 2)
+    mean, var = wide(mean), wide(var)
+    moved = (x - jax.lax.stop_gradient(x)).mean(axes, keepdims=True)
+    centred = (x - mean) ** 2
+    spread = (centred - jax.lax.stop_gradient(centred)).mean(axes, keepdims=True)
+    y = (x - mean - moved) * jax.lax.rsqrt(var + spread + EPSILON)
+    y = y * wide(scale) + wide(bias)
+    return y, (mean + moved)[0, 0, 0], (var + spread)[0, 0, 0]
 
-    def fn(x, scale, bias, residual=None):
-        scale, bias = scale[None, None, None], bias[None, None, None]
-        moved = (x - jax.lax.stop_gradient(x)).mean(axes, keepdims=True)
-        centred = (x - mean) ** 2
-        spread = (centred - jax.lax.stop_gradient(centred)).mean(axes, keepdims=True)
-        y = (x - mean - moved) * jax.lax.rsqrt(var + spread + EPSILON) * scale + bias
+
+def surrogate(case, means, variances, exact):
+    """The stock function with the exact statistics, mask and maxima, for any input."""
+
+    def fn(x, scale, bias, residual=None, *of_residual):
+        y, *found = moved_norm(means[0], variances[0], x, scale, bias)
+        found = [found]
+        if of_residual:
+            residual, *others = moved_norm(means[1], variances[1], residual, *of_residual)
+            found.append(others)
         y = y if residual is None else y + residual
-        y = jnp.where(positive, y, 0) if relu else y
-        return y, (mean + moved)[0, 0, 0], (var + spread)[0, 0, 0]
+        y = y if case == "linear" else jnp.where(exact > 0, y, 0)
+        if case == "pooled":
+            _, pull = jax.vjp(lambda y: nnx.max_pool(y, *CASES[case]["pool"]), exact)
+            (y,) = jax.linear_transpose(lambda c: pull(c)[0], jnp.zeros(POOLED))(y)
+        return y, *map(tuple, zip(*found, strict=True))
 
     return fn
 
@@ -89,9 +135,8 @@ def surrogate(mean, var, relu, positive):
 @pytest.mark.parametrize("bits", [2, 3, 4])
 @pytest.mark.parametrize("case", CASES)
 def test_backward_is_exact_at_the_decoded_values(case, bits, unit, monkeypatch):
-    kwargs = dict(CASES[case])
-    args = arguments(jnp.float32, kwargs.pop("residual", False))
-    relu = kwargs.get("relu", True)
+    coded, given = of_case(functools.partial(norm_act, bits=bits, unit=unit), case)
+    args = given(jnp.float32)
     decoded = []
 
     decode = SignAware.decode_normalized
@@ -103,22 +148,23 @@ def test_backward_is_exact_at_the_decoded_values(case, bits, unit, monkeypatch):
     monkeypatch.setattr(SignAware, "decode_normalized", spy)
 
     def outputs(*args):
-        y, mean, var = norm_act(*args, bits=bits, unit=unit, **kwargs)
-        return y.value, mean, var
+        y, *statistics = coded(*args)
+        return y.value, *statistics
 
-    (y, mean, var), pull = jax.vjp(outputs, *args)
-    cotangents = tuple(normal(a.shape, a.dtype, seed) for seed, a in enumerate((y, mean, var), 7))
+    out, pull = jax.vjp(outputs, *args)
+    _, means, variances = out
+    leaves, tree = jax.tree.flatten(out)
+    cotangents = [normal(a.shape, a.dtype, seed) for seed, a in enumerate(leaves, 7)]
+    cotangents = jax.tree.unflatten(tree, cotangents)
     got = pull(cotangents)
-    if decoded:
-        h = decoded[0]
-    else:
-        activation = norm_act(*args, bits=bits, unit=unit, **kwargs)[0]
-        h = levels_of(activation)[0] * jnp.where(args[1][None, None, None] < 0, -1, 1)
-    mean, var = mean[None, None, None], var[None, None, None]
-    x_hat = mean + h * jnp.sqrt(var + EPSILON)
-    fn = surrogate(mean, var, relu, y > 0)
-    expected = jax.vjp(fn, x_hat, *args[1:])[1](cotangents)
-    assert_close(got, expected, 2e-5)
+    if not decoded:
+        decoded = [levels_of(coded(*args)[0])[0] * jnp.where(wide(args[1]) < 0, -1, 1)]
+    at = [*args]
+    for i, h, mean, var in zip((0, 3), decoded, means, variances, strict=False):
+        at[i] = wide(mean) + h * jnp.sqrt(wide(var) + EPSILON)
+    before_pool, _ = of_case(stock, "relu" if case == "pooled" else case)
+    fn = surrogate(case, means, variances, before_pool(*args)[0])
+    assert_close(got, jax.vjp(fn, *at)[1](cotangents), 2e-5)
 
 
 @pytest.mark.parametrize("unit", UNITS)
@@ -229,19 +275,20 @@ def test_the_gradient_of_a_scale_of_zero_is_unbiased(unit):
 def test_a_variance_that_was_clipped_has_no_gradient(residual):
     args = arguments(jnp.float32, residual)
     args = (args[0] * 1e-3 + 4000, *args[1:])
-    assert (stock(*args)[2] == 0).any()
+    clipped = np.asarray(stock(*args)[2][0] == 0)
+    assert clipped.any()
 
     def dx(fn):
         return jax.grad(lambda x: (fn(x, *args[1:]) * normal(SHAPE, seed=9)).sum())(args[0])
 
-    channels = np.asarray(stock(*args)[2] == 0)
     got, expected = dx(lambda *a: norm_act(*a)[0].value), dx(lambda *a: stock(*a)[0])
-    assert_close(got[..., channels], expected[..., channels], 1e-4)
+    assert_close(got[..., clipped], expected[..., clipped], 1e-4)
 
 
 def test_a_residual_of_another_dtype_has_a_gradient_of_its_own():
     x, scale, bias, residual = arguments(jnp.bfloat16, residual=True)
-    gradients = jax.grad(loss, (0, 1, 2, 3))(x, scale, bias, residual.astype(jnp.float32))
+    grad, _ = loss_of("added")
+    gradients = grad(x, scale, bias, residual.astype(jnp.float32))
     assert [g.dtype.name for g in gradients] == ["bfloat16"] * 3 + ["float32"]
 
 
@@ -263,15 +310,25 @@ def test_a_residual_of_another_shape_is_an_error():
         norm_act(*arguments(jnp.float32), jnp.ones((1, 1, 1, 6)))
 
 
-def loss(x, scale, bias, residual, unit="norm"):
-    y = norm_act(x, scale, bias, residual, unit=unit)[0]
-    return (y.value.astype(jnp.float32) * normal(SHAPE, seed=9)[: len(x)]).sum()
+def loss_of(case, unit="norm"):
+    """A scalar function of the case's arguments, which of each sample is a part of; and these."""
+    coded, given = of_case(functools.partial(norm_act, unit=unit), case)
+
+    def loss(*args):
+        y = coded(*args)[0].value
+        return (y.astype(jnp.float32) * normal(y.shape, seed=9)).sum()
+
+    return jax.grad(loss, range(len(given(jnp.float32)))), given
+
+
+ADDED = ["added", "normed", "pooled"]
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_under_vmap_scan_and_checkpoint_it_is_itself(unit):
-    args = arguments(jnp.float32, residual=True)
-    grad = jax.grad(functools.partial(loss, unit=unit), (0, 1, 2, 3))
+@pytest.mark.parametrize("case", ADDED)
+def test_under_vmap_scan_and_checkpoint_it_is_itself(case, unit):
+    grad, given = loss_of(case, unit)
+    args = given(jnp.float32)
     expected = jax.jit(grad)(*args)
     assert_close(jax.jit(jax.checkpoint(grad))(*args), expected)
     several = jax.tree.map(lambda a: jnp.stack([a, a]), args)
@@ -282,12 +339,13 @@ def test_under_vmap_scan_and_checkpoint_it_is_itself(unit):
 
 
 @pytest.mark.parametrize("unit", UNITS)
-def test_sharded_it_has_the_same_codes_and_no_collective_but_the_norms(unit):
-    x, scale, bias, residual = arguments(jnp.float32, residual=True)
-    args = (shard(x), *map(replicate, (scale, bias)), shard(residual))
-    grad = jax.grad(functools.partial(loss, unit=unit), (0, 1, 2, 3))
-    assert_close(jax.jit(grad)(*args), jax.jit(grad)(x, scale, bias, residual), 1e-4)
-    assert collectives(grad, *args) == {"all-reduce"}
+@pytest.mark.parametrize("case", ADDED)
+def test_sharded_it_has_the_same_codes_and_no_collective_but_the_norms(case, unit):
+    grad, given = loss_of(case, unit)
+    args = given(jnp.float32)
+    spread = [shard(a) if a.shape == SHAPE else replicate(a) for a in args]
+    assert_close(jax.jit(grad)(*spread), jax.jit(grad)(*args), 1e-4)
+    assert collectives(grad, *spread) == {"all-reduce"}
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
@@ -318,10 +376,111 @@ def test_second_derivatives_are_refused():
         jax.hessian(lambda s: norm_act(x, s, bias)[0].value.sum())(scale)
 
 
-@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("case", ADDED)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gradients_have_the_dtypes_of_the_arguments(dtype, unit):
-    args = arguments(dtype, residual=True)
-    gradients = jax.grad(functools.partial(loss, unit=unit), (0, 1, 2, 3))(*args)
-    assert [g.dtype for g in gradients] == [a.dtype for a in args]
+def test_gradients_have_the_dtypes_of_the_arguments(dtype, case):
+    grad, given = loss_of(case)
+    gradients = grad(*given(dtype))
+    assert [g.dtype for g in gradients] == [a.dtype for a in given(dtype)]
     assert all(np.isfinite(as_float(g)).all() for g in gradients)
+
+
+@pytest.mark.parametrize(("case", "place"), [("normed", 1), ("normed", 4), ("pooled", 1)])
+def test_scales_have_unbiased_gradients(case, place):
+    coded, given = of_case(norm_act, case)
+    exact, _ = of_case(stock, case)
+    args = [*given(jnp.float32)]
+    args[0] = jnp.clip(args[0], -4, 4)  # nothing is beyond the levels
+
+    def dscale(fn, seed=None):
+        def loss(scale):
+            y = fn(*args[:place], scale, *args[place + 1 :], seed)
+            return (y * normal(y.shape, seed=9)).sum()
+
+        return jax.grad(loss)(args[place])
+
+    expected = dscale(lambda *a: exact(*a[:-1])[0])
+    draw = jax.vmap(lambda seed: dscale(lambda *a: coded(*a[:-1], seed=a[-1])[0].value, seed))
+    assert_unbiased(jax.jit(draw)(jnp.arange(600)), expected)
+
+
+def test_of_two_norms_there_is_a_code_each_and_one_of_the_sum():
+    coded, given = of_case(norm_act, "normed")
+    stored = stored_shapes(lambda *a: coded(*a)[0].value, *given(jnp.float32))
+    assert [(s, d) for s, d in stored if s == SHAPE] == [(SHAPE, "uint4")] * 3
+
+
+def test_of_a_pool_there_are_codes_before_and_after_it_and_indices():
+    coded, given = of_case(norm_act, "pooled")
+    stored = stored_shapes(lambda *a: coded(*a)[0].value, *given(jnp.float32))
+    maps = [(s, d) for s, d in stored if len(s) == 4 and s[0] == len(given(jnp.float32)[0])]
+    assert maps == sorted([(SHAPE, "uint4"), (POOLED, "uint4"), (POOLED, "uint4")])
+
+
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize(("case", "place"), [("normed", 0), ("normed", 3), ("pooled", 0)])
+def test_a_nan_shows_behind_a_sum_or_a_pool(case, place, unit):
+    coded, given = of_case(functools.partial(norm_act, unit=unit), case)
+    args = [*given(jnp.float32)]
+    args[place] = args[place].at[0, 0, 0, 0].set(jnp.nan)
+    y = coded(*args)[0]
+    decoded = np.asarray(y.codec.decode(y.code))
+    assert np.isnan(decoded[..., 0]).all()
+    assert np.isfinite(decoded[..., 1:]).all()
+    gradient = jax.grad(lambda *a: coded(*a)[0].value[..., 0].sum(), place)(*args)
+    assert np.isnan(gradient[..., 0]).all()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"residual_norm": (jnp.ones(6), jnp.zeros(6))}, "residual_norm: expected None without a"),
+        ({"pool": ((2, 2), None, "SAME"), "relu": False}, "expected None with a residual or with"),
+        ({"pool": ((2, 2), None, "SAME"), "residual": normal(SHAPE)}, "expected None with a resid"),
+        ({"pool": ((2,), None, "SAME")}, r"expected \(batch, 1 spatial axes, channels\)"),
+        ({"pool": ((5, 4), None, "SAME")}, "a window of 20 values needs more bits"),
+    ],
+)
+def test_what_does_not_go_together_is_an_error(options, message):
+    with pytest.raises(ValueError, match=message):
+        norm_act(*arguments(jnp.float32), **options)
+
+
+def traffic(fn, *shapes):
+    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    grad = jax.grad(lambda *a: jnp.sin(fn(*a).astype(jnp.float32)).sum(), range(len(args)))
+    return memory.analyze(grad, *args, target="h100").hbm_traffic_bytes
+
+
+def test_an_h100_moves_less_for_two_norms_at_once():
+    x, row = (64, 28, 28, 256), (256,)
+    codec = SignAware(bits=4)
+
+    def at_once(x, s, b, r, rs, rb):
+        return ops.norm_act(x, s, b, r, residual_norm=(rs, rb), codec=codec)[0].value
+
+    def apart(x, s, b, r, rs, rb):
+        shortcut, *_ = ops.norm_act(r, rs, rb, relu=False, codec=codec)
+        return ops.norm_act(x, s, b, shortcut, codec=codec)[0].value
+
+    shapes = x, row, row, x, row, row
+    found, expected = traffic(at_once, *shapes), traffic(apart, *shapes)
+    print(f"h100, sum of two norms: {found} bytes, {expected} with one after the other")
+    assert found < 0.9 * expected
+
+
+def test_an_h100_never_writes_what_is_pooled():
+    x, row = (64, 56, 56, 64), (64,)
+    codec = SignAware(bits=4)
+    window = (3, 3), (2, 2), ((1, 1), (1, 1))
+
+    def at_once(x, s, b):
+        return ops.norm_act(x, s, b, pool=window, codec=codec)[0].value
+
+    def apart(x, s, b):
+        y = ops.norm_act(x, s, b, codec=codec)[0]
+        return ops.encode_activation(ops.max_pool(y.value, *window), y.unit, y.codec).value
+
+    found, expected = traffic(at_once, x, row, row), traffic(apart, x, row, row)
+    print(f"h100, pooled norm: {found} bytes, {expected} with one after the other")
+    assert found < expected - 1.5 * 2 * math.prod(x)

@@ -1,0 +1,214 @@
+"""The rule of `norm_act`: what it computes, what of that is kept, and the backward pass."""
+
+import dataclasses
+import functools
+import typing
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from jaxcomp import residuals
+from jaxcomp.codecs import Codec, Encoded, noise
+from jaxcomp.codecs.codec import Seed
+from jaxcomp.codecs.sign_aware import Normalized, Preactivation, SignAware
+from jaxcomp.ops.norm import Norm
+from jaxcomp.ops.pooling import INDEX, Window
+
+
+class Input(typing.NamedTuple):
+    """What a batch norm takes."""
+
+    x: Array
+    scale: Array
+    bias: Array
+
+
+class Kept(typing.NamedTuple):
+    """The codes that wait for the backward pass.
+
+    Attributes:
+        code: Of the result, if there is a ReLU; it goes on with it.
+        own: Of each norm's value, where `code` does not hold it.
+        maxima: The index of each window's, if there is a pool.
+    """
+
+    code: Encoded | None
+    own: tuple[Normalized, ...]
+    maxima: Encoded | None
+
+
+_Read = tuple[Array | None, list[Array], Array | None, list[Array]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """The operation and its backward rule.
+
+    Attributes:
+        norm: Of each input.
+        codec: `stored_by`, or what that puts into the host's memory.
+        stored_by: How codes are stored.
+        shape: Of each input.
+        relu: Whether there is a ReLU.
+        window: Of the pool, if there is one.
+    """
+
+    norm: Norm
+    codec: SignAware
+    stored_by: Codec
+    shape: tuple[int, ...]
+    relu: bool
+    window: Window | None
+
+    def __call__(
+        self, inputs: tuple[Input, ...], residual: Array | None, unit: Array, seed: Seed
+    ) -> tuple[Array, Encoded | None, tuple[Array, ...], tuple[Array, ...]]:
+        """The result, its code, means and variances."""
+        like = jax.eval_shape(lambda *arguments: arguments, inputs, residual)
+
+        @jax.custom_vjp
+        def op(*arguments: typing.Any) -> typing.Any:
+            y, kept, means, variances = self._compute(*arguments)
+            return y, kept.code, means, variances
+
+        def forward(*arguments: typing.Any) -> typing.Any:
+            y, kept, means, variances = self._compute(*arguments)
+            scales = [scale for _, scale, _ in arguments[0]]
+            waiting = kept, residuals.name(variances, self.stored_by), scales
+            return (y, kept.code, means, variances), waiting
+
+        def backward(waiting: typing.Any, cotangents: typing.Any) -> tuple[typing.Any, ...]:
+            dy, _, dmeans, dvars = cotangents
+            found = self._transpose(waiting, dy, dmeans, dvars, residual is not None)
+            return *jax.tree.map(lambda d, a: d.astype(a.dtype), found, like), None, None
+
+        op.defvjp(forward, backward)
+        return op(inputs, residual, unit, seed)
+
+    def unknown(self, variances: tuple[Array, ...]) -> Array:
+        """NaN where a statistic is, else 0: for whoever reads the result's code to see."""
+        return sum(
+            (self.norm.wide(0 * var) for var in variances[1:]), self.norm.wide(0 * variances[0])
+        )
+
+    def _compute(
+        self, inputs: tuple[Input, ...], residual: Array | None, unit: Array, seed: Seed
+    ) -> tuple[Array, Kept, tuple[Array, ...], tuple[Array, ...]]:
+        """The result, what is kept, means and variances."""
+        norm, codec = self.norm, self.codec
+        means, variances = zip(*(norm.statistics(x) for x, _, _ in inputs), strict=True)
+        variances = tuple(map(norm.clip, variances))
+        given = [*zip(inputs, means, variances, strict=True)]
+        # Of x, the same on any number of devices, as a mean is to rounding only. Both codes of an
+        # element may share their noise: no gradient multiplies one by the other.
+        random = [noise.words(x, seed) for x, _, _ in inputs]
+        normalized = [
+            (x.astype(jnp.float32) - norm.wide(mean)) * lax.rsqrt(norm.wide(var) + norm.epsilon)
+            for (x, _, _), mean, var in given
+        ]
+        own: tuple[Normalized, ...] = ()
+        if not codec.signed:
+            own = tuple(map(codec.encode_normalized, normalized, random))
+        if not self.relu:
+            ((x, scale, bias),) = inputs
+            x, own = residuals.keep(x, own, self.stored_by)
+            y = norm.normalize(x, means[0], variances[0], scale, bias)
+            return y, Kept(None, own, None), means, variances
+        y, *others = (norm.normalize(x, mean, var, *affine) for (x, *affine), mean, var in given)
+        for other in others if residual is None else [residual]:
+            y = y + other
+        y = jax.nn.relu(y)
+        unknown, index = self.unknown(variances), None
+        if codec.signed:
+            ((_, scale, bias),) = inputs
+            gain, offset = norm.wide(scale), norm.wide(bias)
+            packed: tuple[typing.Any, ...] = codec.encode_preactivation(
+                normalized[0] * sign(gain), threshold(gain, offset), y > 0, random[0]
+            )
+            affine = jnp.abs(gain) + unknown, offset
+        else:
+            if self.window is not None:
+                index = INDEX.encode(self.window.argmax(y))
+                y = residuals.written(self.window.max(y))
+                random = [noise.words(y, seed)]
+            coded = codec.encode_activation(y, unit + unknown, random[0])
+            packed, affine = coded.arrays[:-2], coded.arrays[-2:]
+        (y, affine), (packed, own, index) = residuals.keep(
+            (y, affine), (packed, own, index), self.stored_by
+        )
+        arrays = *packed, *residuals.name(residuals.undifferentiable(affine), self.stored_by)
+        return y, Kept(Encoded(arrays, y.shape, y.dtype), own, index), means, variances
+
+    def _transpose(
+        self,
+        waiting: tuple[Kept, tuple[Array, ...], list[Array]],
+        dy: Array,
+        dmeans: tuple[Array, ...],
+        dvars: tuple[Array, ...],
+        adds: bool,
+    ) -> tuple[tuple[Input, ...], Array | None]:
+        """Gradients of the inputs, and of the residual if there is one."""
+        norm, window = self.norm, self.window
+        kept, variances, scales = waiting
+        read = functools.partial(self._read, scale=scales[0])
+        positive, normalized, index, taken = residuals.decode_after(dy, kept, read)
+        dz = dy.astype(jnp.float32)
+        if positive is not None:
+            dz = jnp.where(positive, dz, 0)
+        dbias = dz.sum(norm.axes)
+        dscales = [
+            (dz * h).sum(norm.axes) + 0 * var  # NaN where a statistic is
+            for h, var in zip(taken, variances, strict=True)
+        ]
+        masked = dz.astype(dy.dtype)
+        if adds or window is not None:
+            # It is written with the sums: what follows reads it and not what it was made of.
+            masked, (dscales, dbias) = residuals.tie(masked, (dscales, dbias))
+            dz = masked.astype(jnp.float32)
+        if window is not None and index is not None:
+            dz = window.scatter(index, masked).astype(jnp.float32)
+        count = dz.size // dz.shape[-1]
+        sums = norm.average(tuple(s / count for s in (dbias, *dscales, *dmeans, *dvars)))
+        mean_dz, *others = map(norm.wide, sums)
+        inputs = []
+        for i, (h, var, scale) in enumerate(
+            zip(normalized, map(norm.wide, variances), scales, strict=True)
+        ):
+            mean_dzh, dmean, dvar = others[i :: len(scales)]
+            deviation = jnp.sqrt(var + norm.epsilon)
+            factor = norm.wide(scale) / deviation
+            dx = factor * dz + (dmean - factor * mean_dz)
+            slope = 2 * deviation * dvar - factor * mean_dzh
+            # Of a constant channel h is zero; where the variance was clipped it has no derivative.
+            dx += h * jnp.where(var == 0, 0, slope)
+            inputs.append(Input(dx, dscales[i], dbias))
+        return tuple(inputs), masked if adds else None
+
+    def _read(self, kept: Kept, scale: Array) -> _Read:
+        """ReLU's mask, the normalised values, the windows' indices, and the values there."""
+        code, own, index = kept
+        if code is not None and self.codec.signed:
+            coded = Preactivation(*code.arrays[:-2])
+            h, positive = self.codec.decode_preactivation(coded, code.shape)
+            normalized = [h * sign(self.norm.wide(scale))]
+            return positive, normalized, None, normalized
+        passed = None if code is None else self.codec.positive(code)
+        normalized = [self.codec.decode_normalized(coded, self.shape) for coded in own]
+        if self.window is None or index is None:
+            return passed, normalized, None, normalized
+        indices = INDEX.decode(index)
+        return passed, normalized, indices, [self.window.gather(indices, h) for h in normalized]
+
+
+def sign(scale: Array) -> Array:
+    """Of a norm's scale, so that h times it grows with the pre-activation."""
+    return jnp.where(scale < 0, -1.0, 1.0)
+
+
+def threshold(scale: Array, bias: Array) -> Array:
+    """Where h times its sign has to be for ReLU to pass it."""
+    size = jnp.abs(scale)
+    always = jnp.where(bias > 0, -jnp.inf, jnp.inf)
+    return jnp.where(size == 0, always, -bias / jnp.where(size == 0, 1, size))
