@@ -55,7 +55,7 @@ def everywhere(codec: Codec) -> Rules:
     return Rule(codec, op="|".join(codec.kinds)), *PACKED
 
 
-def fused(bits: int = 4, unit: Unit = "norm") -> Rules:
+def fused(bits: int = 4, unit: Unit = "norm", two_passes: bool = False) -> Rules:
     """One code for each norm, addition and ReLU, which the convolutions around it share.
 
     For models built of `jaxcomp.nn.ConvNormAct` and `NormAct`. What else a model stores stays
@@ -65,6 +65,8 @@ def fused(bits: int = 4, unit: Unit = "norm") -> Rules:
         bits: Bits of a stored element, masks included: 2, 3 or 4.
         unit: "norm", in which no pass looks for ranges; or "range", with ranges of each channel of
             each sample, for the least noise.
+        two_passes: Whether a sum is made after its codes, see `SignAware`: for the blocks of a
+            network at whose sums its peak is, as a rule in front of those without.
 
     Returns:
         The rules.
@@ -73,7 +75,7 @@ def fused(bits: int = 4, unit: Unit = "norm") -> Rules:
         >>> fused(bits=2)[0].codec.bits
         2
     """
-    return Rule(SignAware(bits, unit=unit), op="norm_act"), *PACKED
+    return Rule(SignAware(bits, unit=unit, two_passes=two_passes), op="norm_act"), *PACKED
 
 
 def division(window: int = 8, bits: int = 2) -> Rules:
@@ -168,7 +170,7 @@ def offloaded(rules: Rules) -> Rules:
 
     Example:
         >>> offloaded(fused(bits=2))[0].codec
-        Offload(codec=SignAware(bits=2, signed=False, unit='norm'))
+        Offload(codec=SignAware(bits=2, signed=False, unit='norm', two_passes=False))
     """
     return tuple(
         rule
@@ -259,6 +261,7 @@ _READ: dict[Any, tuple[Callable[[str], Any], str]] = {
     int: (int, "an integer"),
     int | None: (int, "an integer"),
     float: (float, "a number"),
+    bool: ({"true": True, "false": False}.__getitem__, "true or false"),
     Block: (_read_block, "an integer or two, such as 8x16"),
 }
 
@@ -356,7 +359,7 @@ def _make(spec: str, makers: dict[str, Callable[..., Any]]) -> Any:
         parse, kind = _READ.get(parameters[key].annotation, (str, "text"))
         try:
             kwargs[key] = parse(value)
-        except ValueError:
+        except (ValueError, KeyError):
             raise ValueError(f"spec={spec!r}: {key}={value!r} is not {kind}") from None
     try:
         return make(**kwargs)

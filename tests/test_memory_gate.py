@@ -62,3 +62,19 @@ def test_cpu_temp_falls() -> None:
         for spec in ("quantize:bits=2", "quantize:bits=4", "plain")
     )
     assert two < four < plain
+
+
+def test_two_passes_write_a_sum_over_the_residual(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("jax_cuda13_plugin")
+    stage = {"size": 56, "width": 64, "dtype": jnp.bfloat16}
+    once, twice = (
+        _report(f"fused:bits=2{option}", 4, 16, "h100", **stage)
+        for option in ("", ",two_passes=true")
+    )
+    value = 16 * 56 * 56 * 256 * 2
+    with capsys.disabled():
+        print(
+            f"\nh100, four blocks, fused:bits=2: {once.temp_bytes / 2**20:.1f} MiB, in two passes "
+            f"{twice.temp_bytes / 2**20:.1f}, a block's result {value / 2**20:.1f}"
+        )
+    assert twice.temp_bytes < once.temp_bytes - value / 2

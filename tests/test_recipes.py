@@ -36,9 +36,9 @@ def test_spec_is_its_codec_in_every_operation_that_can_store_by_it(
 
 
 def test_fused_has_bits_and_a_unit() -> None:
-    rules = recipes.from_spec("fused:bits=2,unit=range")
-    assert rules == recipes.fused(bits=2, unit="range")
-    assert _decide(rules, "norm_act") == jc.SignAware(2, unit="range")
+    rules = recipes.from_spec("fused:bits=2,unit=range,two_passes=true")
+    assert rules == recipes.fused(bits=2, unit="range", two_passes=True)
+    assert _decide(rules, "norm_act") == jc.SignAware(2, unit="range", two_passes=True)
 
 
 def test_exact_is_for_everything() -> None:
@@ -50,6 +50,7 @@ def test_exact_is_for_everything() -> None:
     ("spec", "message"),
     [
         ("fused:unit=channel", "unit"),
+        ("fused:two_passes=yes", "two_passes='yes' is not true or false"),
         ("", "unknown codec ''"),
         ("quantise:bits=2", "unknown codec 'quantise'"),
         ("Quantize", "unknown codec 'Quantize'"),

@@ -48,6 +48,9 @@ class SignAware(Codec):
         signed: Whether codes tell negative values apart, as `ops.norm_act` has it for
             pre-activations; they take codes from the positive ones.
         unit: "norm" or "range", what `ops.norm_act` measures by.
+        two_passes: Whether `ops.norm_act` reads the terms of an addition once for their codes and
+            again for the sum, which a GPU can then write over the residual. Less memory where such
+            a sum is at the peak, but more bytes move.
 
     Raises:
         ValueError: If `bits` or `unit` is none of these.
@@ -62,6 +65,7 @@ class SignAware(Codec):
     bits: int = 4
     signed: bool = False
     unit: Unit = "norm"
+    two_passes: bool = False
     name: typing.ClassVar[str] = "sign_aware"
     kinds = ("norm_act",)
 

@@ -87,6 +87,7 @@ def norm_act(
             of ranges and `x` has no axes between the batch and the features.
 
     Example:
+        >>> import jax
         >>> x = jax.random.normal(jax.random.key(0), (8, 4, 4, 2))
         >>> y, means, variances = norm_act(x, jnp.ones(2), jnp.zeros(2), codec=SignAware(bits=4))
         >>> bool(((y.codec.decode(y.code) > 0) <= (y.value > 0)).all())

@@ -100,13 +100,12 @@ class Rule:
         norm, codec = self.norm, self.codec
         means, variances = zip(*(norm.statistics(x) for x, _, _ in inputs), strict=True)
         variances = tuple(map(norm.clip, variances))
-        given = [*zip(inputs, means, variances, strict=True)]
         # Of x, the same on any number of devices, as a mean is to rounding only. Both codes of an
         # element may share their noise: no gradient multiplies one by the other.
         random = [noise.words(x, seed) for x, _, _ in inputs]
         normalized = [
             (x.astype(jnp.float32) - norm.wide(mean)) * lax.rsqrt(norm.wide(var) + norm.epsilon)
-            for (x, _, _), mean, var in given
+            for (x, _, _), mean, var in zip(inputs, means, variances, strict=True)
         ]
         own: tuple[Normalized, ...] = ()
         if not codec.signed:
@@ -116,10 +115,7 @@ class Rule:
             x, own = residuals.keep(x, own, self.stored_by)
             y = norm.normalize(x, means[0], variances[0], scale, bias)
             return y, Kept(None, own, None), means, variances
-        y, *others = (norm.normalize(x, mean, var, *affine) for (x, *affine), mean, var in given)
-        for other in others if residual is None else [residual]:
-            y = y + other
-        y = jax.nn.relu(y)
+        y = self._activation(inputs, residual, means, variances)
         unknown, index = self.unknown(variances), None
         if codec.signed:
             ((_, scale, bias),) = inputs
@@ -135,11 +131,34 @@ class Rule:
                 random = [noise.words(y, seed)]
             coded = codec.encode_activation(y, unit + unknown, random[0])
             packed, affine = coded.arrays[:-2], coded.arrays[-2:]
-        (y, affine), (packed, own, index) = residuals.keep(
-            (y, affine), (packed, own, index), self.stored_by
-        )
+        codes = packed, own, index
+        if codec.two_passes and residual is not None:
+            # XLA writes over a residual if no barrier is between the sum and that.
+            (means, variances, affine), codes = residuals.keep(
+                (means, variances, affine), codes, self.stored_by
+            )
+            y = self._activation(inputs, residual, means, variances)
+        else:
+            (y, affine), codes = residuals.keep((y, affine), codes, self.stored_by)
+        packed, own, index = codes
         arrays = *packed, *residuals.name(residuals.undifferentiable(affine), self.stored_by)
         return y, Kept(Encoded(arrays, y.shape, y.dtype), own, index), means, variances
+
+    def _activation(
+        self,
+        inputs: tuple[Input, ...],
+        residual: Array | None,
+        means: tuple[Array, ...],
+        variances: tuple[Array, ...],
+    ) -> Array:
+        """The ReLU of the sum of all norms and the residual."""
+        y, *others = (
+            self.norm.normalize(x, mean, var, *affine)
+            for (x, *affine), mean, var in zip(inputs, means, variances, strict=True)
+        )
+        for other in others if residual is None else [residual]:
+            y = y + other
+        return jax.nn.relu(y)
 
     def _transpose(
         self,

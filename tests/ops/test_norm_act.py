@@ -30,8 +30,8 @@ POOLED = (8, 3, 4, 6)
 NHWC = ("NHWC", "HWIO", "NHWC")
 
 
-def norm_act(x, scale, bias, residual=None, bits=4, unit="norm", **kwargs):
-    codec = SignAware(bits, unit=unit)
+def norm_act(x, scale, bias, residual=None, bits=4, unit="norm", two_passes=False, **kwargs):
+    codec = SignAware(bits, unit=unit, two_passes=two_passes)
     return ops.norm_act(x, scale, bias, residual, epsilon=EPSILON, codec=codec, **kwargs)
 
 
@@ -402,6 +402,18 @@ def test_scales_have_unbiased_gradients(case, place):
     expected = dscale(lambda *a: exact(*a[:-1])[0])
     draw = jax.vmap(lambda seed: dscale(lambda *a: coded(*a[:-1], seed=a[-1])[0].value, seed))
     assert_unbiased(jax.jit(draw)(jnp.arange(600)), expected)
+
+
+def test_two_passes_make_the_same_codes_and_gradients():
+    (once, given), (twice, _) = (
+        of_case(functools.partial(norm_act, two_passes=two), "added") for two in (False, True)
+    )
+
+    def run(fn):
+        y, pull = jax.vjp(lambda *a: fn(*a)[0].value, *given(jnp.float32))
+        return y, fn(*given(jnp.float32))[0].code, pull(normal(y.shape, seed=9))
+
+    assert_same_bits(run(twice), run(once))
 
 
 def test_of_two_norms_there_is_a_code_each_and_one_of_the_sum():
