@@ -165,7 +165,12 @@ def decode_after(cotangent: Array, residual: C, decode: Callable[[C], T]) -> T:
             of_sample = of_sample.reshape(-1, *(1,) * (decoded.ndim - 1))
         return jnp.where(never, of_sample, decoded)
 
-    return jax.tree.map(used, decode(residual))
+    decoded, tree = jax.tree.flatten(decode(residual))
+    # All are of the one barrier. Of a mask beside values a use would be a kernel of its own.
+    floats = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in decoded]
+    uses = floats if any(floats) else [True] * len(decoded)
+    values = [used(a) if use else a for a, use in zip(decoded, uses, strict=True)]
+    return jax.tree.unflatten(tree, values)
 
 
 def compiler_options() -> dict[str, str]:

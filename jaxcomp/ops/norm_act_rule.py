@@ -176,6 +176,8 @@ class Rule:
         dz = dy.astype(jnp.float32)
         if positive is not None:
             dz = jnp.where(positive, dz, 0)
+        if window is None:
+            taken = normalized
         dbias = dz.sum(norm.axes)
         dscales = [
             (dz * h).sum(norm.axes) + 0 * var  # NaN where a statistic is
@@ -206,17 +208,16 @@ class Rule:
         return tuple(inputs), masked if adds else None
 
     def _read(self, kept: Kept, scale: Array) -> _Read:
-        """ReLU's mask, the normalised values, the windows' indices, and the values there."""
+        """ReLU's mask, the normalised values, and of a pool the indices and the values there."""
         code, own, index = kept
         if code is not None and self.codec.signed:
             coded = Preactivation(*code.arrays[:-2])
             h, positive = self.codec.decode_preactivation(coded, code.shape)
-            normalized = [h * sign(self.norm.wide(scale))]
-            return positive, normalized, None, normalized
+            return positive, [h * sign(self.norm.wide(scale))], None, []
         passed = None if code is None else self.codec.positive(code)
         normalized = [self.codec.decode_normalized(coded, self.shape) for coded in own]
         if self.window is None or index is None:
-            return passed, normalized, None, normalized
+            return passed, normalized, None, []
         indices = INDEX.decode(index)
         return passed, normalized, indices, [self.window.gather(indices, h) for h in normalized]
 
