@@ -1,7 +1,9 @@
 """Levels on both sides of zero, whose codes say the sign exactly."""
 
 import dataclasses
+import functools
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Int8, UInt32
@@ -42,6 +44,7 @@ class Levels:
         octave, step = divmod(self.positives - 1, 2**self.mantissa)
         return self.first * (2.0**octave * (1 + step / 2**self.mantissa) - 1)
 
+    @functools.partial(jax.jit, static_argnums=0)
     def encode(
         self,
         t: Float[Array, "*shape"],
@@ -67,6 +70,7 @@ class Levels:
         above = t * (1 / self.bottom) < noise.fraction(random)
         return jnp.where(positive, codes, above.astype(jnp.int32))
 
+    @functools.partial(jax.jit, static_argnums=0)
     def decode(
         self, codes: Int[Array, "*shape"]
     ) -> tuple[Float[Array, "*shape"], Bool[Array, "*shape"]]:

@@ -3,6 +3,7 @@
 import functools
 import operator
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, UInt32
@@ -32,6 +33,7 @@ def _bits(x: Array) -> Array:
     return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
 
 
+@jax.jit
 def _hash(x: Array, salt: Array) -> Array:
     """A 32-bit word for each element, of its own bits, its index and a salt."""
     return _mix(_bits(x) ^ (_index(x.shape, GOLDEN) + salt))
