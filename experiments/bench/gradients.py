@@ -5,7 +5,8 @@
     python -m experiments.bench.gradients --batch 32 --model lm --out OUT
 
 The noise is told in units of SGD's own: the standard deviation of the exact gradient over batches
-of this size.
+of this size. "planned:" before a way that quantizes gives each layer and rank of samples its own
+bits, whose mean are the way's (`jaxcomp.plan_bits`, on another batch).
 """
 
 import dataclasses
@@ -26,6 +27,7 @@ import jaxcomp as jc
 from experiments.config import TrainConfig
 from experiments.data import load
 from experiments.options import Add, Out, Ways
+from experiments.planning import quantized_bits
 from experiments.record import describe_environment, read_table, write_json, write_table
 from experiments.reproduce.transformers import TASKS, Runs, epochs
 from experiments.run import build, cross_entropy
@@ -42,6 +44,7 @@ WAYS = {
         "pooling:window=2",
         "pooling:window=4",
         *_EVERYWHERE,
+        *(f"planned:quantize:bits={bits}" for bits in (2, 3, 4)),
         *(f"fused:bits={bits}{unit}" for unit in ("", ",unit=range") for bits in (2, 3, 4)),
     ),
     "resmlp_tiny": (
@@ -56,23 +59,26 @@ WAYS = {
         ),
     ),
 }
+PLANNED = "planned:"
 CONFIG = TrainConfig(epochs=1, augment=False, warmup_epochs=0.2)
 OPTIMIZER: dict[str, dict[str, Any]] = {"resmlp_tiny": {"optimizer": "adamw", "lr": 2e-3}}
 
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """A model before and after some training, and a batch that it has not seen.
+    """A model before and after some training, and batches that it has not seen.
 
     Attributes:
         model: Makes it in a way.
         states: Before and after.
         batch: Inputs and labels.
+        other: As `batch`; bits are planned on it.
     """
 
     model: Callable[[str], nnx.Module]
     states: tuple[TrainState, TrainState]
     batch: tuple[jax.Array, jax.Array]
+    other: tuple[jax.Array, jax.Array]
 
 
 def network(model: str, steps: int, batch: int) -> Subject:
@@ -85,24 +91,24 @@ def network(model: str, steps: int, batch: int) -> Subject:
     before, state = jax.tree.map(jnp.copy, run.state), run.state
     for images, labels in track(list(itertools.islice(epochs(data, batch, 0), steps)), "training"):
         state, _ = run.train_step(state, images, labels)
-    unseen = jax.tree.map(jnp.asarray, next(epochs(data, batch, 1)))
+    unseen = [jax.tree.map(jnp.asarray, next(epochs(data, batch, seed))) for seed in (1, 2)]
 
     def in_way(way: str) -> nnx.Module:
         return build(dataclasses.replace(config, way=way), data).model
 
-    return Subject(in_way, (before, state), unseen)
+    return Subject(in_way, (before, state), *unseen)
 
 
 def transformer(model: str, steps: int, batch: int) -> Subject:
     """A transformer of `experiments.reproduce.transformers`, on its own data."""
     task = TASKS[model](batch)
     runs = Runs(task, "plain", steps)
-    unseen = jax.tree.map(jnp.asarray, next(task.train(1)))
+    unseen = [jax.tree.map(jnp.asarray, next(task.train(seed))) for seed in (1, 2)]
 
     def in_way(way: str) -> nnx.Module:
         return Way.parse(way)(task.model(nnx.Rngs(0)))
 
-    return Subject(in_way, (runs.start(seed=0), runs.train(seed=0)[0]), unseen)
+    return Subject(in_way, (runs.start(seed=0), runs.train(seed=0)[0]), *unseen)
 
 
 def declared_bytes(model: nnx.Module, batch: tuple[jax.Array, jax.Array]) -> int:
@@ -140,10 +146,14 @@ def main(
     text = ""
     for name in track(ways, "checking"):
         rows = [row for row in rows if row["row"] != name]
-        coded = subject.model(name)
-        bits = 32 * declared_bytes(coded, subject.batch) / exact_bytes
+        way_itself = name.removeprefix(PLANNED)
+        coded = subject.model(way_itself)
         for trained, state in zip((0, steps), subject.states, strict=True):
             nnx.update(coded, state.params, state.model_state)
+            if name != way_itself:
+                (budget, *_) = quantized_bits(way_itself)
+                jc.apply(coded, jc.plan_bits(cross_entropy, coded, subject.other, budget))
+            bits = 32 * declared_bytes(coded, subject.batch) / exact_bytes
             report = jc.check_gradients(cross_entropy, coded, subject.batch, draws)
             figures = {"row": name, "steps": trained, "bits": bits}
             figures |= {"noise_over_sgd": report.noise_over_sgd}

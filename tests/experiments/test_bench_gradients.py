@@ -5,10 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import typer
+from flax import nnx
 
+import jaxcomp as jc
 from experiments.bench import gradients as module
 from experiments.reproduce.transformers import Task
 from experiments.transformers import LM, Shape
+from jaxcomp.training import TrainState, split_model
+from jaxcomp.ways import Way
+from tests.helpers import normal
 
 FOUND = {"bias": 0.1, "bias_interval": [0.05, 0.15], "floor": 0.02, "noise": 0.3}
 UNBIASED = FOUND | {"bias": 0.0, "bias_interval": [0.0, 0.01]}
@@ -47,6 +52,7 @@ def test_files_tell_bias_noise_and_bits(tmp_path):
         ("fused:bits=2,unit=range", "fused:unit=range"),
         ("pruning:density=0.25,rest_bits=2", "pruning"),
         ("pooling:window=2", "pooling"),
+        ("planned:quantize:bits=3", "planned:quantize"),
     ],
 )
 def test_ways_of_one_family_share_a_line(way, family):
@@ -70,6 +76,30 @@ def test_a_transformer_is_looked_at_before_and_after_training(tmp_path, monkeypa
     assert [(row["row"], row["steps"]) for row in rows] == [(w, s) for w in ways for s in (0, 2)]
     assert all(0 < row["bits"] < 16 for row in rows)
     assert all(row["coded"]["noise"] > 100 * row["control"]["noise"] for row in rows)
+
+
+def test_plans_are_other_widths_of_the_same_bits(tmp_path, monkeypatch):
+    def in_way(way):
+        rngs = nnx.Rngs(0)
+        model = nnx.Sequential(*(jc.nn.Linear(32, 32, rngs=rngs) for _ in range(3)))
+        return Way.parse(way)(model)
+
+    def network(model, steps, batch):
+        _, params, rest = split_model(in_way("plain"))
+        state = TrainState(jnp.zeros((), int), params, rest, ())
+        # Of samples that need bits and of others, side by side.
+        scale = jnp.tile(jnp.linspace(0.1, 3, 8), batch // 8)[:, None]
+        batches = [(scale * normal((batch, 32), seed=s), jnp.arange(batch)) for s in (1, 2)]
+        return module.Subject(in_way, (state, state), *batches)
+
+    monkeypatch.setattr(module, "network", network)
+    ways = ["quantize:bits=2", "planned:quantize:bits=2"]
+    module.main(tmp_path, way=ways, model="mlp", steps=1, batch=32, draws=16)
+    rows = json.loads((tmp_path / "gradients.json").read_text())["rows"]
+    assert [row["row"] for row in rows] == [ways[0]] * 2 + [ways[1]] * 2
+    equal, planned = rows[0], rows[2]
+    assert planned["bits"] == pytest.approx(equal["bits"], rel=0.05)
+    assert 0 < planned["noise_over_sgd"] < 0.9 * equal["noise_over_sgd"]
 
 
 def test_a_model_without_ways_of_its_own_is_refused(tmp_path):
