@@ -71,7 +71,7 @@ class Decision:
 class Plan:
     """The decisions for all modules of a model that have a coded form; prints as a table.
 
-    Not listed is what a module covers that has a codec: the norm and the ReLU of a `NormAct`. A
+    Not listed is what a module covers that has a codec: norms, ReLU and pool of a `NormAct`. A
     convolution whose input brings its code keeps that, whatever is decided for it here.
     """
 
@@ -135,7 +135,8 @@ def apply(model: nnx.Module, rules: Rules) -> Plan:
                 or "no coded modules"
             )
             raise ValueError(
-                f"{rule} matches nothing, or only what an earlier rule took; the model has: {kinds}"
+                f"{rule} matches nothing, or only what an earlier rule took or a norm_act with a "
+                f"codec covers; the model has: {kinds}"
             )
     decided = [decisions[path] for path in modules if path in decisions]
     for decision in decided:

@@ -24,7 +24,8 @@ class Stored:
         op: Its kind of operation, or its class where it has no coded form.
         codec: How it stores; None for what has no coded form.
         elements: Elements of what it stores, over all its calls: of its first argument, or of its
-            result for "norm_act" and "max_pool".
+            result for "norm_act" and "max_pool", and for a "norm_act" of the residual that it
+            normalises, and of the array that it pools, too.
         exact_bytes: Bytes that it keeps with nothing coded.
         stored_bytes: Bytes that it keeps as it is.
     """
@@ -55,7 +56,10 @@ class Storage:
 
     @property
     def bits_per_element(self) -> float:
-        """Mean bits of a coded element, metadata included; masks and indices are not counted."""
+        """Mean bits of a coded element, metadata included.
+
+        Masks and indices are not counted, but for the indices of a pool that a "norm_act" has.
+        """
         coded = [m for m in self.modules if not isinstance(m.codec, Exact | Packed | None)]
         coded = [m for m in coded if m.stored_bytes]
         elements = sum(m.elements for m in coded)

@@ -20,7 +20,8 @@ def watched(model: nnx.Module, called: dict[str, int]) -> nnx.Module:
     Args:
         model: Any model.
         called: Takes, by path, the elements of what each called module stores: of its first
-            argument, or of its result if it is of a kind that stores that.
+            argument, or of its result if it is of a kind that stores that, and of what a
+            `NormAct` has a code for besides: a residual's norm, and the array before a pool.
     """
     model = nnx.clone(model)
     for path, module in list(nnx.iter_modules(model)):
@@ -35,9 +36,12 @@ def _watched(kind: type[nnx.Module], path: str, called: dict[str, int]) -> type[
         with jax.named_scope(_MARK + path.encode().hex()):
             called.setdefault(path, 0)
             result = kind.__call__(self, *args, **kwargs)
-        stored = (
-            result if getattr(self, "kind", "") in _OF_RESULT else [*args, *kwargs.values()][:1]
-        )
+        given = [*args, *kwargs.values()]
+        stored = [result] if getattr(self, "kind", "") in _OF_RESULT else given[:1]
+        if getattr(self, "residual_norm", None) is not None:
+            stored += given[1:2]
+        if getattr(self, "pool", None) is not None:
+            stored += given[:1]
         leaves = jax.tree.leaves(stored, is_leaf=lambda x: isinstance(x, Activation))
         called[path] += sum(math.prod(value(leaf).shape) for leaf in leaves)
         return result

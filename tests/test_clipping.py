@@ -72,3 +72,16 @@ class Both(nnx.Module):
 
     def __call__(self, x):
         return self.unit(x, self.residual).value
+
+
+def test_counts_before_and_after_a_pool():
+    pool = jc.nn.MaxPool((2, 2), (2, 2))
+    unit = jc.nn.NormAct(jc.nn.BatchNorm(3, rngs=nnx.Rngs(0)), pool=pool, codec=jc.SignAware(4))
+    x = normal((32, 8, 8, 3)).at[0, 0].multiply(50).at[3, :2].multiply(-20)
+    h = normalized(as_float(x))
+    pooled = np.maximum(h, 0).reshape(32, 4, 2, 4, 2, 3).max((2, 4))
+    before, after = np.abs(h) > 4, pooled > jc.SignAware(4).levels.top
+    expected = (before.sum() + after.sum()) / (before.size + after.size)
+    assert 0 < before.mean() < 0.1
+    assert 0 < after.mean() < 0.1
+    assert jc.clipped(nnx.Sequential(unit), x)["layers/0"] == pytest.approx(expected, abs=1e-4)

@@ -62,6 +62,21 @@ class Mixed(nnx.Module):
         return self.norm(self.conv(x))
 
 
+def test_elements_of_a_unit_are_those_that_it_has_codes_for():
+    rngs = nnx.Rngs(0)
+    norms = [jc.nn.BatchNorm(8, rngs=rngs) for _ in range(3)]
+    pool = jc.nn.MaxPool((2, 2), (2, 2))
+    pooled = jc.nn.NormAct(norms[0], pool=pool, codec=jc.SignAware(4))
+    added = jc.nn.NormAct(norms[1], residual_norm=norms[2], codec=jc.SignAware(4))
+    x = jax.ShapeDtypeStruct((16, 8, 8, 8), jnp.float32)
+    (found,) = (m for m in jc.storage(pooled, x).modules if m.op == "norm_act")
+    assert found.elements == 16 * 8 * 8 * 8 * 5 // 4
+    assert found.stored_bytes == pytest.approx(16 * 8 * 8 * 8 * 6 // 4 / 2, rel=0.05)
+    (found,) = (m for m in jc.storage(added, x, x).modules if m.op == "norm_act")
+    assert found.elements == 2 * 16 * 8 * 8 * 8
+    assert found.stored_bytes == pytest.approx(3 * 16 * 8 * 8 * 8 / 2, rel=0.05)
+
+
 def test_a_layer_without_a_coded_form_is_listed_and_an_error_if_strict():
     x = jax.ShapeDtypeStruct((2, 8, 8, 4), jnp.float32)
     found = storage(Mixed(), x)

@@ -1,8 +1,5 @@
 """Stateless rounding noise: an integer hash of a value's own bits, its index and a seed."""
 
-import functools
-import operator
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -20,23 +17,22 @@ def _mix(h: Array) -> Array:
     return h ^ (h >> 16)
 
 
-def _index(shape: tuple[int, ...], factor: int) -> Array:
-    """`factor` times the row-major index of every element, modulo 2^32."""
-    steps = []
+def _index(shape: tuple[int, ...]) -> Array:
+    """Row-major index of every element, modulo 2^32."""
+    index = jnp.zeros(shape, jnp.uint32)
+    stride = 1
     for axis in reversed(range(len(shape))):
-        steps.append(lax.broadcasted_iota(jnp.uint32, shape, axis) * jnp.uint32(factor % 2**32))
-        factor *= shape[axis]
-    return functools.reduce(operator.add, steps, jnp.zeros(shape, jnp.uint32))
-
-
-def _bits(x: Array) -> Array:
-    return lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+        step = jnp.uint32(stride % 2**32)
+        index += lax.broadcasted_iota(jnp.uint32, shape, axis) * step
+        stride *= shape[axis]
+    return index
 
 
 @jax.jit
 def _hash(x: Array, salt: Array) -> Array:
     """A 32-bit word for each element, of its own bits, its index and a salt."""
-    return _mix(_bits(x) ^ (_index(x.shape, GOLDEN) + salt))
+    bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    return _mix(bits ^ (_index(x.shape) * jnp.uint32(GOLDEN) + salt))
 
 
 def uniform(x: Float[Array, "*shape"], seed: Seed = None) -> Float[Array, "*shape"]:
@@ -103,8 +99,7 @@ def fingerprint(*arrays: Float[Array, "..."]) -> UInt32[Array, ""]:
         False
     """
     seed = jnp.uint32(0)
-    for x in map(lax.stop_gradient, arrays):
-        # Factors are odd, so that no value can change alone without the sum.
-        terms = _bits(x) * (_index(x.shape, 2 * GOLDEN) + jnp.uint32(GOLDEN))
-        seed = seed * jnp.uint32(GOLDEN) + terms.sum(dtype=jnp.uint32)
+    for x in arrays:
+        words = _hash(lax.stop_gradient(x), jnp.uint32(0))
+        seed = _mix(seed ^ lax.reduce(words, jnp.uint32(0), lax.bitwise_xor, range(x.ndim)))
     return seed

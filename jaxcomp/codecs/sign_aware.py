@@ -48,12 +48,13 @@ class SignAware(Codec):
         signed: Whether codes tell negative values apart, as `ops.norm_act` has it for
             pre-activations; they take codes from the positive ones.
         unit: "norm" or "range", what `ops.norm_act` measures by.
-        two_passes: Whether `ops.norm_act` reads the terms of an addition once for their codes and
-            again for the sum, which a GPU can then write over the residual. Less memory where such
-            a sum is at the peak, but more bytes move.
+        two_passes: Whether `ops.norm_act` reads a norm's input and what is added to it once for the
+            codes and again for the sum, which a GPU can then write over the residual. Less memory
+            where such a sum is at the peak, but more bytes move. Nothing where nothing is added, or
+            the residual has a norm.
 
     Raises:
-        ValueError: If `bits` or `unit` is none of these.
+        ValueError: If `bits`, `unit` or `two_passes` is none of these.
 
     Example:
         >>> codec = SignAware(bits=4)
@@ -74,6 +75,8 @@ class SignAware(Codec):
             raise ValueError(f"bits={self.bits!r}: expected one of {BITS}")
         if self.unit not in typing.get_args(Unit):
             raise ValueError(f"unit={self.unit!r}: expected one of {typing.get_args(Unit)}")
+        if type(self.two_passes) is not bool:
+            raise ValueError(f"two_passes={self.two_passes!r}: expected True or False")
 
     @property
     def unbiased(self) -> bool:  # type: ignore[override]

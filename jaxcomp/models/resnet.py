@@ -48,17 +48,9 @@ class Layers:
         """A batch norm."""
         return nn.BatchNorm(features, momentum=0.9, dtype=self.dtype, rngs=self.rngs)
 
-    def unit(
-        self,
-        cin: int,
-        cout: int,
-        size: int,
-        stride: int = 1,
-        residual_norm: nn.BatchNorm | None = None,
-    ) -> nn.ConvNormAct:
-        """A convolution, its norm, an addition if there is a residual, and a ReLU."""
-        conv = self.conv(cin, cout, size, stride)
-        return nn.ConvNormAct(conv, self.norm(cout), residual_norm=residual_norm)
+    def unit(self, cin: int, cout: int, size: int, stride: int = 1) -> nn.ConvNormAct:
+        """A convolution, its norm and a ReLU."""
+        return nn.ConvNormAct(self.conv(cin, cout, size, stride), self.norm(cout))
 
     def shortcut(
         self, kind: "Shortcut", cin: int, cout: int, stride: int
@@ -103,8 +95,9 @@ class BasicBlock(nnx.Module):
         self, layers: Layers, cin: int, width: int, stride: int, shortcut: Shortcut
     ) -> None:
         self.unit1 = layers.unit(cin, width, 3, stride)
-        self.shortcut, norm = layers.shortcut(shortcut, cin, width, stride)
-        self.unit2 = layers.unit(width, width, 3, residual_norm=norm)
+        conv, norm = layers.conv(width, width, 3), layers.norm(width)
+        self.shortcut, residual_norm = layers.shortcut(shortcut, cin, width, stride)
+        self.unit2 = nn.ConvNormAct(conv, norm, residual_norm=residual_norm)
 
     def __call__(self, x: Features) -> Features:
         """Returns the block's output."""
@@ -123,8 +116,9 @@ class Bottleneck(nnx.Module):
         cout = self.expansion * width
         self.unit1 = layers.unit(cin, width, 1)
         self.unit2 = layers.unit(width, width, 3, stride)
-        self.shortcut, norm = layers.shortcut(shortcut, cin, cout, stride)
-        self.unit3 = layers.unit(width, cout, 1, residual_norm=norm)
+        conv, norm = layers.conv(width, cout, 1), layers.norm(cout)
+        self.shortcut, residual_norm = layers.shortcut(shortcut, cin, cout, stride)
+        self.unit3 = nn.ConvNormAct(conv, norm, residual_norm=residual_norm)
 
     def __call__(self, x: Features) -> Features:
         """Returns the block's output."""
@@ -184,7 +178,9 @@ class ResNet(nnx.Module):
                 stride = 2 if stage > 0 and i == 0 else 1
                 self.blocks.append(block(layers, cin, width * 2**stage, stride, shortcut))
                 cin = width * 2**stage * block.expansion
-        self.act = nn.NormAct(layers.norm(cin if self.preact else width), pool=pool)
+        self.pool = pool if self.preact else None
+        in_stem = None if self.preact else pool
+        self.act = nn.NormAct(layers.norm(cin if self.preact else width), pool=in_stem)
         self.head = nn.Linear(cin, num_classes, dtype=dtype, rngs=rngs)
         apply(self, rules)
 
@@ -193,6 +189,8 @@ class ResNet(nnx.Module):
         x: Features = self.conv(images)
         if not self.preact:
             x = self.act(value(x))
+        elif self.pool is not None:
+            x = self.pool(x)
         for block in self.blocks:
             x = block(x)
         if self.preact:

@@ -21,7 +21,7 @@ class Clipped(nnx.Variable[Array]):
 
 
 class NormAct(Coded, nnx.Module):
-    """`pool(relu(norm(x) + residual))` that keeps one code for all of it.
+    """`relu(norm(x) + residual)` that keeps one code for all of it.
 
     Args:
         norm: The norm, with scale and bias, over the last axis.
@@ -29,7 +29,13 @@ class NormAct(Coded, nnx.Module):
         residual_norm: A norm like it, of the residual before it is added; None for none.
         pool: A max pool after the ReLU of a unit that adds nothing; None for none.
         codec: `SignAware(bits=...)`, with which the result in training is an `ops.Activation`; None
-            leaves what is kept to the codecs of `norm` and `relu`.
+            leaves what is kept to the codecs of `norm`, `relu`, `residual_norm` and `pool`, which
+            else have no say. Where `norm` uses running averages nothing is coded.
+
+    Raises:
+        TypeError: If `residual_norm` or `pool` is another module.
+        ValueError: If there is a `residual_norm` without a ReLU, or a `pool` without a ReLU or with
+            a `residual_norm`, or the codec cannot serve the norms.
 
     Example:
         >>> import jax
@@ -53,6 +59,16 @@ class NormAct(Coded, nnx.Module):
     ) -> None:
         self.norm = norm
         self.relu = ReLU() if relu else None
+        for name, given, kind in (
+            ("residual_norm", residual_norm, BatchNorm),
+            ("pool", pool, MaxPool),
+        ):
+            if given is not None and not isinstance(given, kind):
+                raise TypeError(f"{name}={given!r}: expected a jaxcomp.nn.{kind.__name__}, or None")
+            if given is not None and not relu:
+                raise ValueError(f"{name}={given}: expected None with relu=False")
+        if pool is not None and residual_norm is not None:
+            raise ValueError(f"pool={pool}: expected None with a residual_norm")
         self.residual_norm = residual_norm
         self.pool = pool
         super().__init__(codec=codec)
@@ -65,7 +81,9 @@ class NormAct(Coded, nnx.Module):
         norms = self.norm, self.residual_norm or self.norm
         if not all(norm.scale and norm.bias and norm.axis == -1 for norm in norms):
             raise ValueError(f"codec={codec}: expected a norm with scale and bias, and axis=-1")
-        options, of_residual = map(_options, norms)
+        options, of_residual = (
+            {"num_features": norm.num_features} | _options(norm) for norm in norms
+        )
         if of_residual != options:
             raise ValueError(f"residual_norm with {of_residual}: expected {options}, as norm")
 
@@ -134,14 +152,13 @@ def _options(norm: BatchNorm) -> dict[str, typing.Any]:
 
 
 class ConvNormAct(NormAct):
-    """`relu(norm(conv(x)) + residual)` that keeps one code for norm, ReLU and what reads them.
+    """`NormAct` after a convolution: one code for norm, ReLU and what reads them.
 
     Args:
         conv: The convolution; of an `ops.Activation` it keeps the code that came with it.
         norm: As `NormAct`.
         relu: As `NormAct`.
         residual_norm: As `NormAct`.
-        pool: As `NormAct`.
         codec: As `NormAct`.
 
     Example:
@@ -159,11 +176,10 @@ class ConvNormAct(NormAct):
         *,
         relu: bool = True,
         residual_norm: BatchNorm | None = None,
-        pool: MaxPool | None = None,
         codec: SignAware | Offload | None = None,
     ) -> None:
         self.conv = conv
-        super().__init__(norm, relu=relu, residual_norm=residual_norm, pool=pool, codec=codec)
+        super().__init__(norm, relu=relu, residual_norm=residual_norm, codec=codec)
 
     def __call__(self, x: Features, residual: Features | None = None) -> Features:
         """Returns the result, in training and with a codec as an `ops.Activation`."""

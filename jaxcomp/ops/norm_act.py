@@ -1,6 +1,7 @@
 """Normalisation, addition and ReLU as one operation, whose one code serves all around it."""
 
 import dataclasses
+import functools
 import typing
 
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from jaxcomp.codecs.sign_aware import SPAN, SignAware
 from jaxcomp.ops.activated import Activation, value
 from jaxcomp.ops.norm import Norm
 from jaxcomp.ops.norm_act_rule import Input, Rule, sign, threshold
-from jaxcomp.ops.pooling import INDEX, Padding, Window, check_index
+from jaxcomp.ops.pooling import Padding, Window
 
 # One for each norm: of `x`, and of `residual` if that has one.
 Statistics = tuple[Float[Array, " features"], ...]
@@ -38,7 +39,7 @@ def norm_act(
 ) -> tuple[Activation, Statistics, Statistics]:
     """`relu(batch_norm(x) + residual)` with one code for it all.
 
-    The result is bit-identical to the three operations'. Without `residual`, one code of the
+    The result is bit-identical to the operations' in turn. Without `residual`, one code of the
     pre-activation, in units of the norm, serves the norm's backward pass, is ReLU's mask, and goes
     on with the result to the convolutions that read it. With `residual`, the norm's own value has a
     uniform code of its own, and the result's code is the mask and goes on. No range is looked for:
@@ -47,11 +48,12 @@ def norm_act(
 
     With `residual_norm` it is `relu(batch_norm(x) + batch_norm(residual))`, as where a network's
     shape changes: the codes of both norms are made where the sum is, and both backward passes share
-    what they read, which is a quarter less to move than with a norm of its own.
+    what they read, so less moves than with a norm of its own.
 
     With `pool` the result's maxima over windows are the result, as in the stem of a network: the
-    value before pooling is never in memory, and neither is its cotangent. Of each window the index
-    of its maximum is stored, exactly.
+    value before pooling is never in memory, and neither is its cotangent. The norm's value has a
+    uniform code of its own, too. Of each window the index of its maximum is stored, exactly, in 4
+    bits, or 8 if it has over 16 values.
 
     Mask and statistics are exact; the backward pass is the exact rule at the decoded normalised
     values, `code` decoded by `codec.decode` is what consumers read. With 3 or 4 bits unbiased as
@@ -95,8 +97,14 @@ def norm_act(
     """
     if residual is not None and not relu:
         raise ValueError("residual: expected None with relu=False, since there + does it")
-    if residual_norm is not None and residual is None:
-        raise ValueError("residual_norm: expected None without a residual")
+    if residual_norm is not None:
+        if residual is None:
+            raise ValueError("residual_norm: expected None without a residual")
+        shapes = [jnp.shape(a) for a in residual_norm]
+        if shapes != [scale.shape] * 2:
+            raise ValueError(f"residual_norm of shapes {shapes}: expected two of {scale.shape}")
+    if pool is not None and not (isinstance(pool, tuple) and len(pool) == 3):
+        raise ValueError(f"pool={pool}: expected (window_shape, strides, padding)")
     if pool is not None and (residual is not None or not relu):
         raise ValueError(f"pool={pool}: expected None with a residual or with relu=False")
     codec.check(x.shape, x.dtype)
@@ -111,7 +119,6 @@ def norm_act(
     window = None
     if pool is not None:
         window = Window(x.shape, *pool)
-        check_index(pool[0], INDEX)
     axes = tuple(range(x.ndim - 1))
     norm = Norm(axes, axes, epsilon, use_fast_variance, axis_name, axis_index_groups)
     by = dataclasses.replace(by, signed=relu and residual is None and window is None)
@@ -146,6 +153,8 @@ def clipped(
 ) -> Float[Array, ""]:
     """The part of the elements of a `norm_act` of which some code is clipped to the last level.
 
+    With a pool it is the part of the elements before and after it, which have a code each.
+
     Args:
         x: Its input, and so are the arguments that follow.
         scale: See there.
@@ -178,13 +187,16 @@ def clipped(
     ]
     scale, bias = wide(scale), wide(bias)
     codec = typing.cast(SignAware, coder(activation.codec))
-    outside = jnp.zeros(x.shape, bool)
+    outside = [jnp.zeros(x.shape, bool)]
     if codec.unit == "norm" and codec.signed:
-        outside |= codec.clips(normalized[0] * sign(scale), threshold(scale, bias))
+        outside = [codec.clips(normalized[0] * sign(scale), threshold(scale, bias))]
     elif codec.unit == "norm":
-        for h in normalized:
-            outside |= jnp.abs(h) > SPAN
+        outside = [functools.reduce(jnp.logical_or, (jnp.abs(h) > SPAN for h in normalized))]
         if activation.code is not None:
             *_, unit, _ = activation.code.arrays
-            outside |= activation.value > codec.levels.top * unit
-    return jnp.where(outside, 1.0, 0.0 * sum(normalized)).mean()
+            above = activation.value > codec.levels.top * unit
+            pooled = above.shape != x.shape
+            outside = [*outside, above] if pooled else [outside[0] | above]
+    unknown = sum((0.0 * h.mean() for h in normalized), jnp.zeros(()))
+    count = sum((a.sum() for a in outside), jnp.zeros(()))
+    return count / sum(a.size for a in outside) + unknown

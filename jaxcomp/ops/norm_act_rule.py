@@ -14,7 +14,7 @@ from jaxcomp.codecs import Codec, Encoded, noise
 from jaxcomp.codecs.codec import Seed
 from jaxcomp.codecs.sign_aware import Normalized, Preactivation, SignAware
 from jaxcomp.ops.norm import Norm
-from jaxcomp.ops.pooling import INDEX, Window
+from jaxcomp.ops.pooling import Window
 
 
 class Input(typing.NamedTuple):
@@ -126,7 +126,7 @@ class Rule:
             affine = jnp.abs(gain) + unknown, offset
         else:
             if self.window is not None:
-                index = INDEX.encode(self.window.argmax(y))
+                index = self.window.index.encode(self.window.argmax(y))
                 y = residuals.written(self.window.max(y))
                 random = [noise.words(y, seed)]
             coded = codec.encode_activation(y, unit + unknown, random[0])
@@ -218,7 +218,7 @@ class Rule:
         normalized = [self.codec.decode_normalized(coded, self.shape) for coded in own]
         if self.window is None or index is None:
             return passed, normalized, None, []
-        indices = INDEX.decode(index)
+        indices = self.window.index.decode(index)
         return passed, normalized, indices, [self.window.gather(indices, h) for h in normalized]
 
 

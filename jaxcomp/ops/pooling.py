@@ -89,6 +89,17 @@ def check_index(window_shape: tuple[int, ...], codec: Codec) -> None:
         raise ValueError(f"codec={codec}: a window of {size} values needs more bits for its index")
 
 
+def index_codec(window_shape: tuple[int, ...]) -> Packed:
+    """Stores the index of every value of a window, in 4 or 8 bits.
+
+    Raises:
+        ValueError: If a window has over 256 values.
+    """
+    codec = INDEX if math.prod(window_shape) <= 2**INDEX.bits else Packed(bits=8)
+    check_index(window_shape, codec)
+    return codec
+
+
 class Window:
     """The taps of a sliding window: tap i of all windows is one strided slice of the padded map.
 
@@ -113,14 +124,17 @@ class Window:
             raise ValueError(
                 f"x of shape {shape}: expected (batch, {len(window)} spatial axes, channels)"
             )
-        strides = strides or (1,) * len(window)
-        if len(strides) != len(window) or min(strides) < 1:
+        window, strides = tuple(window), tuple(strides or (1,) * len(window))
+        if any(size < 1 for size in window):
+            raise ValueError(f"window_shape={window}: expected positive numbers")
+        if len(strides) != len(window) or any(stride < 1 for stride in strides):
             raise ValueError(f"strides={strides}: expected a positive one for each of {window}")
         if not isinstance(padding, str) and (
             len(padding) != len(window) or min(map(min, padding)) < 0
         ):
             raise ValueError(f"padding={padding}: expected (low, high) for each of {window}")
         self.arguments = window, strides, padding
+        self.index = index_codec(window)
         if isinstance(padding, str):
             padding = lax.padtype_to_pads(shape[1:-1], window, strides, padding)
         self.strides = (1, *strides, 1)

@@ -113,6 +113,14 @@ def test_fingerprint_changes_with_any_value_and_its_place():
     assert len(prints) == 3 + 35 + 1
 
 
+def test_fingerprint_changes_with_signs_and_powers_of_two():
+    x = normal((64,))
+    prints = {int(noise.fingerprint(a)) for a in (x, -x, 2 * x, x / 4, x * 0, x * 0 + 1)}
+    signs = jnp.where(normal((500, 8, 8)) > 0, 1.0, -1.0)
+    assert len(prints) == 6
+    assert len(set(jax.vmap(noise.fingerprint)(signs).tolist())) == 500
+
+
 def test_fingerprint_has_no_gradient():
     gradient = jax.grad(lambda x: x.sum() + noise.fingerprint(x).astype(jnp.float32) * 0)
     assert gradient(jnp.ones(3)).tolist() == [1, 1, 1]

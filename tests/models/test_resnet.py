@@ -74,6 +74,17 @@ def test_multiplications_are_the_published_ones(name: str, giga_macs: float) -> 
     assert round(macs / 1e9, 3) == giga_macs
 
 
+def test_a_pre_activation_network_pools_before_its_blocks() -> None:
+    model = resnet.ResNet(
+        resnet.PreActBottleneck, (1,), 4, imagenet=True, num_classes=3, rngs=nnx.Rngs(0)
+    )
+    seen = []
+    block = model.blocks[0]
+    model.blocks = nnx.List([lambda x: seen.append(x.shape) or block(x)])
+    model(jnp.ones((2, 32, 32, 3)))
+    assert seen == [(2, 8, 8, 4)]
+
+
 def test_unknown_name_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"name='resnet19': expected one of .*'resnet18'"):
         resnet.create("resnet19", num_classes=10, rngs=nnx.Rngs(0))

@@ -5,7 +5,13 @@ import pytest
 from flax import nnx
 
 import jaxcomp as jc
-from tests.helpers import assert_close, assert_same_bits, normal, without_type_checks
+from tests.helpers import (
+    assert_close,
+    assert_same_bits,
+    normal,
+    stored_shapes,
+    without_type_checks,
+)
 
 X = normal((4, 6, 6, 3))
 
@@ -76,6 +82,37 @@ def test_a_residuals_frozen_norm_is_used_as_it_is():
     assert_close(coded(x, 3 * x).value, stock(x, 3 * x))
     assert_close(nnx.state(coded), nnx.state(stock))
     assert not nnx.state(coded)["residual_norm"]["mean"][...].any()
+
+
+def test_a_pool_of_large_windows_has_wider_indices():
+    pool = jc.nn.MaxPool((5, 5), (2, 2), "SAME", codec=jc.Packed(8))
+    norm = jc.nn.BatchNorm(8, rngs=nnx.Rngs(0))
+    unit = jc.nn.NormAct(norm, pool=pool, codec=jc.SignAware(4))
+    x = normal((4, 6, 6, 8))
+    assert_close(
+        unit(x).value, nnx.max_pool(jax.nn.relu(nnx.clone(norm)(x)), (5, 5), (2, 2), "SAME")
+    )
+    assert ((4, 3, 3, 8), "uint8") in stored_shapes(lambda x: nnx.clone(unit)(x).value, x)
+
+
+NORM, POOL = jc.nn.BatchNorm(8, rngs=nnx.Rngs(0)), jc.nn.MaxPool((2, 2))
+
+
+@pytest.mark.parametrize("codec", [jc.SignAware(4), None])
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"pool": POOL, "relu": False}, ValueError, "pool=.*: expected None with relu=False"),
+        ({"residual_norm": NORM, "relu": False}, ValueError, "residual_norm=.*: expected None wi"),
+        ({"pool": POOL, "residual_norm": NORM}, ValueError, "pool=.*: expected None with a resid"),
+        ({"pool": ((2, 2), None, "SAME")}, TypeError, "pool=.*: expected a jaxcomp.nn.MaxPool"),
+        ({"residual_norm": nnx.relu}, TypeError, "residual_norm=.*expected a jaxcomp.nn.BatchNorm"),
+    ],
+    ids=["pool", "norm", "both", "tuple", "function"],
+)
+def test_what_does_not_go_together_is_an_error(options, error, message, codec):
+    with without_type_checks(), pytest.raises(error, match=rf"(?s){message}"):
+        jc.nn.NormAct(NORM, codec=codec, **options)
 
 
 def test_a_residuals_norm_without_a_residual_is_an_error():
