@@ -63,12 +63,13 @@ class NormAct(Coded, nnx.Module):
             ("residual_norm", residual_norm, BatchNorm),
             ("pool", pool, MaxPool),
         ):
+            of_type = f"{name} of type {type(given).__name__}"
             if given is not None and not isinstance(given, kind):
-                raise TypeError(f"{name}={given!r}: expected a jaxcomp.nn.{kind.__name__}, or None")
+                raise TypeError(f"{of_type}: expected a jaxcomp.nn.{kind.__name__}, or None")
             if given is not None and not relu:
-                raise ValueError(f"{name}={given}: expected None with relu=False")
+                raise ValueError(f"{of_type}: expected None with relu=False")
         if pool is not None and residual_norm is not None:
-            raise ValueError(f"pool={pool}: expected None with a residual_norm")
+            raise ValueError("pool: expected None with a residual_norm")
         self.residual_norm = residual_norm
         self.pool = pool
         super().__init__(codec=codec)

@@ -102,16 +102,24 @@ NORM, POOL = jc.nn.BatchNorm(8, rngs=nnx.Rngs(0)), jc.nn.MaxPool((2, 2))
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"pool": POOL, "relu": False}, ValueError, "pool=.*: expected None with relu=False"),
-        ({"residual_norm": NORM, "relu": False}, ValueError, "residual_norm=.*: expected None wi"),
-        ({"pool": POOL, "residual_norm": NORM}, ValueError, "pool=.*: expected None with a resid"),
-        ({"pool": ((2, 2), None, "SAME")}, TypeError, "pool=.*: expected a jaxcomp.nn.MaxPool"),
-        ({"residual_norm": nnx.relu}, TypeError, "residual_norm=.*expected a jaxcomp.nn.BatchNorm"),
+        ({"pool": POOL, "relu": False}, ValueError, "pool of type MaxPool: expected None with"),
+        (
+            {"residual_norm": NORM, "relu": False},
+            ValueError,
+            "residual_norm of type BatchNorm: expec",
+        ),
+        (
+            {"pool": POOL, "residual_norm": NORM},
+            ValueError,
+            "pool: expected None with a residual_no",
+        ),
+        ({"pool": ((2, 2), None, "SAME")}, TypeError, "pool of type tuple: expected a jaxcomp"),
+        ({"residual_norm": nnx.relu}, TypeError, "residual_norm of type .*: expected a ja"),
     ],
     ids=["pool", "norm", "both", "tuple", "function"],
 )
 def test_what_does_not_go_together_is_an_error(options, error, message, codec):
-    with without_type_checks(), pytest.raises(error, match=rf"(?s){message}"):
+    with without_type_checks(), pytest.raises(error, match=message):
         jc.nn.NormAct(NORM, codec=codec, **options)
 
 
