@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from jaxcomp.nn.norm_act import NormAct
 from jaxcomp.ops import Activation, value
 
 _MARK = "module:"
@@ -38,10 +39,9 @@ def _watched(kind: type[nnx.Module], path: str, called: dict[str, int]) -> type[
             result = kind.__call__(self, *args, **kwargs)
         given = [*args, *kwargs.values()]
         stored = [result] if getattr(self, "kind", "") in _OF_RESULT else given[:1]
-        if getattr(self, "residual_norm", None) is not None:
-            stored += given[1:2]
-        if getattr(self, "pool", None) is not None:
-            stored += given[:1]
+        if isinstance(self, NormAct):
+            stored += [] if self.residual_norm is None else given[1:2]
+            stored += [] if self.pool is None else given[:1]
         leaves = jax.tree.leaves(stored, is_leaf=lambda x: isinstance(x, Activation))
         called[path] += sum(math.prod(value(leaf).shape) for leaf in leaves)
         return result

@@ -259,6 +259,10 @@ class Norm:
             x += jnp.expand_dims(bias, self.scaled)
         return x.astype(dtype)
 
+    def standardize(self, x: Array, mean: Array, var: Array) -> Array:
+        """The normalised array in float32, before scale and bias."""
+        return (x.astype(jnp.float32) - self.wide(mean)) * lax.rsqrt(self.wide(var) + self.epsilon)
+
     def wide(self, channels: Array) -> Array:
         """One value for each feature in float32, broadcastable to the array."""
         return jnp.expand_dims(channels.astype(jnp.float32), self.scaled)

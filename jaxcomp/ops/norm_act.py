@@ -176,16 +176,13 @@ def clipped(
         0.01
     """
     axes = tuple(range(x.ndim - 1))
-
-    def wide(channels: Array) -> Array:
-        return jnp.expand_dims(channels, axes)
-
+    norm = Norm(axes, axes, epsilon, use_fast_variance=True)
     inputs = [x] if residual is None else [x, residual]
     normalized = [
-        (x.astype(jnp.float32) - wide(mean)) * lax.rsqrt(wide(var) + epsilon)
+        norm.standardize(x, mean, var)
         for x, mean, var in zip(inputs, means, variances, strict=True)
     ]
-    scale, bias = wide(scale), wide(bias)
+    scale, bias = norm.wide(scale), norm.wide(bias)
     codec = typing.cast(SignAware, coder(activation.codec))
     outside = [jnp.zeros(x.shape, bool)]
     if codec.unit == "norm" and codec.signed:

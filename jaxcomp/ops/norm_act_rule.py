@@ -6,7 +6,6 @@ import typing
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array
 
 from jaxcomp import residuals
@@ -104,7 +103,7 @@ class Rule:
         # element may share their noise: no gradient multiplies one by the other.
         random = [noise.words(x, seed) for x, _, _ in inputs]
         normalized = [
-            (x.astype(jnp.float32) - norm.wide(mean)) * lax.rsqrt(norm.wide(var) + norm.epsilon)
+            norm.standardize(x, mean, var)
             for (x, _, _), mean, var in zip(inputs, means, variances, strict=True)
         ]
         own: tuple[Normalized, ...] = ()
