@@ -157,25 +157,26 @@ def pruning(
     return linear, Rule(Quantize(rest_bits), op=REST, required=False), *PACKED
 
 
-def offloaded(rules: Rules) -> Rules:
+def offloaded(rules: Rules, in_turn: bool = False) -> Rules:
     """The same rules with the codes in the host's pinned memory.
 
     On a GPU the forward pass waits for each copy; a backend without such memory is an error.
 
     Args:
         rules: Of a recipe.
+        in_turn: See `Offload`.
 
     Returns:
         The rules.
 
     Example:
         >>> offloaded(fused(bits=2))[0].codec
-        Offload(codec=SignAware(bits=2, signed=False, unit='norm', two_passes=False))
+        Offload(codec=SignAware(bits=2, signed=False, unit='norm', two_passes=False), in_turn=False)
     """
     return tuple(
         rule
         if isinstance(rule.codec, Exact | Offload)
-        else replace(rule, codec=Offload(rule.codec))
+        else replace(rule, codec=Offload(rule.codec, in_turn))
         for rule in rules
     )
 
@@ -208,7 +209,7 @@ def transformer(bits: int = 4) -> CodecPolicy:
     return policies.first(dots, policies.compress(Quantize(bits), min_size=policies.MIN_SIZE))
 
 
-Level = Literal["L0", "L1", "L2", "L3", "L4"]
+Level = Literal["L0", "L1", "L2", "L3", "L4", "L5"]
 
 
 def actnn(level: Level = "L3") -> Rules:
@@ -216,11 +217,12 @@ def actnn(level: Level = "L3") -> Rules:
 
     L0 stores everything exactly; L1 convolutions' inputs in 4 bits; L2 all that can be in 4 bits;
     L3 in 2 bits on average: these rules are its start, from which `jaxcomp.bits.BitPlanner` gives
-    each layer and rank of samples its own; L4 as L3, in the host's memory. Masks and indices are
-    exact and packed from L2 on.
+    each layer and rank of samples its own; L4 as L3, in the host's memory; L5 as L4, with a smaller
+    working set: `Offload(..., in_turn=True)`, in place of the paper's allocator, since XLA's memory
+    has no fragments. Masks and indices are exact and packed from L2 on.
 
     Args:
-        level: "L0", "L1", "L2", "L3" or "L4".
+        level: "L0" to "L5".
 
     Returns:
         The rules.
@@ -239,7 +241,7 @@ def actnn(level: Level = "L3") -> Rules:
     if level == "L1":
         return (Rule(Quantize(bits=4), op="conv"),)
     rules = everywhere(Quantize(bits=4 if level == "L2" else 2))
-    return offloaded(rules) if level == "L4" else rules
+    return offloaded(rules, in_turn=level == "L5") if level in ("L4", "L5") else rules
 
 
 RECIPES: dict[str, Callable[..., Rules]] = {

@@ -40,7 +40,7 @@ def _watched(kind: type[nnx.Module], path: str, called: dict[str, int]) -> type[
         given = [*args, *kwargs.values()]
         stored = [result] if getattr(self, "kind", "") in _OF_RESULT else given[:1]
         if isinstance(self, NormAct):
-            stored += [] if self.residual_norm is None else given[1:2]
+            stored += [] if self.residual_norm is None else [result]
             stored += [] if self.pool is None else given[:1]
         leaves = jax.tree.leaves(stored, is_leaf=lambda x: isinstance(x, Activation))
         called[path] += sum(math.prod(value(leaf).shape) for leaf in leaves)

@@ -1,13 +1,17 @@
 """What the codecs promise is what XLA's buffer assignment comes to; nothing is run."""
 
+import functools
 import typing
 
+import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 import jaxcomp as jc
 from experiments.bench.stage import step_factory
 from jaxcomp.memory import MemoryReport, analyze
+from jaxcomp.models.resnet import Bottleneck, Layers
 from jaxcomp.ways import Way
 
 
@@ -62,6 +66,35 @@ def test_cpu_temp_falls() -> None:
         for spec in ("quantize:bits=2", "quantize:bits=4", "plain")
     )
     assert two < four < plain
+
+
+def test_norms_in_turn_need_less(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a block with a projection, whose two norms' cotangents are then not there at once."""
+    pytest.importorskip("jax_cuda13_plugin")
+    shape = 16, 56, 56, 64
+
+    def report(level: jc.recipes.Level) -> MemoryReport:
+        layers = functools.partial(Layers, jnp.bfloat16)
+        block = nnx.eval_shape(lambda: Bottleneck(layers(nnx.Rngs(0)), 64, 64, 1, "projection"))
+        jc.apply(block, tuple(r for r in jc.recipes.actnn(level) if r.required))
+        graphdef, state = nnx.split(block)
+
+        def loss(state: nnx.State, x: jax.Array) -> jax.Array:
+            y = nnx.merge(graphdef, state)(4 * x)
+            return jnp.sin(jc.ops.value(y).astype(jnp.float32)).mean()
+
+        gradient = jax.grad(loss, (0, 1), allow_int=True)
+        x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+        return analyze(gradient, state, x, target="h100", xla_remat=False)
+
+    at_once, in_turn = report("L4"), report("L5")
+    value = 16 * 56 * 56 * 256 * 2
+    with capsys.disabled():
+        print(
+            f"\nh100, a block with a projection, actnn: L4 {at_once.temp_bytes / 2**20:.1f} MiB, "
+            f"L5 {in_turn.temp_bytes / 2**20:.1f}, a block's result {value / 2**20:.1f}"
+        )
+    assert in_turn.temp_bytes < at_once.temp_bytes - value / 2
 
 
 def test_two_passes_write_a_sum_over_the_residual(capsys: pytest.CaptureFixture[str]) -> None:

@@ -119,6 +119,8 @@ def test_levels_of_actnn():
     assert all("batch_norm" in op for level in ("L2", "L3") for op in bits[level])
     assert recipes.from_spec("actnn:level=L2") == recipes.actnn("L2")
     assert recipes.from_spec("offload:actnn:level=L3") == recipes.actnn("L4")
+    assert recipes.actnn("L5") == recipes.offloaded(recipes.actnn("L3"), in_turn=True)
+    assert _decide(recipes.actnn("L5"), "batch_norm").in_turn
     assert recipes.actnn("L0") == recipes.everywhere(jc.Exact())
     with without_type_checks(), pytest.raises(ValueError, match="level='L9': expected one of"):
         recipes.from_spec("actnn:level=L9")

@@ -7,6 +7,7 @@ import jaxcomp as jc
 from jaxcomp import storage
 from jaxcomp.memory import declared_residual_bytes
 from jaxcomp.models import resnet
+from jaxcomp.models.resnet import Bottleneck, Layers
 
 X = jax.ShapeDtypeStruct((16, 28, 28, 1), jnp.float32)
 
@@ -75,6 +76,15 @@ def test_elements_of_a_unit_are_those_that_it_has_codes_for():
     (found,) = (m for m in jc.storage(added, x, x).modules if m.op == "norm_act")
     assert found.elements == 2 * 16 * 8 * 8 * 8
     assert found.stored_bytes == pytest.approx(3 * 16 * 8 * 8 * 8 / 2, rel=0.05)
+
+
+def test_elements_of_a_residuals_norm_are_those_that_its_shortcut_makes():
+    block = Bottleneck(Layers(None, nnx.Rngs(0)), 8, 4, 2, "projection")
+    jc.apply(block, jc.recipes.fused(bits=4))
+    x = jax.ShapeDtypeStruct((16, 8, 8, 8), jnp.float32)
+    (found,) = (m for m in jc.storage(block, x).modules if m.path == "unit3")
+    assert found.elements == 2 * 16 * 4 * 4 * 16
+    assert found.stored_bytes == pytest.approx(3 * 16 * 4 * 4 * 16 / 2, rel=0.05)
 
 
 def test_a_layer_without_a_coded_form_is_listed_and_an_error_if_strict():

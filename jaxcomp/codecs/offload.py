@@ -18,9 +18,14 @@ class Offload(Codec):
 
     Attributes:
         codec: Makes the code.
+        in_turn: Whether a block's own norm waits in the backward pass until its shortcut's is
+            through (`ops.in_turn`), so that the cotangents of both are never in memory at once. For
+            a shortcut's norm (`residual_norm` of `nn.NormAct`); nothing else reads it. With codes
+            on the host a network's peak may be there.
 
     Raises:
         TypeError: If `codec` is no codec, or is one that is offloaded already.
+        ValueError: If `in_turn` is no bool.
 
     Example:
         >>> from jaxcomp import Quantize
@@ -29,11 +34,14 @@ class Offload(Codec):
     """
 
     codec: Codec
+    in_turn: bool = False
     name: typing.ClassVar[str] = "offload"
 
     def __post_init__(self) -> None:
         if not isinstance(self.codec, Codec) or isinstance(self.codec, Offload):
             raise TypeError(f"codec={self.codec!r}: expected a codec such as Quantize(bits=4)")
+        if type(self.in_turn) is not bool:
+            raise ValueError(f"in_turn={self.in_turn!r}: expected True or False")
 
     @property
     def kinds(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -81,6 +89,6 @@ def waiting_with(other: Codec, codec: Codec) -> Codec:
     Example:
         >>> from jaxcomp import Quantize
         >>> waiting_with(Offload(Quantize(bits=4)), Quantize(bits=2))
-        Offload(codec=Quantize(bits=2, group='channel', rounding='stochastic'))
+        Offload(codec=Quantize(bits=2, group='channel', rounding='stochastic'), in_turn=False)
     """
-    return Offload(codec) if isinstance(other, Offload) else codec
+    return dataclasses.replace(other, codec=codec) if isinstance(other, Offload) else codec

@@ -86,6 +86,20 @@ class PadShortcut(nnx.Module):
         return Activation(padded, jnp.pad(x.unit, widths), None, x.codec)
 
 
+def _residual(
+    unit: nn.NormAct, x: Features, shortcut: PadShortcut | nn.Conv | None
+) -> tuple[Features, PadShortcut | nn.Conv | None]:
+    """What the last unit of a block adds, and what that has to do to it first.
+
+    The shortcut is computed before the block's branch, but where it has its turn after that. XLA
+    puts buffers elsewhere if the order of a program is another: always after the branch, ResNet-50
+    needs up to 5% more for the same peak (`pooling:window=2,rest_bits=2` 1514 MiB for 1444).
+    """
+    if shortcut is None or unit.in_turn:
+        return x, shortcut
+    return shortcut(x), None
+
+
 class BasicBlock(nnx.Module):
     """Two 3x3 convolutions (arXiv:1512.03385, figure 5 left)."""
 
@@ -101,8 +115,8 @@ class BasicBlock(nnx.Module):
 
     def __call__(self, x: Features) -> Features:
         """Returns the block's output."""
-        residual = x if self.shortcut is None else self.shortcut(x)
-        return self.unit2(self.unit1(x), residual)
+        residual, shortcut = _residual(self.unit2, x, self.shortcut)
+        return self.unit2(self.unit1(x), residual, shortcut)
 
 
 class Bottleneck(nnx.Module):
@@ -122,8 +136,8 @@ class Bottleneck(nnx.Module):
 
     def __call__(self, x: Features) -> Features:
         """Returns the block's output."""
-        residual = x if self.shortcut is None else self.shortcut(x)
-        return self.unit3(self.unit2(self.unit1(x)), residual)
+        residual, shortcut = _residual(self.unit3, x, self.shortcut)
+        return self.unit3(self.unit2(self.unit1(x)), residual, shortcut)
 
 
 class PreActBottleneck(nnx.Module):

@@ -1,6 +1,8 @@
 """Norm, addition and ReLU as one module, alone or after a convolution."""
 
+import dataclasses
 import typing
+from collections.abc import Callable
 
 import jax
 from flax import nnx
@@ -14,6 +16,7 @@ from jaxcomp.nn.linear import Conv
 from jaxcomp.nn.norm import BatchNorm
 
 Features = Float[Array, "batch ..."] | ops.Activation
+Shortcut = Callable[[Features], Features]
 
 
 class Clipped(nnx.Variable[Array]):
@@ -79,6 +82,8 @@ class NormAct(Coded, nnx.Module):
         super().check_codec(codec)
         if codec is None or isinstance(codec, Exact):
             return
+        if isinstance(codec, Offload) and codec.in_turn:
+            raise ValueError(f"codec={codec}: expected in_turn=False, as the norms share a code")
         norms = self.norm, self.residual_norm or self.norm
         if not all(norm.scale and norm.bias and norm.axis == -1 for norm in norms):
             raise ValueError(f"codec={codec}: expected a norm with scale and bias, and axis=-1")
@@ -88,28 +93,43 @@ class NormAct(Coded, nnx.Module):
         if of_residual != options:
             raise ValueError(f"residual_norm with {of_residual}: expected {options}, as norm")
 
-    def __call__(self, x: Float[Array, "batch ..."], residual: Features | None = None) -> Features:
+    @property
+    def in_turn(self) -> bool:
+        """Whether the norm waits in the backward pass for the residual's; see `Offload`."""
+        codec = None if self.residual_norm is None else self.residual_norm.codec
+        return self.codec is None and isinstance(codec, Offload) and codec.in_turn
+
+    def __call__(
+        self,
+        x: Float[Array, "batch ..."],
+        residual: Features | None = None,
+        shortcut: Shortcut | None = None,
+    ) -> Features:
         """Returns the result, in training and with a codec as an `ops.Activation`.
 
+        Args:
+            x: What the norm takes.
+            residual: Is added before the ReLU.
+            shortcut: What is done to the residual first, before its norm, such as a convolution.
+
         Raises:
-            ValueError: If there is a `residual_norm` and no `residual`.
+            ValueError: If there is a `residual_norm` or a `shortcut` and no `residual`.
         """
         norm, residual_norm = self.norm, self.residual_norm
-        coding = self.codec is not None and not norm.use_running_average
+        for name, given in ("residual_norm", residual_norm), ("shortcut", shortcut):
+            if given is not None and residual is None:
+                raise ValueError(f"residual=None: expected an array, which {name} is for")
+        if self.codec is None or norm.use_running_average:
+            return self._separately(x, residual, shortcut)
+        if residual is not None and shortcut is not None:
+            residual = shortcut(residual)
         norms, normed, of_residual = [norm], None, None
-        if residual_norm is not None:
-            if residual is None:
-                raise ValueError("residual=None: expected an array, which residual_norm normalises")
-            if coding and not residual_norm.use_running_average:
+        if residual is not None and residual_norm is not None:
+            if residual_norm.use_running_average:
+                residual = residual_norm(ops.value(residual))
+            else:
                 normed, of_residual = _promoted(residual_norm, ops.value(residual))
                 norms, residual = [norm, residual_norm], normed
-            else:
-                residual = residual_norm(ops.value(residual))
-        if not coding:
-            y = norm(x)
-            y = y if residual is None else y + ops.value(residual)
-            y = y if self.relu is None else self.relu(y)
-            return y if self.pool is None else self.pool(y)
         x, (scale, bias) = _promoted(norm, x)
         coded, means, variances = ops.norm_act(
             x,
@@ -131,6 +151,26 @@ class NormAct(Coded, nnx.Module):
             )
             self.clipped[...] = jax.lax.stop_gradient(share)
         return coded
+
+    def _separately(
+        self, x: Array, residual: Features | None, shortcut: Shortcut | None
+    ) -> Features:
+        """What a unit does that has no code."""
+        y = self.norm(x)
+        if residual is not None:
+            if self.in_turn:
+                first, y = ops.in_turn(ops.value(residual), y)
+                residual = _with_value(residual, first)
+            residual = residual if shortcut is None else shortcut(residual)
+            if self.residual_norm is not None:
+                residual = self.residual_norm(ops.value(residual))
+            y = y + ops.value(residual)
+        y = y if self.relu is None else self.relu(y)
+        return y if self.pool is None else self.pool(y)
+
+
+def _with_value(x: Features, value: Array) -> Features:
+    return dataclasses.replace(x, value=value) if isinstance(x, ops.Activation) else value
 
 
 def _affine(norm: BatchNorm) -> tuple[Array, Array]:
@@ -182,6 +222,11 @@ class ConvNormAct(NormAct):
         self.conv = conv
         super().__init__(norm, relu=relu, residual_norm=residual_norm, codec=codec)
 
-    def __call__(self, x: Features, residual: Features | None = None) -> Features:
-        """Returns the result, in training and with a codec as an `ops.Activation`."""
-        return super().__call__(self.conv(x), residual)
+    def __call__(
+        self,
+        x: Features,
+        residual: Features | None = None,
+        shortcut: Shortcut | None = None,
+    ) -> Features:
+        """Returns the result, in training and with a codec as an `ops.Activation`; as `NormAct`."""
+        return super().__call__(self.conv(x), residual, shortcut)

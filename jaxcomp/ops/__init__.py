@@ -11,6 +11,7 @@ from jaxcomp.ops.affine import affine as affine
 from jaxcomp.ops.conv import conv_general_dilated as conv_general_dilated
 from jaxcomp.ops.conv import conv_transpose as conv_transpose
 from jaxcomp.ops.conv_norm_act import conv_norm_act as conv_norm_act
+from jaxcomp.ops.in_turn import in_turn as in_turn
 from jaxcomp.ops.linear import dot_general as dot_general
 from jaxcomp.ops.norm import batch_norm as batch_norm
 from jaxcomp.ops.norm import layer_norm as layer_norm

@@ -6,6 +6,7 @@ import typing
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array
 
 from jaxcomp import residuals
@@ -38,7 +39,7 @@ class Kept(typing.NamedTuple):
     maxima: Encoded | None
 
 
-_Read = tuple[Array | None, list[Array], Array | None, list[Array]]
+_Sums = tuple[Array, list[Array]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,27 +169,29 @@ class Rule:
         adds: bool,
     ) -> tuple[tuple[Input, ...], Array | None]:
         """Gradients of the inputs, and of the residual if there is one."""
-        norm, window = self.norm, self.window
+        norm = self.norm
         kept, variances, scales = waiting
         read = functools.partial(self._read, scale=scales[0])
-        positive, normalized, index, taken = residuals.decode_after(dy, kept, read)
+        positive, normalized, index = residuals.decode_after(dy, kept, read)
         dz = dy.astype(jnp.float32)
         if positive is not None:
             dz = jnp.where(positive, dz, 0)
-        if window is None:
-            taken = normalized
-        dbias = dz.sum(norm.axes)
-        dscales = [
-            (dz * h).sum(norm.axes) + 0 * var  # NaN where a statistic is
-            for h, var in zip(taken, variances, strict=True)
-        ]
         masked = dz.astype(dy.dtype)
-        if adds or window is not None:
+        if index is not None:
+            dz, (dbias, dscales) = lax.platform_dependent(
+                masked,
+                index,
+                normalized,
+                variances,
+                tpu=self._over_map,
+                default=self._over_windows,
+            )
+        else:
+            dbias, dscales = self._sums(dz, normalized, variances)
+        if adds:
             # It is written with the sums: what follows reads it and not what it was made of.
             masked, (dscales, dbias) = residuals.tie(masked, (dscales, dbias))
             dz = masked.astype(jnp.float32)
-        if window is not None and index is not None:
-            dz = window.scatter(index, masked).astype(jnp.float32)
         count = dz.size // dz.shape[-1]
         sums = norm.average(tuple(s / count for s in (dbias, *dscales, *dmeans, *dvars)))
         mean_dz, *others = map(norm.wide, sums)
@@ -206,19 +209,52 @@ class Rule:
             inputs.append(Input(dx, dscales[i], dbias))
         return tuple(inputs), masked if adds else None
 
-    def _read(self, kept: Kept, scale: Array) -> _Read:
-        """ReLU's mask, the normalised values, and of a pool the indices and the values there."""
+    def _sums(self, dz: Array, normalized: list[Array], variances: tuple[Array, ...]) -> _Sums:
+        """Gradients of the bias and of every scale, in which NaN is where a statistic is."""
+        dscales = [
+            (dz * h).sum(self.norm.axes) + 0 * var
+            for h, var in zip(normalized, variances, strict=True)
+        ]
+        return dz.sum(self.norm.axes), dscales
+
+    def _over_windows(
+        self,
+        masked: Array,
+        index: Array,
+        normalized: list[Array],
+        variances: tuple[Array, ...],
+    ) -> tuple[Array, _Sums]:
+        """The cotangent of the map before the pool, which need not be in memory, and sums."""
+        window = typing.cast(Window, self.window)
+        taken = [window.gather(index, h) for h in normalized]
+        sums = self._sums(masked.astype(jnp.float32), taken, variances)
+        masked, sums = residuals.tie(masked, sums)
+        return window.scatter(index, masked).astype(jnp.float32), sums
+
+    def _over_map(
+        self,
+        masked: Array,
+        index: Array,
+        normalized: list[Array],
+        variances: tuple[Array, ...],
+    ) -> tuple[Array, _Sums]:
+        """The same, for a TPU: slices of what is decoded cost it more than sums over the map."""
+        window = typing.cast(Window, self.window)
+        dz = window.scatter(index, masked).astype(jnp.float32)
+        return dz, self._sums(dz, normalized, variances)
+
+    def _read(self, kept: Kept, scale: Array) -> tuple[Array | None, list[Array], Array | None]:
+        """ReLU's mask, the normalised values, and of a pool the indices."""
         code, own, index = kept
         if code is not None and self.codec.signed:
             coded = Preactivation(*code.arrays[:-2])
             h, positive = self.codec.decode_preactivation(coded, code.shape)
-            return positive, [h * sign(self.norm.wide(scale))], None, []
+            return positive, [h * sign(self.norm.wide(scale))], None
         passed = None if code is None else self.codec.positive(code)
         normalized = [self.codec.decode_normalized(coded, self.shape) for coded in own]
         if self.window is None or index is None:
-            return passed, normalized, None, []
-        indices = self.window.index.decode(index)
-        return passed, normalized, indices, [self.window.gather(indices, h) for h in normalized]
+            return passed, normalized, None
+        return passed, normalized, self.window.index.decode(index)
 
 
 def sign(scale: Array) -> Array:
