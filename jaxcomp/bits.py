@@ -137,7 +137,8 @@ def plan_bits(
 
     Args:
         loss: From a model and a batch to a scalar, in training.
-        model: A model with layers that store by `Quantize` or `PerSample`; it is not changed.
+        model: A model in training with layers that store by `Quantize` or `PerSample`; it is not
+            changed. A norm that uses running averages keeps the bits that it has.
         batch: Any pytree of arrays, axis 0 the examples, at least `run` of them.
         bits: Mean bits of a code, from 1 to 8; ranges come on top (`storage` tells).
         run: Consecutive samples that are ranked, from 2 to 256; with 1 all have the same bits.
@@ -270,7 +271,10 @@ def _rules(model: nnx.Module, widths: dict[str, list[int]]) -> Rules:
 
 
 def _planned(model: nnx.Module) -> list[str]:
-    """The paths of the layers that have a sink and store by a codec of so many bits."""
+    """The paths of the layers that have a sink and store by a codec of so many bits.
+
+    A norm that uses running averages stores nothing.
+    """
     modules = coded_modules(model)
     hidden = covered(modules)
     layers = [
@@ -280,6 +284,7 @@ def _planned(model: nnx.Module) -> list[str]:
         and module.codec is not None
         and isinstance(coder(module.codec), Quantize | PerSample)
         and path not in hidden
+        and not getattr(module, "use_running_average", False)
         and (module.kind.endswith("norm") or isinstance(getattr(module, "kernel", None), nnx.Param))
     ]
     if not layers:

@@ -109,6 +109,17 @@ def test_frozen_layers_are_not_planned():
     assert rows["b"].stored_bytes == jc.Quantize(2).nbytes((16, 4), X.dtype)
 
 
+def test_norms_that_store_nothing_keep_their_bits():
+    model = Net(jc.Quantize(2))
+    model.norm.eval()
+    rules = plan_bits(loss, model, X, bits=2)
+    assert {rule.path for rule in rules} == {"conv", "conv2", "head"}
+    sizes = {"conv": 3 * 36, "conv2": 8 * 36, "head": 8}
+    means = {rule.path: np.mean(rule.codec.bits) for rule in rules}
+    spent = sum(means[path] * size for path, size in sizes.items())
+    assert spent <= 2 * sum(sizes.values())
+
+
 def test_greedy_is_optimal_where_steps_are_even():
     """Of all ways to give 3 layers 1, 2, 4 or 8 bits with a mean that the greedy meets exactly."""
     needs = np.array([[90.0], [10.0], [1.0]])

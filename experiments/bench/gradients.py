@@ -150,6 +150,7 @@ def main(
         coded = subject.model(way_itself)
         for trained, state in zip((0, steps), subject.states, strict=True):
             nnx.update(coded, state.params, state.model_state)
+            coded.train()
             if name != way_itself:
                 (budget, *_) = quantized_bits(way_itself)
                 jc.apply(coded, jc.plan_bits(cross_entropy, coded, subject.other, budget))
