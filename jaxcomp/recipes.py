@@ -19,6 +19,7 @@ from jaxcomp.codecs import (
     SignAware,
 )
 from jaxcomp.codecs.block_sparse import Block, Product
+from jaxcomp.codecs.offload import coder
 from jaxcomp.codecs.sign_aware import Unit
 from jaxcomp.policies import CodecPolicy
 from jaxcomp.rules import Rule, Rules
@@ -164,7 +165,7 @@ def offloaded(rules: Rules, in_turn: bool = False) -> Rules:
 
     Args:
         rules: Of a recipe.
-        in_turn: See `Offload`.
+        in_turn: See `Offload`; what has its turn already keeps it.
 
     Returns:
         The rules.
@@ -173,12 +174,14 @@ def offloaded(rules: Rules, in_turn: bool = False) -> Rules:
         >>> offloaded(fused(bits=2))[0].codec
         Offload(codec=SignAware(bits=2, signed=False, unit='norm', two_passes=False), in_turn=False)
     """
-    return tuple(
-        rule
-        if isinstance(rule.codec, Exact | Offload)
-        else replace(rule, codec=Offload(rule.codec, in_turn))
-        for rule in rules
-    )
+
+    def away(codec: Codec) -> Codec:
+        if isinstance(codec, Exact):
+            return codec
+        has_turn = isinstance(codec, Offload) and codec.in_turn
+        return Offload(coder(codec), in_turn or has_turn)
+
+    return tuple(replace(rule, codec=away(rule.codec)) for rule in rules)
 
 
 def transformer(bits: int = 4) -> CodecPolicy:
@@ -218,8 +221,9 @@ def actnn(level: Level = "L3") -> Rules:
     L0 stores everything exactly; L1 convolutions' inputs in 4 bits; L2 all that can be in 4 bits;
     L3 in 2 bits on average: these rules are its start, from which `jaxcomp.bits.BitPlanner` gives
     each layer and rank of samples its own; L4 as L3, in the host's memory; L5 as L4, with a smaller
-    working set: `Offload(..., in_turn=True)`, in place of the paper's allocator, since XLA's memory
-    has no fragments. Masks and indices are exact and packed from L2 on.
+    working set where a block's shortcut has a norm: `Offload(..., in_turn=True)`, in place of the
+    paper's allocator, since XLA lays memory out when it compiles. Masks and indices are exact and
+    packed from L2 on.
 
     Args:
         level: "L0" to "L5".

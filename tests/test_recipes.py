@@ -121,6 +121,8 @@ def test_levels_of_actnn():
     assert recipes.from_spec("offload:actnn:level=L3") == recipes.actnn("L4")
     assert recipes.actnn("L5") == recipes.offloaded(recipes.actnn("L3"), in_turn=True)
     assert _decide(recipes.actnn("L5"), "batch_norm").in_turn
+    assert recipes.offloaded(recipes.actnn("L4"), in_turn=True) == recipes.actnn("L5")
+    assert recipes.offloaded(recipes.actnn("L5")) == recipes.actnn("L5")
     assert recipes.actnn("L0") == recipes.everywhere(jc.Exact())
     with without_type_checks(), pytest.raises(ValueError, match="level='L9': expected one of"):
         recipes.from_spec("actnn:level=L9")

@@ -7,7 +7,6 @@ import jaxcomp as jc
 from jaxcomp import storage
 from jaxcomp.memory import declared_residual_bytes
 from jaxcomp.models import resnet
-from jaxcomp.models.resnet import Bottleneck, Layers
 
 X = jax.ShapeDtypeStruct((16, 28, 28, 1), jnp.float32)
 
@@ -79,10 +78,12 @@ def test_elements_of_a_unit_are_those_that_it_has_codes_for():
 
 
 def test_elements_of_a_residuals_norm_are_those_that_its_shortcut_makes():
-    block = Bottleneck(Layers(None, nnx.Rngs(0)), 8, 4, 2, "projection")
-    jc.apply(block, jc.recipes.fused(bits=4))
-    x = jax.ShapeDtypeStruct((16, 8, 8, 8), jnp.float32)
-    (found,) = (m for m in jc.storage(block, x).modules if m.path == "unit3")
+    rngs = nnx.Rngs(0)
+    norms = [jc.nn.BatchNorm(16, rngs=rngs) for _ in range(2)]
+    unit = jc.nn.NormAct(norms[0], residual_norm=norms[1], codec=jc.SignAware(4))
+    shortcut = jc.nn.Conv(8, 16, (1, 1), strides=2, rngs=rngs)
+    x, residual = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((16, 4, 4, 16), (16, 8, 8, 8)))
+    (found,) = (m for m in jc.storage(unit, x, residual, shortcut).modules if m.op == "norm_act")
     assert found.elements == 2 * 16 * 4 * 4 * 16
     assert found.stored_bytes == pytest.approx(3 * 16 * 4 * 4 * 16 / 2, rel=0.05)
 

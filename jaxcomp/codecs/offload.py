@@ -13,7 +13,7 @@ from jaxcomp.codecs.codec import Codec, Encoded, Seed
 class Offload(Codec):
     """Stores what another codec makes of an array in the host's pinned memory.
 
-    Operations move a code there once it is made (`residuals.offload`), and back when its gradient
+    Operations move a code there once it is made (`residuals.keep`), and back when its gradient
     arrives. ActNN's level L4 (Chen et al., ICML 2021, arXiv:2104.14129, section 5).
 
     Attributes:

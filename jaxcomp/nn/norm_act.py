@@ -96,8 +96,10 @@ class NormAct(Coded, nnx.Module):
     @property
     def in_turn(self) -> bool:
         """Whether the norm waits in the backward pass for the residual's; see `Offload`."""
-        codec = None if self.residual_norm is None else self.residual_norm.codec
-        return self.codec is None and isinstance(codec, Offload) and codec.in_turn
+        norm = self.residual_norm
+        if self.codec is not None or norm is None or norm.use_running_average:
+            return False
+        return isinstance(norm.codec, Offload) and norm.codec.in_turn
 
     def __call__(
         self,

@@ -21,7 +21,7 @@ def in_turn(
         second: What is added to that branch; its cotangent waits in memory.
 
     Returns:
-        Both, unchanged, and so are their gradients.
+        Both, unchanged, and so are their gradients; forward mode (`jax.jvp`) is an error.
 
     Example:
         >>> import jax.numpy as jnp

@@ -162,9 +162,21 @@ def test_norms_in_turn_compute_what_they_do_at_once(coded_input):
 
             return jax.value_and_grad(loss, (0, 1), allow_int=True)(state, x)
 
-        return gradient(state, normal((4, 6, 6, 8)))
+        x = normal((4, 6, 6, 8))
+        return gradient(state, x), str(jax.make_jaxpr(gradient)(state, x)).count("tion_barrier")
 
-    assert_same_bits(run(True), run(False))
+    (found, barriers), (expected, fewer) = run(True), run(False)
+    assert_same_bits(found, expected)
+    assert barriers == fewer + 1
+
+
+def test_a_residuals_norm_that_uses_averages_has_no_turn():
+    _, unit = block(None)
+    unit.residual_norm.codec = jc.Offload(jc.Quantize(2), in_turn=True)
+    assert unit.in_turn
+    unit.eval()
+    x = normal((4, 6, 6, 8))
+    jax.jvp(lambda x: unit(x, x), (x,), (x,))
 
 
 def test_units_of_one_code_have_no_turns():

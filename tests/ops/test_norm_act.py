@@ -10,6 +10,7 @@ from flax import nnx
 
 from jaxcomp import SignAware, memory, ops
 from jaxcomp.codecs.sign_aware import Preactivation, Unit
+from jaxcomp.ops.norm_act_rule import Rule
 from tests.helpers import (
     DTYPES,
     as_float,
@@ -464,7 +465,7 @@ def test_what_does_not_go_together_is_an_error(options, message):
         norm_act(*arguments(jnp.float32), **options)
 
 
-def traffic(fn, *shapes):
+def traffic(fn, *shapes, target="h100"):
     """Of the value and all gradients, for a cotangent that is in memory."""
     args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
 
@@ -472,7 +473,7 @@ def traffic(fn, *shapes):
         y, pull = jax.vjp(fn, *args)
         return y, pull(cotangent)
 
-    step = memory.analyze(run, jax.eval_shape(fn, *args), *args, target="h100")
+    step = memory.analyze(run, jax.eval_shape(fn, *args), *args, target=target)
     return step.hbm_traffic_bytes
 
 
@@ -491,6 +492,42 @@ def test_an_h100_moves_less_for_two_norms_at_once():
     found, expected = traffic(at_once, *shapes), traffic(apart, *shapes)
     print(f"h100, sum of two norms: {found} bytes, {expected} with one after the other")
     assert found < expected - 2 * math.prod(x)
+
+
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_over_a_map_are_those_over_the_windows_of_its_pool(dtype, unit, monkeypatch):
+    call, given = of_case(norm_act, "pooled")
+    args = given(dtype)
+
+    def gradients():
+        y, pull = jax.vjp(lambda *args: call(*args, unit=unit)[0].value, *args)
+        return pull(normal(y.shape, dtype, 7))
+
+    expected = gradients()
+    monkeypatch.setattr(Rule, "_over_windows", Rule._over_map)
+    close = dict(rtol=1e-5, atol=1e-5) if dtype == jnp.float32 else dict(rtol=0.02, atol=0.05)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(
+            np.asarray(a, np.float32), np.asarray(b, np.float32), **close
+        ),
+        gradients(),
+        expected,
+    )
+
+
+def test_a_tpu_sums_over_the_map(monkeypatch):
+    x, row = (16, 112, 112, 64), (64,)
+    window = (3, 3), (2, 2), ((1, 1), (1, 1))
+
+    def pooled(x, s, b):
+        return ops.norm_act(x, s, b, pool=window, codec=SignAware(bits=4))[0].value
+
+    found = traffic(pooled, x, row, row, target="v5e")
+    monkeypatch.setattr(Rule, "_over_map", Rule._over_windows)
+    expected = traffic(pooled, x, row, row, target="v5e")
+    print(f"v5e, pooled norm: {found} bytes, {expected} with sums over the windows")
+    assert 2 * found < expected
 
 
 def test_an_h100_never_writes_what_is_pooled():
