@@ -113,7 +113,6 @@ def transformer(model: str, steps: int, batch: int) -> Subject:
 
 def declared_bytes(model: nnx.Module, batch: tuple[jax.Array, jax.Array]) -> int:
     """Bytes that a model in training declares to keep for the gradient of a batch's loss."""
-    model.train()
     graphdef, params, rest = split_model(model)
 
     def loss(params: Any, rest: Any, batch: Any) -> jax.Array:
@@ -138,8 +137,14 @@ def main(
     if not ways:
         raise typer.BadParameter(f"model={model!r}: expected one of {[*WAYS]}, or some --way")
     subject = (transformer if model in TASKS else network)(model, steps, batch)
+
+    def in_training(way: str) -> nnx.Module:
+        made = subject.model(way)
+        made.train()
+        return made
+
     described = {"model": model, "batch": batch, "draws": draws, "steps": steps}
-    exact_bytes = declared_bytes(subject.model("plain"), subject.batch)
+    exact_bytes = declared_bytes(in_training("plain"), subject.batch)
     rows: list[dict[str, Any]] = []
     if add:
         rows = read_table(out / "gradients.json", described)["rows"]
@@ -147,10 +152,9 @@ def main(
     for name in track(ways, "checking"):
         rows = [row for row in rows if row["row"] != name]
         way_itself = name.removeprefix(PLANNED)
-        coded = subject.model(way_itself)
+        coded = in_training(way_itself)
         for trained, state in zip((0, steps), subject.states, strict=True):
             nnx.update(coded, state.params, state.model_state)
-            coded.train()
             if name != way_itself:
                 (budget, *_) = quantized_bits(way_itself)
                 jc.apply(coded, jc.plan_bits(cross_entropy, coded, subject.other, budget))

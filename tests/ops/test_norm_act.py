@@ -1,5 +1,4 @@
 import functools
-import math
 import typing
 
 import jax
@@ -8,7 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxcomp import SignAware, memory, ops
+from jaxcomp import SignAware, ops
 from jaxcomp.codecs.sign_aware import Preactivation, Unit
 from jaxcomp.ops.norm_act_rule import Rule
 from tests.helpers import (
@@ -465,35 +464,6 @@ def test_what_does_not_go_together_is_an_error(options, message):
         norm_act(*arguments(jnp.float32), **options)
 
 
-def traffic(fn, *shapes, target="h100"):
-    """Of the value and all gradients, for a cotangent that is in memory."""
-    args = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
-
-    def run(cotangent, *args):
-        y, pull = jax.vjp(fn, *args)
-        return y, pull(cotangent)
-
-    step = memory.analyze(run, jax.eval_shape(fn, *args), *args, target=target)
-    return step.hbm_traffic_bytes
-
-
-def test_an_h100_moves_less_for_two_norms_at_once():
-    x, row = (64, 28, 28, 256), (256,)
-    codec = SignAware(bits=4)
-
-    def at_once(x, s, b, r, rs, rb):
-        return ops.norm_act(x, s, b, r, residual_norm=(rs, rb), codec=codec)[0].value
-
-    def apart(x, s, b, r, rs, rb):
-        shortcut, *_ = ops.norm_act(r, rs, rb, relu=False, codec=codec)
-        return ops.norm_act(x, s, b, shortcut, codec=codec)[0].value
-
-    shapes = x, row, row, x, row, row
-    found, expected = traffic(at_once, *shapes), traffic(apart, *shapes)
-    print(f"h100, sum of two norms: {found} bytes, {expected} with one after the other")
-    assert found < expected - 2 * math.prod(x)
-
-
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sums_over_a_map_are_those_over_the_windows_of_its_pool(dtype, unit, monkeypatch):
@@ -514,34 +484,3 @@ def test_sums_over_a_map_are_those_over_the_windows_of_its_pool(dtype, unit, mon
         gradients(),
         expected,
     )
-
-
-def test_a_tpu_sums_over_the_map(monkeypatch):
-    x, row = (16, 112, 112, 64), (64,)
-    window = (3, 3), (2, 2), ((1, 1), (1, 1))
-
-    def pooled(x, s, b):
-        return ops.norm_act(x, s, b, pool=window, codec=SignAware(bits=4))[0].value
-
-    found = traffic(pooled, x, row, row, target="v5e")
-    monkeypatch.setattr(Rule, "_over_map", Rule._over_windows)
-    expected = traffic(pooled, x, row, row, target="v5e")
-    print(f"v5e, pooled norm: {found} bytes, {expected} with sums over the windows")
-    assert 2 * found < expected
-
-
-def test_an_h100_never_writes_what_is_pooled():
-    x, row = (64, 56, 56, 64), (64,)
-    codec = SignAware(bits=4)
-    window = (3, 3), (2, 2), ((1, 1), (1, 1))
-
-    def at_once(x, s, b):
-        return ops.norm_act(x, s, b, pool=window, codec=codec)[0].value
-
-    def apart(x, s, b):
-        y = ops.norm_act(x, s, b, codec=codec)[0]
-        return ops.encode_activation(ops.max_pool(y.value, *window), y.unit, y.codec).value
-
-    found, expected = traffic(at_once, x, row, row), traffic(apart, x, row, row)
-    print(f"h100, pooled norm: {found} bytes, {expected} with one after the other")
-    assert found < expected - 1.5 * 2 * math.prod(x)
