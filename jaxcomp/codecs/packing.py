@@ -43,7 +43,10 @@ def pack(
         return *pack(codes & 3, 2), *pack(codes >> 2, 1)
     if bits in _SHARING:
         return (_pack_last(codes, bits),)
-    return (codes.astype(jnp.uint4 if bits == 4 else jnp.uint8),)
+    if bits == 8:
+        return (codes.astype(jnp.uint8),)
+    # XLA for TPUs makes two codes of an element in one kernel if they come of floats.
+    return ((codes.astype(jnp.float32) + 0.5).astype(jnp.uint4),)
 
 
 def unpack(

@@ -51,7 +51,7 @@ class SignAware(Codec):
         two_passes: Whether `ops.norm_act` reads a norm's input and what is added to it once for the
             codes and again for the sum, which a GPU can then write over the residual. Less memory
             where such a sum is at the peak, but more bytes move. Nothing where nothing is added, or
-            the residual has a norm.
+            the residual has a norm, or on a TPU, where it is always so.
 
     Raises:
         ValueError: If `bits`, `unit` or `two_passes` is none of these.

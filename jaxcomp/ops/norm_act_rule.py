@@ -132,14 +132,19 @@ class Rule:
             coded = codec.encode_activation(y, unit + unknown, random[0])
             packed, affine = coded.arrays[:-2], coded.arrays[-2:]
         codes = packed, own, index
+        (y, affine, *after), codes = residuals.keep(
+            (y, affine, means, variances), codes, self.stored_by
+        )
+
+        def anew(_: Array) -> Array:
+            return self._activation(inputs, residual, *after)
+
         if codec.two_passes and residual is not None:
             # XLA writes over a residual if no barrier is between the sum and that.
-            (means, variances, affine), codes = residuals.keep(
-                (means, variances, affine), codes, self.stored_by
-            )
-            y = self._activation(inputs, residual, means, variances)
-        else:
-            (y, affine), codes = residuals.keep((y, affine), codes, self.stored_by)
+            y = anew(y)
+        elif len(inputs) == 1 and self.window is None:
+            # On TPUs a value without a barrier is a part of what reads it, too.
+            y = lax.platform_dependent(y, tpu=anew, default=lambda y: y)
         packed, own, index = codes
         arrays = *packed, *residuals.name(residuals.undifferentiable(affine), self.stored_by)
         return y, Kept(Encoded(arrays, y.shape, y.dtype), own, index), means, variances

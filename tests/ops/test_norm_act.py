@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax import lax
 
 from jaxcomp import SignAware, ops
 from jaxcomp.codecs.sign_aware import Preactivation, Unit
@@ -414,6 +415,26 @@ def test_two_passes_make_the_same_codes_and_gradients():
         return y, fn(*given(jnp.float32))[0].code, pull(normal(y.shape, seed=9))
 
     assert_same_bits(run(twice), run(once))
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("case", ["relu", "added", "normed", "linear"])
+def test_the_form_for_a_tpu_makes_the_same_codes_and_gradients(case, bits, monkeypatch):
+    coded, given = of_case(functools.partial(norm_act, bits=bits), case)
+
+    def run():
+        y, pull = jax.vjp(lambda *a: coded(*a)[0].value, *given(jnp.bfloat16))
+        return y, coded(*given(jnp.bfloat16)), pull(normal(y.shape, jnp.bfloat16, 9))
+
+    expected, taken = run(), []
+
+    def platform_dependent(*args, default, **others):
+        taken.append("tpu" in others)
+        return others.get("tpu", default)(*args)
+
+    monkeypatch.setattr(lax, "platform_dependent", platform_dependent)
+    assert_same_bits(run(), expected)
+    assert any(taken) == (bits == 2 or case in ("relu", "added"))
 
 
 def test_of_two_norms_there_is_a_code_each_and_one_of_the_sum():
