@@ -46,7 +46,7 @@ def pack(
     if bits == 8:
         return (codes.astype(jnp.uint8),)
     # XLA for TPUs makes two codes of an element in one kernel if they come of floats.
-    return ((codes.astype(jnp.float32) + 0.5).astype(jnp.uint4),)
+    return (((codes & 15).astype(jnp.float32) + 0.5).astype(jnp.uint4),)
 
 
 def unpack(
