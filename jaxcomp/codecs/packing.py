@@ -45,7 +45,8 @@ def pack(
         return (_pack_last(codes, bits),)
     if bits == 8:
         return (codes.astype(jnp.uint8),)
-    # XLA for TPUs makes two codes of an element in one kernel if they come of floats.
+    # XLA for TPUs makes two codes of an element in one kernel if they come of floats; without the
+    # half, which truncation takes off, it would convert the integers.
     return (((codes & 15).astype(jnp.float32) + 0.5).astype(jnp.uint4),)
 
 

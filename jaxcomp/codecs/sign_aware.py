@@ -50,8 +50,8 @@ class SignAware(Codec):
         unit: "norm" or "range", what `ops.norm_act` measures by.
         two_passes: Whether `ops.norm_act` reads a norm's input and what is added to it once for the
             codes and again for the sum, which a GPU can then write over the residual. Less memory
-            where such a sum is at the peak, but more bytes move. Nothing where nothing is added, or
-            the residual has a norm, or on a TPU, where it is always so.
+            where such a sum is at the peak, but more bytes move. Nothing where nothing is added or
+            the residual has a norm; with 4 bits a TPU makes every other sum so in any case.
 
     Raises:
         ValueError: If `bits`, `unit` or `two_passes` is none of these.

@@ -40,6 +40,7 @@ class Kept(typing.NamedTuple):
 
 
 _Sums = tuple[Array, list[Array]]
+_Made = tuple[Array, tuple[Array, ...], tuple[Array, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,19 +133,26 @@ class Rule:
             coded = codec.encode_activation(y, unit + unknown, random[0])
             packed, affine = coded.arrays[:-2], coded.arrays[-2:]
         codes = packed, own, index
-        (y, affine, *after), codes = residuals.keep(
-            (y, affine, means, variances), codes, self.stored_by
+        (y, affine, after), codes = residuals.keep(
+            (y, affine, (means, variances)), codes, self.stored_by
         )
 
-        def anew(_: Array) -> Array:
-            return self._activation(inputs, residual, *after)
+        def anew(made: _Made) -> _Made:
+            """All after the codes; the value is made again where that is one kernel."""
+            y, *_ = made
+            if len(inputs) == 1 and self.window is None:
+                y = self._activation(inputs, residual, *after)
+            return y, *after
 
+        made = y, means, variances
         if codec.two_passes and residual is not None:
             # XLA writes over a residual if no barrier is between the sum and that.
-            y = anew(y)
-        elif len(inputs) == 1 and self.window is None:
-            # On TPUs a value without a barrier is a part of what reads it, too.
-            y = lax.platform_dependent(y, tpu=anew, default=lambda y: y)
+            made = anew(made)
+        elif codec.bits == 4:
+            # On TPUs a value without a barrier is a part of what reads it, too. Codes of fewer bits
+            # are kernels of their own there, and bytes before they are packed.
+            made = lax.platform_dependent(made, tpu=anew, default=lambda made: made)
+        y, means, variances = made
         packed, own, index = codes
         arrays = *packed, *residuals.name(residuals.undifferentiable(affine), self.stored_by)
         return y, Kept(Encoded(arrays, y.shape, y.dtype), own, index), means, variances

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 from jax import lax
 
-from jaxcomp import SignAware, ops
+from jaxcomp import SignAware, ops, residuals
 from jaxcomp.codecs.sign_aware import Preactivation, Unit
 from jaxcomp.ops.norm_act_rule import Rule
 from tests.helpers import (
@@ -417,24 +417,46 @@ def test_two_passes_make_the_same_codes_and_gradients():
     assert_same_bits(run(twice), run(once))
 
 
+@pytest.fixture
+def as_on_a_tpu(monkeypatch):
+    def platform_dependent(*args, default, **others):
+        return others.get("tpu", default)(*args)
+
+    return lambda: monkeypatch.setattr(lax, "platform_dependent", platform_dependent)
+
+
 @pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize("case", ["relu", "added", "normed", "linear"])
-def test_the_form_for_a_tpu_makes_the_same_codes_and_gradients(case, bits, monkeypatch):
+def test_the_form_for_a_tpu_makes_the_same_codes_and_gradients(case, bits, as_on_a_tpu):
     coded, given = of_case(functools.partial(norm_act, bits=bits), case)
 
     def run():
         y, pull = jax.vjp(lambda *a: coded(*a)[0].value, *given(jnp.bfloat16))
         return y, coded(*given(jnp.bfloat16)), pull(normal(y.shape, jnp.bfloat16, 9))
 
-    expected, taken = run(), []
-
-    def platform_dependent(*args, default, **others):
-        taken.append("tpu" in others)
-        return others.get("tpu", default)(*args)
-
-    monkeypatch.setattr(lax, "platform_dependent", platform_dependent)
+    expected = run()
+    as_on_a_tpu()
     assert_same_bits(run(), expected)
-    assert any(taken) == (bits == 2 or case in ("relu", "added"))
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("case", ["relu", "added", "normed", "pooled"])
+def test_on_a_tpu_four_bits_are_there_before_their_value(case, bits, as_on_a_tpu, monkeypatch):
+    """It is made of statistics that passed the barrier with them."""
+    coded, given = of_case(functools.partial(norm_act, bits=bits), case)
+    args = given(jnp.float32)
+    before = coded(*args)[0].value
+    keep = residuals.keep
+
+    def moved(value, residual, codec):
+        (y, affine, (means, variances)), residual = keep(value, residual, codec)
+        return (y, affine, (tuple(m - 1 for m in means), variances)), residual
+
+    monkeypatch.setattr(residuals, "keep", moved)
+    assert_same_bits(coded(*args)[0].value, before)
+    as_on_a_tpu()
+    reads = bits == 4 and case in ("relu", "added")
+    assert bool((coded(*args)[0].value != before).any()) == reads
 
 
 def test_of_two_norms_there_is_a_code_each_and_one_of_the_sum():
