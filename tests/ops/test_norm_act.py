@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax import lax
 
 from jaxcomp import SignAware, ops, residuals
 from jaxcomp.codecs.sign_aware import Preactivation, Unit
@@ -417,17 +416,9 @@ def test_two_passes_make_the_same_codes_and_gradients():
     assert_same_bits(run(twice), run(once))
 
 
-@pytest.fixture
-def as_on_a_tpu(monkeypatch):
-    def platform_dependent(*args, default, **others):
-        return others.get("tpu", default)(*args)
-
-    return lambda: monkeypatch.setattr(lax, "platform_dependent", platform_dependent)
-
-
 @pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize("case", ["relu", "added", "normed", "linear"])
-def test_the_form_for_a_tpu_makes_the_same_codes_and_gradients(case, bits, as_on_a_tpu):
+def test_the_form_for_a_tpu_makes_the_same_codes_and_gradients(case, bits, as_on):
     coded, given = of_case(functools.partial(norm_act, bits=bits), case)
 
     def run():
@@ -435,13 +426,13 @@ def test_the_form_for_a_tpu_makes_the_same_codes_and_gradients(case, bits, as_on
         return y, coded(*given(jnp.bfloat16)), pull(normal(y.shape, jnp.bfloat16, 9))
 
     expected = run()
-    as_on_a_tpu()
+    as_on("tpu")
     assert_same_bits(run(), expected)
 
 
 @pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize("case", ["relu", "added", "normed", "pooled"])
-def test_on_a_tpu_four_bits_are_there_before_their_value(case, bits, as_on_a_tpu, monkeypatch):
+def test_on_a_tpu_four_bits_are_there_before_their_value(case, bits, as_on, monkeypatch):
     """It is made of statistics that passed the barrier with them."""
     coded, given = of_case(functools.partial(norm_act, bits=bits), case)
     args = given(jnp.float32)
@@ -454,7 +445,7 @@ def test_on_a_tpu_four_bits_are_there_before_their_value(case, bits, as_on_a_tpu
 
     monkeypatch.setattr(residuals, "keep", moved)
     assert_same_bits(coded(*args)[0].value, before)
-    as_on_a_tpu()
+    as_on("tpu")
     reads = bits == 4 and case in ("relu", "added")
     assert bool((coded(*args)[0].value != before).any()) == reads
 

@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from jax import lax
 
 from jaxcomp import Offload, SignAware, memory, ops
 from jaxcomp.ops import conv
@@ -28,17 +27,6 @@ def gradient(x, kernel, layout=("NHWC", "HWIO", "NHWC"), **options):
     return jax.grad(loss)(kernel)
 
 
-@pytest.fixture
-def as_on_a_gpu(monkeypatch):
-    def platform_dependent(*args, default, **others):
-        return others.get("cuda", default)(*args)
-
-    def use():
-        monkeypatch.setattr(lax, "platform_dependent", platform_dependent)
-
-    return use
-
-
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_integers_times_their_unit_are_what_is_decoded(bits):
     x = activation(SignAware(bits=bits))
@@ -59,37 +47,35 @@ def test_integers_times_their_unit_are_what_is_decoded(bits):
     ],
 )
 @pytest.mark.parametrize("codec", [SignAware(bits=2), SignAware(bits=4, unit="range")])
-def test_on_a_gpu_it_is_the_gradient_at_the_decoded_input(
-    layout, shape, options, codec, as_on_a_gpu
-):
+def test_on_a_gpu_it_is_the_gradient_at_the_decoded_input(layout, shape, options, codec, as_on):
     x, kernel = activation(codec), normal(shape, seed=1)
     expected = gradient(x, kernel, layout, **options)
-    as_on_a_gpu()
+    as_on("cuda")
     assert_close(gradient(x, kernel, layout, **options), expected, 1e-5)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_in_half_precision(dtype, as_on_a_gpu):
+def test_in_half_precision(dtype, as_on):
     x = activation(SignAware(bits=4), jax.nn.relu(normal(SHAPE)).astype(dtype))
     kernel = normal((1, 1, 16, 8), seed=1).astype(dtype)
     expected = gradient(x, kernel)
-    as_on_a_gpu()
+    as_on("cuda")
     assert gradient(x, kernel).dtype == dtype
     assert_close(gradient(x, kernel), expected, 2e-2)
 
 
-def test_nan_and_overflow_stay_visible(as_on_a_gpu):
+def test_nan_and_overflow_stay_visible(as_on):
     x = jax.nn.relu(normal(SHAPE))
     unit = jnp.ones((1, 1, 1, 16)).at[..., 3].set(jnp.nan)
-    as_on_a_gpu()
+    as_on("cuda")
     got = gradient(ops.encode_activation(x, unit, SignAware(bits=4)), normal((1, 1, 16, 8)))
     assert jnp.isnan(got[0, 0, 3]).all()
     assert jnp.isfinite(got).sum() == 15 * 8
 
 
 @pytest.mark.parametrize("axis", [0, 1])
-def test_of_a_spread_input_there_is_no_collective_but_the_sum(axis, as_on_a_gpu):
-    as_on_a_gpu()
+def test_of_a_spread_input_there_is_no_collective_but_the_sum(axis, as_on):
+    as_on("cuda")
     kernel = normal((1, 1, 16, 8), seed=1)
     x = jax.nn.relu(normal((8, 8, 4, 16)))
 
