@@ -1,5 +1,4 @@
 import functools
-import typing
 
 import jax
 import jax.numpy as jnp
@@ -7,9 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxcomp import SignAware, ops, residuals
-from jaxcomp.codecs.sign_aware import Preactivation, Unit
-from jaxcomp.ops.norm_act_rule import Rule
+from jaxcomp import SignAware, ops
+from jaxcomp.codecs.sign_aware import Preactivation
 from tests.helpers import (
     DTYPES,
     as_float,
@@ -23,27 +21,19 @@ from tests.helpers import (
     stored_shapes,
     without_type_checks,
 )
+from tests.ops.norm_act_cases import (
+    CASES,
+    EPSILON,
+    POOLED,
+    SHAPE,
+    UNITS,
+    arguments,
+    norm_act,
+    of_case,
+    stock,
+)
 
-EPSILON = 1e-3
-SHAPE = (8, 5, 4, 6)
-POOLED = (8, 3, 4, 6)
 NHWC = ("NHWC", "HWIO", "NHWC")
-
-
-def norm_act(x, scale, bias, residual=None, bits=4, unit="norm", two_passes=False, **kwargs):
-    codec = SignAware(bits, unit=unit, two_passes=two_passes)
-    return ops.norm_act(x, scale, bias, residual, epsilon=EPSILON, codec=codec, **kwargs)
-
-
-def stock(x, scale, bias, residual=None, *, residual_norm=None, relu=True, pool=None):
-    y, mean, var = ops.batch_norm(x, scale, bias, epsilon=EPSILON)
-    means, variances = (mean,), (var,)
-    if residual_norm is not None:
-        residual, mean, var = ops.batch_norm(residual, *residual_norm, epsilon=EPSILON)
-        means, variances = (*means, mean), (*variances, var)
-    y = y if residual is None else y + residual
-    y = jax.nn.relu(y) if relu else y
-    return y if pool is None else nnx.max_pool(y, *pool), means, variances
 
 
 def levels_of(activation):
@@ -52,40 +42,6 @@ def levels_of(activation):
     if not codec.signed:
         return None, codec.positive(code)
     return codec.decode_preactivation(Preactivation(*code.arrays[:-2]), SHAPE)
-
-
-UNITS = typing.get_args(Unit)
-CASES = {
-    "relu": {},
-    "added": {},
-    "normed": {},
-    "linear": {"relu": False},
-    "pooled": {"pool": ((3, 2), (2, 1), "SAME")},
-}
-
-
-def arguments(dtype, residual=False):
-    """x, scale (of both signs, one tiny, one zero), bias (one beyond the threshold), residual."""
-    x = 2 * normal(SHAPE, dtype) + 1
-    scale = jnp.array([1.5, -0.7, 1.0, 1e-6, 0.0, -2.0], dtype)
-    bias = jnp.array([0.3, -0.2, 9.0, 0.1, 0.2, 0.0], dtype)
-    return (x, scale, bias) + ((normal(SHAPE, dtype, 4),) if residual else ())
-
-
-def of_case(fn, case):
-    """`fn` as a function of the case's arguments alone, and these for a dtype."""
-
-    def call(*args, **kwargs):
-        if case == "normed":
-            *args, scale, bias = args
-            kwargs["residual_norm"] = scale, bias
-        return fn(*args, **CASES[case], **kwargs)
-
-    def given(dtype):
-        args = arguments(dtype, case in ("added", "normed"))
-        return args + ((args[1][::-1], args[2][::-1]) if case == "normed" else ())
-
-    return call, given
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -404,52 +360,6 @@ def test_scales_have_unbiased_gradients(case, place):
     assert_unbiased(jax.jit(draw)(jnp.arange(600)), expected)
 
 
-def test_two_passes_make_the_same_codes_and_gradients():
-    (once, given), (twice, _) = (
-        of_case(functools.partial(norm_act, two_passes=two), "added") for two in (False, True)
-    )
-
-    def run(fn):
-        y, pull = jax.vjp(lambda *a: fn(*a)[0].value, *given(jnp.float32))
-        return y, fn(*given(jnp.float32))[0].code, pull(normal(y.shape, seed=9))
-
-    assert_same_bits(run(twice), run(once))
-
-
-@pytest.mark.parametrize("bits", [2, 4])
-@pytest.mark.parametrize("case", ["relu", "added", "normed", "linear"])
-def test_the_form_for_a_tpu_makes_the_same_codes_and_gradients(case, bits, as_on):
-    coded, given = of_case(functools.partial(norm_act, bits=bits), case)
-
-    def run():
-        y, pull = jax.vjp(lambda *a: coded(*a)[0].value, *given(jnp.bfloat16))
-        return y, coded(*given(jnp.bfloat16)), pull(normal(y.shape, jnp.bfloat16, 9))
-
-    expected = run()
-    as_on("tpu")
-    assert_same_bits(run(), expected)
-
-
-@pytest.mark.parametrize("bits", [2, 4])
-@pytest.mark.parametrize("case", ["relu", "added", "normed", "pooled"])
-def test_on_a_tpu_four_bits_are_there_before_their_value(case, bits, as_on, monkeypatch):
-    """It is made of statistics that passed the barrier with them."""
-    coded, given = of_case(functools.partial(norm_act, bits=bits), case)
-    args = given(jnp.float32)
-    before = coded(*args)[0].value
-    keep = residuals.keep
-
-    def moved(value, residual, codec):
-        (y, affine, (means, variances)), residual = keep(value, residual, codec)
-        return (y, affine, (tuple(m - 1 for m in means), variances)), residual
-
-    monkeypatch.setattr(residuals, "keep", moved)
-    assert_same_bits(coded(*args)[0].value, before)
-    as_on("tpu")
-    reads = bits == 4 and case in ("relu", "added")
-    assert bool((coded(*args)[0].value != before).any()) == reads
-
-
 def test_of_two_norms_there_is_a_code_each_and_one_of_the_sum():
     coded, given = of_case(norm_act, "normed")
     stored = stored_shapes(lambda *a: coded(*a)[0].value, *given(jnp.float32))
@@ -496,25 +406,3 @@ def test_a_nan_shows_behind_a_sum_or_a_pool(case, place, unit):
 def test_what_does_not_go_together_is_an_error(options, message):
     with without_type_checks(), pytest.raises(ValueError, match=message):
         norm_act(*arguments(jnp.float32), **options)
-
-
-@pytest.mark.parametrize("unit", UNITS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_sums_over_a_map_are_those_over_the_windows_of_its_pool(dtype, unit, monkeypatch):
-    call, given = of_case(norm_act, "pooled")
-    args = given(dtype)
-
-    def gradients():
-        y, pull = jax.vjp(lambda *args: call(*args, unit=unit)[0].value, *args)
-        return pull(normal(y.shape, dtype, 7))
-
-    expected = gradients()
-    monkeypatch.setattr(Rule, "_over_windows", Rule._over_map)
-    close = dict(rtol=1e-5, atol=1e-5) if dtype == jnp.float32 else dict(rtol=0.02, atol=0.05)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(
-            np.asarray(a, np.float32), np.asarray(b, np.float32), **close
-        ),
-        gradients(),
-        expected,
-    )

@@ -1,0 +1,79 @@
+"""The forms of `norm_act` for one platform or another compute the same."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxcomp import residuals
+from jaxcomp.ops.norm_act_rule import Rule
+from tests.helpers import DTYPES, as_float, assert_same_bits, normal
+from tests.ops.norm_act_cases import UNITS, norm_act, of_case
+
+
+def test_two_passes_make_the_same_codes_and_gradients():
+    (once, given), (twice, _) = (
+        of_case(functools.partial(norm_act, two_passes=two), "added") for two in (False, True)
+    )
+
+    def run(fn):
+        y, pull = jax.vjp(lambda *a: fn(*a)[0].value, *given(jnp.float32))
+        return y, fn(*given(jnp.float32))[0].code, pull(normal(y.shape, seed=9))
+
+    assert_same_bits(run(twice), run(once))
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("case", ["relu", "added", "normed", "linear"])
+def test_the_form_for_a_tpu_makes_the_same_codes_and_gradients(case, bits, as_on):
+    coded, given = of_case(functools.partial(norm_act, bits=bits), case)
+
+    def run():
+        y, pull = jax.vjp(lambda *a: coded(*a)[0].value, *given(jnp.bfloat16))
+        return y, coded(*given(jnp.bfloat16)), pull(normal(y.shape, jnp.bfloat16, 9))
+
+    expected = run()
+    as_on("tpu")
+    assert_same_bits(run(), expected)
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+@pytest.mark.parametrize("case", ["relu", "added", "normed", "pooled"])
+def test_on_a_tpu_four_bits_are_there_before_their_value(case, bits, as_on, monkeypatch):
+    """It is made of statistics that passed the barrier with them."""
+    coded, given = of_case(functools.partial(norm_act, bits=bits), case)
+    args = given(jnp.float32)
+    before = coded(*args)[0].value
+    keep = residuals.keep
+
+    def moved(value, residual, codec):
+        (y, affine, (means, variances)), residual = keep(value, residual, codec)
+        return (y, affine, (tuple(m - 1 for m in means), variances)), residual
+
+    monkeypatch.setattr(residuals, "keep", moved)
+    assert_same_bits(coded(*args)[0].value, before)
+    as_on("tpu")
+    reads = bits == 4 and case in ("relu", "added")
+    assert bool((coded(*args)[0].value != before).any()) == reads
+
+
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_over_a_map_are_those_over_the_windows_of_its_pool(dtype, unit, monkeypatch):
+    call, given = of_case(norm_act, "pooled")
+    args = given(dtype)
+
+    def gradients():
+        y, pull = jax.vjp(lambda *args: call(*args, unit=unit)[0].value, *args)
+        return pull(normal(y.shape, dtype, 7))
+
+    expected = gradients()
+    monkeypatch.setattr(Rule, "_over_windows", Rule._over_map)
+    close = dict(rtol=1e-5, atol=1e-5) if dtype == jnp.float32 else dict(rtol=0.02, atol=0.05)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(as_float(a), as_float(b), **close),
+        gradients(),
+        expected,
+    )
