@@ -121,7 +121,7 @@ def _refuse(primals: tuple[C], tangents: tuple[C]) -> typing.NoReturn:
     )
 
 
-def tie(one: C, other: T) -> tuple[C, T]:
+def tie(one: C, other: T, codec: Codec | None = None) -> tuple[C, T]:
     """Ties two values of a backward rule: neither is used before both are there.
 
     A residual tied to the arriving cotangent is decoded no earlier than that. A weight's gradient
@@ -132,15 +132,19 @@ def tie(one: C, other: T) -> tuple[C, T]:
         one: Any pytree, such as what `keep` returned or a weight's gradient.
         other: Any pytree of arrays that are written to memory anyway, such as a cotangent that is
             an operand of a product.
+        codec: What stores the residual that is read, if it may be one that a TPU needs no barrier
+            for.
 
     Returns:
         Both, to be used in place of the arguments.
     """
-    one, other = lax.optimization_barrier((one, other))
+    one, other = _held((one, other), codec)
     return on_device(one), other
 
 
-def decode_after(cotangent: Array, residual: C, decode: Callable[[C], T]) -> T:
+def decode_after(
+    cotangent: Array, residual: C, decode: Callable[[C], T], codec: Codec | None = None
+) -> T:
     """Decodes a residual after one element per sample of the cotangent is there.
 
     For elementwise backward rules: decoding and the cotangent's making can then be parts of one
@@ -150,12 +154,13 @@ def decode_after(cotangent: Array, residual: C, decode: Callable[[C], T]) -> T:
         cotangent: The arriving cotangent; axis 0 is the batch.
         residual: What `keep` returned.
         decode: Makes an array of as many samples of it, or several.
+        codec: As in `tie`.
 
     Returns:
         What `decode` returns.
     """
     first = cotangent[(slice(None), *(slice(1),) * (cotangent.ndim - 1))[: cotangent.ndim]]
-    residual, first, never = lax.optimization_barrier((residual, first, jnp.bool(False)))
+    residual, first, never = _held((residual, first, jnp.bool(False)), codec)
     residual = on_device(residual)
 
     def used(decoded: Array) -> Array:
@@ -171,6 +176,19 @@ def decode_after(cotangent: Array, residual: C, decode: Callable[[C], T]) -> T:
     uses = floats if any(floats) else [True] * len(decoded)
     values = [used(a) if use else a for a, use in zip(decoded, uses, strict=True)]
     return jax.tree.unflatten(tree, values)
+
+
+def _held(operands: T, codec: Codec | None) -> T:
+    """A barrier; for a TPU none if what reads the residual there decodes it, too.
+
+    It would cost a pass over the cotangent, which is otherwise a part of the product that makes it
+    or reads it.
+    """
+    if codec is None or not codec.decoded_by_tpu_readers:
+        return lax.optimization_barrier(operands)
+    return lax.platform_dependent(
+        operands, tpu=lambda operands: operands, default=lax.optimization_barrier
+    )
 
 
 def compiler_options() -> dict[str, str]:

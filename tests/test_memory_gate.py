@@ -116,10 +116,10 @@ def test_two_passes_write_a_sum_over_the_residual(capsys: pytest.CaptureFixture[
     _saves_half_a_result("four blocks", reports, capsys)
 
 
-def test_a_tpus_step_needs_half_of_plains_and_little_more_time(
+def test_a_tpus_step_needs_half_of_plains_and_less_time(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A sum's codes are made in one kernel; what only a convolution reads is never written."""
+    """What reads a code decodes it there, so that no cotangent is written for it."""
     stage = {"size": 56, "width": 64, "dtype": jnp.bfloat16}
     plain, fused = (_report(spec, 4, 128, "v5e", **stage) for spec in ("plain", "fused:bits=4"))
     assert plain.estimated_cycles is not None and fused.estimated_cycles is not None
@@ -130,4 +130,4 @@ def test_a_tpus_step_needs_half_of_plains_and_little_more_time(
             f"{plain.temp_bytes / 2**20:.1f}), {cycles:.3f} times plain's estimated cycles"
         )
     assert fused.temp_bytes < 0.45 * plain.temp_bytes
-    assert cycles < 1.22
+    assert cycles < 0.95

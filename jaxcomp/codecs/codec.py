@@ -78,6 +78,8 @@ class Codec(abc.ABC):
         kinds: The kinds of operation of `jaxcomp.nn` that may store by it, for rules; see
             `nn.Coded`.
         unbiased: Whether the mean of `decode(encode(x, seed))` over seeds is x.
+        decoded_by_tpu_readers: Whether XLA for TPUs, left alone, decodes in each kernel that reads
+            the array, and so writes it nowhere.
     """
 
     name: typing.ClassVar[str]
@@ -91,6 +93,7 @@ class Codec(abc.ABC):
         "affine",
     )
     unbiased: bool
+    decoded_by_tpu_readers: bool = False
 
     @classmethod
     def stored_name(cls) -> str:

@@ -84,6 +84,11 @@ class SignAware(Codec):
         return self.bits > 2 and self.unit == "range"
 
     @property
+    def decoded_by_tpu_readers(self) -> bool:  # type: ignore[override]
+        """With 4 bits: each code is an element of its own, as its value is."""
+        return self.bits == 4
+
+    @property
     def levels(self) -> Levels:
         """What the codes stand for, in units."""
         if self.unit == "range":

@@ -166,7 +166,7 @@ def bilinear(
         code, rhs = residual
         drhs = dsink = None
         if code is not None:
-            code, cotangent = residuals.tie(code, cotangent)
+            code, cotangent = residuals.tie(code, cotangent, codec)
             if travels:
                 code = Encoded(jax.tree.map(part, code.arrays), stored.shape, stored.dtype)
             if sink is not None:
@@ -177,7 +177,7 @@ def bilinear(
                 decoded = codec.decode(code)
                 transpose = jax.linear_transpose(lambda rhs: product(decoded, rhs), like_rhs)
                 (drhs,) = transpose(cotangent)
-            drhs, cotangent = residuals.tie(row_major(drhs), cotangent)
+            drhs, cotangent = residuals.tie(row_major(drhs), cotangent, codec)
         (dlhs,) = jax.linear_transpose(lambda lhs: stock(lhs, rhs), like_lhs)(cotangent)
         return dlhs, drhs, None, dsink, None
 

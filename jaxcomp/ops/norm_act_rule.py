@@ -137,21 +137,19 @@ class Rule:
             (y, affine, (means, variances)), codes, self.stored_by
         )
 
-        def anew(made: _Made) -> _Made:
-            """All after the codes; the value is made again where that is one kernel."""
-            y, *_ = made
-            if len(inputs) == 1 and self.window is None:
-                y = self._activation(inputs, residual, *after)
-            return y, *after
+        def anew(_: _Made) -> _Made:
+            """All after the codes."""
+            return self._activation(inputs, residual, *after), *after
 
         made = y, means, variances
-        if codec.two_passes and residual is not None:
-            # XLA writes over a residual if no barrier is between the sum and that.
-            made = anew(made)
-        elif codec.bits == 4:
-            # On TPUs a value without a barrier is a part of what reads it, too. Codes of fewer bits
-            # are kernels of their own there, and bytes before they are packed.
-            made = lax.platform_dependent(made, tpu=anew, default=lambda made: made)
+        if len(inputs) == 1 and self.window is None:
+            if residual is not None and codec.two_passes:
+                # XLA writes over a residual if no barrier is between the sum and that.
+                made = anew(made)
+            elif codec.decoded_by_tpu_readers and (residual is None or self.stored_by != codec):
+                # On TPUs a value without a barrier is a part of what reads it, too. A sum's codes
+                # do not wait for it on their way to the host.
+                made = lax.platform_dependent(made, tpu=anew, default=lambda made: made)
         y, means, variances = made
         packed, own, index = codes
         arrays = *packed, *residuals.name(residuals.undifferentiable(affine), self.stored_by)
@@ -185,7 +183,7 @@ class Rule:
         norm = self.norm
         kept, variances, scales = waiting
         read = functools.partial(self._read, scale=scales[0])
-        positive, normalized, index = residuals.decode_after(dy, kept, read)
+        positive, normalized, index = residuals.decode_after(dy, kept, read, self.stored_by)
         dz = dy.astype(jnp.float32)
         if positive is not None:
             dz = jnp.where(positive, dz, 0)

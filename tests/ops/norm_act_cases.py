@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxcomp import SignAware, ops
+from jaxcomp import Offload, SignAware, ops
 from jaxcomp.codecs.sign_aware import Unit
 from tests.helpers import normal
 
@@ -15,8 +15,11 @@ SHAPE = (8, 5, 4, 6)
 POOLED = (8, 3, 4, 6)
 
 
-def norm_act(x, scale, bias, residual=None, bits=4, unit="norm", two_passes=False, **kwargs):
+def norm_act(
+    x, scale, bias, residual=None, bits=4, unit="norm", two_passes=False, offload=False, **kwargs
+):
     codec = SignAware(bits, unit=unit, two_passes=two_passes)
+    codec = Offload(codec) if offload else codec
     return ops.norm_act(x, scale, bias, residual, epsilon=EPSILON, codec=codec, **kwargs)
 
 

@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxcomp import residuals
+from jaxcomp import Offload, SignAware, ops, residuals
 from jaxcomp.ops.norm_act_rule import Rule
 from tests.helpers import DTYPES, as_float, assert_same_bits, normal
-from tests.ops.norm_act_cases import UNITS, norm_act, of_case
+from tests.ops.norm_act_cases import SHAPE, UNITS, norm_act, of_case
+
+LAYOUT = "NHWC", "HWIO", "NHWC"
 
 
 def test_two_passes_make_the_same_codes_and_gradients():
@@ -39,11 +41,12 @@ def test_the_form_for_a_tpu_makes_the_same_codes_and_gradients(case, bits, as_on
     assert_same_bits(run(), expected)
 
 
+@pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize("case", ["relu", "added", "normed", "pooled"])
-def test_on_a_tpu_four_bits_are_there_before_their_value(case, bits, as_on, monkeypatch):
-    """It is made of statistics that passed the barrier with them."""
-    coded, given = of_case(functools.partial(norm_act, bits=bits), case)
+def test_on_a_tpu_four_bits_are_there_before_their_value(case, bits, offload, as_on, monkeypatch):
+    """It is made of statistics that passed the barrier with them; a sum only if they leave."""
+    coded, given = of_case(functools.partial(norm_act, bits=bits, offload=offload), case)
     args = given(jnp.float32)
     before = coded(*args)[0].value
     keep = residuals.keep
@@ -55,8 +58,26 @@ def test_on_a_tpu_four_bits_are_there_before_their_value(case, bits, as_on, monk
     monkeypatch.setattr(residuals, "keep", moved)
     assert_same_bits(coded(*args)[0].value, before)
     as_on("tpu")
-    reads = bits == 4 and case in ("relu", "added")
+    reads = bits == 4 and (case == "relu" or (case == "added" and offload))
     assert bool((coded(*args)[0].value != before).any()) == reads
+
+
+@pytest.mark.parametrize(
+    ("codec", "fewer"), [(SignAware(4), 3), (SignAware(2), 0), (Offload(SignAware(4)), 0)]
+)
+def test_on_a_tpu_no_barrier_holds_four_bits_back(codec, fewer, as_on):
+    """What reads the code decodes it: the norm's backward pass, and the kernel's gradient."""
+
+    def layers(x, kernel):
+        x, *_ = ops.norm_act(x, jnp.ones(6), jnp.zeros(6), codec=codec)
+        return ops.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=LAYOUT)
+
+    def barriers(platform):
+        as_on(platform)
+        y, pull = jax.vjp(layers, normal(SHAPE), normal((3, 3, 6, 6), seed=1))
+        return str(jax.make_jaxpr(pull)(y)).count("optimization_barrier")
+
+    assert barriers("cuda") - barriers("tpu") == fewer
 
 
 @pytest.mark.parametrize("unit", UNITS)
