@@ -51,7 +51,7 @@ class SignAware(Codec):
         two_passes: Whether `ops.norm_act` reads a norm's input and what is added to it once for the
             codes and again for the sum, which a GPU can then write over the residual. Less memory
             where such a sum is at the peak, but more bytes move. Nothing where nothing is added or
-            the residual has a norm; with 4 bits a TPU makes every other sum so in any case.
+            the residual has a norm. With 4 bits a TPU makes sums so whose codes go to the host.
 
     Raises:
         ValueError: If `bits`, `unit` or `two_passes` is none of these.
