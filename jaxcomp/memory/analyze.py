@@ -38,7 +38,9 @@ def analyze(
     workspace of cuDNN, the CUDA context, fragmentation, and NCCL's buffers.
 
     Args:
-        fn: any function of arrays, plain or jitted by `jax.jit` or `nnx.jit`.
+        fn: any function of arrays, plain or jitted by `jax.jit` or `nnx.jit`, whose
+            `compiler_options` go to the target's compiler (those of `jaxcomp.compiler_options()`
+            to the attached device's alone).
         *args: its arguments: arrays, `jax.ShapeDtypeStruct`s, Flax NNX objects or pytrees of
             them. For several devices they carry `NamedSharding`s over `mesh(target, ...)`.
         target: one of `targets()`, such as `cpu`, `h100`, `h100:8`, `v5e:4x4`; the attached

@@ -23,6 +23,8 @@ from jax import export
 from jax.extend.core import Jaxpr
 from jax.sharding import AbstractMesh, NamedSharding
 
+from jaxcomp.residuals import compiler_options
+
 from . import answers, compile_worker
 from .buffer_assignment import dump_options
 from .targets import Target
@@ -104,6 +106,8 @@ def _compile_in_child(
     step: TracedStep, target: Target, options: dict[str, Any], xla_remat: bool
 ) -> CompiledStep:
     exported = _export(step, target.platform)
+    for_this_device = compiler_options()
+    own = {n: v for n, v in step.compiler_options.items() if n not in for_this_device}
     request = {
         "exported": exported,
         "platform": target.platform,
@@ -111,7 +115,7 @@ def _compile_in_child(
         "mesh": _mesh(step, exported.nr_devices, target),
         "donated": step.donated,
         "argument_names": step.jaxpr.debug_info.arg_names,
-        "compiler_options": options,
+        "compiler_options": own | options,
         "xla_remat": xla_remat,
     }
     rest = {name: part for name, part in request.items() if name != "exported"}

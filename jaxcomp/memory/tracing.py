@@ -37,6 +37,11 @@ class TracedStep:
         return sum(int(constant.nbytes) for constant in _constants(self.traced.jaxpr).values())
 
     @property
+    def compiler_options(self) -> dict[str, Any]:
+        """What the function's own jit tells the compiler."""
+        return dict(self.traced._params["compiler_options_kvs"])
+
+    @property
     def donated(self) -> tuple[int, ...]:
         """Which of the program's flat arguments are donated."""
         infos = jax.tree.leaves(self.traced.args_info)

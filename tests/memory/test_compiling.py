@@ -56,6 +56,15 @@ def test_a_mesh_of_absent_devices_is_not_for_attached_ones():
 
 
 @needs_gpu_compiler
+def test_a_jits_compiler_options_are_the_targets_but_for_what_this_device_needs(monkeypatch):
+    sine = trace(jax.jit(jnp.sin, compiler_options={"xla_no_option": "1"}), X)
+    with pytest.raises(CompileError, match="xla_no_option"):
+        compile_step(sine, resolve("h100"))
+    monkeypatch.setattr(compiling, "compiler_options", lambda: {"xla_no_option": "1"})
+    compile_step(sine, resolve("h100"))
+
+
+@needs_gpu_compiler
 def test_a_second_look_is_not_compiled(tmp_path, monkeypatch):
     asked, ask = [], compiling._ask_child
 
