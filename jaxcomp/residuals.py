@@ -132,8 +132,8 @@ def tie(one: C, other: T, codec: Codec | None = None) -> tuple[C, T]:
         one: Any pytree, such as what `keep` returned or a weight's gradient.
         other: Any pytree of arrays that are written to memory anyway, such as a cotangent that is
             an operand of a product.
-        codec: What stores the residual that is read, if it may be one that a TPU needs no barrier
-            for.
+        codec: What the residual is stored by. If it is one with `decoded_by_tpu_readers`, nothing
+            is tied on a TPU.
 
     Returns:
         Both, to be used in place of the arguments.
@@ -154,7 +154,7 @@ def decode_after(
         cotangent: The arriving cotangent; axis 0 is the batch.
         residual: What `keep` returned.
         decode: Makes an array of as many samples of it, or several.
-        codec: As in `tie`.
+        codec: As in `tie`; decoding waits for nothing where that ties nothing.
 
     Returns:
         What `decode` returns.

@@ -79,7 +79,8 @@ class Codec(abc.ABC):
             `nn.Coded`.
         unbiased: Whether the mean of `decode(encode(x, seed))` over seeds is x.
         decoded_by_tpu_readers: Whether XLA for TPUs, left alone, decodes in each kernel that reads
-            the array, and so writes it nowhere.
+            the array, and so writes it nowhere. Then no barrier holds the code back there. What
+            waits on the host has to be held back: `Offload` of such a codec is not one.
     """
 
     name: typing.ClassVar[str]

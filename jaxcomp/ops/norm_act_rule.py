@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array
 
 from jaxcomp import residuals
-from jaxcomp.codecs import Codec, Encoded, noise
+from jaxcomp.codecs import Codec, Encoded, Offload, noise
 from jaxcomp.codecs.codec import Seed
 from jaxcomp.codecs.sign_aware import Normalized, Preactivation, SignAware
 from jaxcomp.ops.norm import Norm
@@ -146,7 +146,9 @@ class Rule:
             if residual is not None and codec.two_passes:
                 # XLA writes over a residual if no barrier is between the sum and that.
                 made = anew(made)
-            elif codec.decoded_by_tpu_readers and (residual is None or self.stored_by != codec):
+            elif codec.decoded_by_tpu_readers and (
+                residual is None or isinstance(self.stored_by, Offload)
+            ):
                 # On TPUs a value without a barrier is a part of what reads it, too. A sum's codes
                 # do not wait for it on their way to the host.
                 made = lax.platform_dependent(made, tpu=anew, default=lambda made: made)

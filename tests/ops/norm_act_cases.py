@@ -16,9 +16,18 @@ POOLED = (8, 3, 4, 6)
 
 
 def norm_act(
-    x, scale, bias, residual=None, bits=4, unit="norm", two_passes=False, offload=False, **kwargs
+    x,
+    scale,
+    bias,
+    residual=None,
+    bits=4,
+    unit="norm",
+    two_passes=False,
+    signed=False,
+    offload=False,
+    **kwargs,
 ):
-    codec = SignAware(bits, unit=unit, two_passes=two_passes)
+    codec = SignAware(bits, signed=signed, unit=unit, two_passes=two_passes)
     codec = Offload(codec) if offload else codec
     return ops.norm_act(x, scale, bias, residual, epsilon=EPSILON, codec=codec, **kwargs)
 

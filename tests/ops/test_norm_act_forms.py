@@ -41,12 +41,12 @@ def test_the_form_for_a_tpu_makes_the_same_codes_and_gradients(case, bits, as_on
     assert_same_bits(run(), expected)
 
 
-@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("stored", [{}, {"signed": True}, {"offload": True}], ids=str)
 @pytest.mark.parametrize("bits", [2, 4])
 @pytest.mark.parametrize("case", ["relu", "added", "normed", "pooled"])
-def test_on_a_tpu_four_bits_are_there_before_their_value(case, bits, offload, as_on, monkeypatch):
+def test_on_a_tpu_four_bits_are_there_before_their_value(case, bits, stored, as_on, monkeypatch):
     """It is made of statistics that passed the barrier with them; a sum only if they leave."""
-    coded, given = of_case(functools.partial(norm_act, bits=bits, offload=offload), case)
+    coded, given = of_case(functools.partial(norm_act, bits=bits, **stored), case)
     args = given(jnp.float32)
     before = coded(*args)[0].value
     keep = residuals.keep
@@ -58,7 +58,7 @@ def test_on_a_tpu_four_bits_are_there_before_their_value(case, bits, offload, as
     monkeypatch.setattr(residuals, "keep", moved)
     assert_same_bits(coded(*args)[0].value, before)
     as_on("tpu")
-    reads = bits == 4 and (case == "relu" or (case == "added" and offload))
+    reads = bits == 4 and (case == "relu" or (case == "added" and "offload" in stored))
     assert bool((coded(*args)[0].value != before).any()) == reads
 
 
