@@ -40,6 +40,7 @@ class Kept(typing.NamedTuple):
 
 
 _Sums = tuple[Array, list[Array]]
+_Statistics = tuple[tuple[Array, ...], tuple[Array, ...]]
 _Made = tuple[Array, tuple[Array, ...], tuple[Array, ...]]
 
 
@@ -137,25 +138,30 @@ class Rule:
             (y, affine, (means, variances)), codes, self.stored_by
         )
 
-        def anew(_: _Made) -> _Made:
-            """All after the codes."""
-            return self._activation(inputs, residual, *after), *after
-
-        made = y, means, variances
-        if len(inputs) == 1 and self.window is None:
-            if residual is not None and codec.two_passes:
-                # XLA writes over a residual if no barrier is between the sum and that.
-                made = anew(made)
-            elif codec.decoded_by_tpu_readers and (
-                residual is None or isinstance(self.stored_by, Offload)
-            ):
-                # On TPUs a value without a barrier is a part of what reads it, too. A sum's codes
-                # do not wait for it on their way to the host.
-                made = lax.platform_dependent(made, tpu=anew, default=lambda made: made)
-        y, means, variances = made
+        y, means, variances = self._after_codes(inputs, residual, (y, means, variances), after)
         packed, own, index = codes
         arrays = *packed, *residuals.name(residuals.undifferentiable(affine), self.stored_by)
         return y, Kept(Encoded(arrays, y.shape, y.dtype), own, index), means, variances
+
+    def _after_codes(
+        self, inputs: tuple[Input, ...], residual: Array | None, made: _Made, after: _Statistics
+    ) -> _Made:
+        """What goes on: all as it was made, or made anew of statistics of after the codes."""
+
+        def anew(_: _Made) -> _Made:
+            return self._activation(inputs, residual, *after), *after
+
+        if len(inputs) > 1 or self.window is not None:
+            return made
+        if residual is not None and self.codec.two_passes:
+            # XLA writes over a residual if no barrier is between the sum and that.
+            return anew(made)
+        offloaded = isinstance(self.stored_by, Offload)
+        if self.codec.decoded_by_tpu_readers and (residual is None or offloaded):
+            # On TPUs a value without a barrier is a part of what reads it, too. A sum's codes
+            # do not wait for it on their way to the host.
+            return lax.platform_dependent(made, tpu=anew, default=lambda made: made)
+        return made
 
     def _activation(
         self,

@@ -13,6 +13,7 @@ from tests.helpers import normal
 EPSILON = 1e-3
 SHAPE = (8, 5, 4, 6)
 POOLED = (8, 3, 4, 6)
+NHWC = ("NHWC", "HWIO", "NHWC")
 
 
 def norm_act(

@@ -10,9 +10,7 @@ import pytest
 from jaxcomp import Offload, SignAware, ops, residuals
 from jaxcomp.ops.norm_act_rule import Rule
 from tests.helpers import DTYPES, as_float, assert_same_bits, normal
-from tests.ops.norm_act_cases import SHAPE, UNITS, norm_act, of_case
-
-LAYOUT = "NHWC", "HWIO", "NHWC"
+from tests.ops.norm_act_cases import NHWC, SHAPE, UNITS, norm_act, of_case
 
 
 def test_two_passes_make_the_same_codes_and_gradients():
@@ -70,7 +68,7 @@ def test_on_a_tpu_no_barrier_holds_four_bits_back(codec, fewer, as_on):
 
     def layers(x, kernel):
         x, *_ = ops.norm_act(x, jnp.ones(6), jnp.zeros(6), codec=codec)
-        return ops.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=LAYOUT)
+        return ops.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=NHWC)
 
     def barriers(platform):
         as_on(platform)
