@@ -18,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 from jaxcomp.codecs import Codec, Exact, Offload
+from jaxcomp.varying import alike
 
 T = typing.TypeVar("T")
 C = typing.TypeVar("C")
@@ -187,7 +188,7 @@ def _held(operands: T, codec: Codec | None) -> T:
     if codec is None or not codec.decoded_by_tpu_readers:
         return lax.optimization_barrier(operands)
     return lax.platform_dependent(
-        operands, tpu=lambda operands: operands, default=lax.optimization_barrier
+        alike(operands), tpu=lambda operands: operands, default=lax.optimization_barrier
     )
 
 

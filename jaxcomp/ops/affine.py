@@ -10,6 +10,7 @@ from jaxcomp import residuals
 from jaxcomp.codecs import Codec
 from jaxcomp.codecs.codec import Seed
 from jaxcomp.ops.linear import is_argument, is_perturbed
+from jaxcomp.varying import alike
 
 
 def affine(
@@ -57,7 +58,8 @@ def affine(
     if codec is None:
         return stock(x, scale, bias)
     codec.check(x.shape, x.dtype)
-    like_scale = jax.ShapeDtypeStruct(scale.shape, scale.dtype)
+    x, scale, bias = alike((x, scale, bias))
+    like_scale = jax.eval_shape(lambda scale: scale, scale)
 
     @jax.custom_vjp
     def op(x: Array, scale: Array, bias: Array | None, seed: Seed) -> Array:

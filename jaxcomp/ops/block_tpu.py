@@ -3,7 +3,6 @@
 import functools
 import typing
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -14,6 +13,7 @@ from jaxtyping import Array, Float
 from jaxcomp import residuals
 from jaxcomp.codecs import BlockSparse, Encoded
 from jaxcomp.codecs.block_sparse import Grid
+from jaxcomp.varying import alike, like
 
 LANES, SUBLANES = 128, 8  # of a register of 32 bits
 VMEM_NBYTES = 12 * 2**20  # of the 16 MiB that XLA gives a kernel
@@ -65,16 +65,14 @@ def by_tpu(
                 pl.BlockSpec((None, None, tall, tile), lambda j, b, r: (b, r, zero, j)),
             ],
             out_specs=pl.BlockSpec((features, tile), lambda j, b, r: (zero, j)),
-            out_shape=jax.ShapeDtypeStruct((features, columns), jnp.float32),
+            out_shape=like(args[0], (features, columns), jnp.float32),
             interpret=interpret,
             name="block_product",
         )(*args)
 
     dtype = jnp.promote_types(data.dtype, g.dtype)
     sums = lax.platform_dependent(
-        indices,
-        data.astype(dtype),
-        g.astype(dtype),
+        *alike((indices, data.astype(dtype), g.astype(dtype))),
         tpu=functools.partial(run, False),
         default=functools.partial(run, True),
     )

@@ -4,7 +4,6 @@ import functools
 import math
 import typing
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -14,6 +13,7 @@ from jaxtyping import Array, Float, Integer
 from jaxcomp import residuals
 from jaxcomp.codecs import BlockSparse, Encoded
 from jaxcomp.codecs.block_sparse import Grid
+from jaxcomp.varying import alike, like
 
 TILE = 64, 64, 64  # rows, features and columns of a step of the kernel
 PROGRAMS = 512  # at least, so that a large GPU is busy
@@ -53,9 +53,7 @@ def by_triton(
         sums = pl.pallas_call(
             functools.partial(_kernel, grid, batch * grid.rows, columns, steps, precision),
             grid=(*tiles, parts),
-            out_shape=jax.ShapeDtypeStruct(
-                (parts, tiles[0] * features, tiles[1] * width), jnp.float32
-            ),
+            out_shape=like(args[0], (parts, tiles[0] * features, tiles[1] * width), jnp.float32),
             out_specs=pl.BlockSpec((None, features, width), lambda i, j, part: (part, i, j)),
             compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
             interpret=interpret,
@@ -65,9 +63,7 @@ def by_triton(
 
     dtype = jnp.promote_types(data.dtype, cotangent.dtype)
     return lax.platform_dependent(
-        slots.reshape(-1),
-        data.astype(dtype).reshape(-1),
-        cotangent.astype(dtype).reshape(-1),
+        *alike(tuple(a.reshape(-1) for a in (slots, data.astype(dtype), cotangent.astype(dtype)))),
         cuda=functools.partial(run, False),
         default=functools.partial(run, True),
     )

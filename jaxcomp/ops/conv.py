@@ -17,6 +17,7 @@ from jaxcomp.ops.activated import Activation
 from jaxcomp.ops.linear import Reads, bilinear
 from jaxcomp.ops.pointwise import kernel_gradient
 from jaxcomp.ops.sensitivity import Sink
+from jaxcomp.varying import alike
 
 
 def conv_general_dilated(
@@ -132,6 +133,7 @@ def conv_general_dilated(
             return at_stride_1(part.transpose(restore), rhs)
 
         reads = Reads(lambda x: x[strided], product)
+        x, rhs = alike((x, rhs))
         gradient = kernel_gradient(coder(codec), product, numbers, rhs, precision)
     return bilinear(
         conv,

@@ -17,6 +17,7 @@ from jaxcomp.codecs.offload import coder
 from jaxcomp.ops import block_product
 from jaxcomp.ops.row_major import row_major
 from jaxcomp.ops.sensitivity import Sink, check_sink, importance, sensitivity
+from jaxcomp.varying import alike
 
 DotDimensionNumbers = tuple[
     tuple[Sequence[int], Sequence[int]],
@@ -181,6 +182,7 @@ def bilinear(
         (dlhs,) = jax.linear_transpose(lambda lhs: stock(lhs, rhs), like_lhs)(cotangent)
         return dlhs, drhs, None, dsink, None
 
+    lhs, rhs, code, sink = alike((lhs, rhs, code, sink))
     like_lhs, like_rhs = jax.eval_shape(lambda *operands: operands, lhs, rhs)
     op.defvjp(forward, backward, symbolic_zeros=True)
     return op(lhs, rhs, code, sink, seed)

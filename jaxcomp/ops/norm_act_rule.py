@@ -15,6 +15,7 @@ from jaxcomp.codecs.codec import Seed
 from jaxcomp.codecs.sign_aware import Normalized, Preactivation, SignAware
 from jaxcomp.ops.norm import Norm
 from jaxcomp.ops.pooling import Window
+from jaxcomp.varying import alike
 
 
 class Input(typing.NamedTuple):
@@ -41,7 +42,6 @@ class Kept(typing.NamedTuple):
 
 _Sums = tuple[Array, list[Array]]
 _Statistics = tuple[tuple[Array, ...], tuple[Array, ...]]
-_Made = tuple[Array, tuple[Array, ...], tuple[Array, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +68,7 @@ class Rule:
         self, inputs: tuple[Input, ...], residual: Array | None, unit: Array, seed: Seed
     ) -> tuple[Array, Encoded | None, tuple[Array, ...], tuple[Array, ...]]:
         """The result, its code, means and variances."""
+        inputs, residual = alike((inputs, residual))
         like = jax.eval_shape(lambda *arguments: arguments, inputs, residual)
 
         @jax.custom_vjp
@@ -137,19 +138,18 @@ class Rule:
         (y, affine, after), codes = residuals.keep(
             (y, affine, (means, variances)), codes, self.stored_by
         )
-
-        y, means, variances = self._after_codes(inputs, residual, (y, means, variances), after)
+        y = self._after_codes(inputs, residual, y, after)
         packed, own, index = codes
         arrays = *packed, *residuals.name(residuals.undifferentiable(affine), self.stored_by)
         return y, Kept(Encoded(arrays, y.shape, y.dtype), own, index), means, variances
 
     def _after_codes(
-        self, inputs: tuple[Input, ...], residual: Array | None, made: _Made, after: _Statistics
-    ) -> _Made:
-        """What goes on: all as it was made, or made anew of statistics of after the codes."""
+        self, inputs: tuple[Input, ...], residual: Array | None, made: Array, after: _Statistics
+    ) -> Array:
+        """The result that goes on: `made`, or made anew of statistics of after the codes."""
 
-        def anew(_: _Made) -> _Made:
-            return self._activation(inputs, residual, *after), *after
+        def anew(_: Array) -> Array:
+            return self._activation(inputs, residual, *after)
 
         if len(inputs) > 1 or self.window is not None:
             return made

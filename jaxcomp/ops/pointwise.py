@@ -52,7 +52,7 @@ def _of_means(
     batch, channel, *spatial = numbers.out_spec
     channels_last = (batch, *spatial, channel)
     restore = tuple(sorted(range(len(channels_last)), key=channels_last.__getitem__))
-    like = jax.ShapeDtypeStruct(kernel.shape, kernel.dtype)
+    like = jax.eval_shape(lambda kernel: kernel, kernel)
 
     def gradient(code: Encoded, cotangent: Array) -> Array:
         (means,) = code.arrays
@@ -79,7 +79,7 @@ def _of_multiples(
     """
     batch, channel, *spatial = numbers.out_spec
     features, inputs, *ones = numbers.rhs_spec
-    like = jax.ShapeDtypeStruct(kernel.shape, kernel.dtype)
+    like = jax.eval_shape(lambda kernel: kernel, kernel)
 
     def of_integers(code: Encoded, cotangent: Array) -> Array:
         multiples, unit = codec.multiples(code)

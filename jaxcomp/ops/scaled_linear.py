@@ -12,6 +12,7 @@ from jaxcomp import residuals
 from jaxcomp.codecs import Codec
 from jaxcomp.codecs.codec import Seed
 from jaxcomp.ops.linear import is_argument, is_perturbed, layer_gradient
+from jaxcomp.varying import alike
 
 
 def scaled_linear(
@@ -57,6 +58,7 @@ def scaled_linear(
         (6.0, [12.0])
     """
     codec.check(x.shape, x.dtype)
+    x, kernel, bias, scale = alike((x, kernel, bias, scale))
     wide = jnp.result_type(kernel.dtype, scale.dtype, jnp.float32)
     product = layer_gradient(codec, x, kernel.shape[1], wide, precision)
     others = tuple(range(x.ndim - 1))

@@ -171,7 +171,8 @@ def kernels_of_the_program(fn, *args):
     return exported.mlir_module().count("tpu_custom_call")
 
 
-def test_several_tpus_take_the_kernel_inside_shard_map_alone():
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_several_tpus_take_the_kernel_inside_shard_map_alone(check_vma):
     codec = BlockSparse((8, 8), 0.5)
     w, x = normal((16, 128), seed=1), normal((16, 8, 16))
     spread = replicate(w), shard(x)
@@ -181,10 +182,11 @@ def test_several_tpus_take_the_kernel_inside_shard_map_alone():
     assert memory.analyze(gradient, *spread, target="v5e:4x2").flops > 0
 
     def of_a_part(w, x):
-        return jax.lax.psum(gradient(w, x), "batch")
+        part = gradient(w, x)
+        return part if check_vma else jax.lax.psum(part, "batch")
 
-    specs = {"in_specs": (jax.P(), jax.P("batch")), "out_specs": jax.P(), "check_vma": False}
-    by_hand = jax.shard_map(of_a_part, mesh=spread[1].sharding.mesh, **specs)
+    specs = {"in_specs": (jax.P(), jax.P("batch")), "out_specs": jax.P()}
+    by_hand = jax.shard_map(of_a_part, mesh=spread[1].sharding.mesh, **specs, check_vma=check_vma)
     assert kernels_of_the_program(by_hand, *spread) == 1
     assert_close(jax.jit(by_hand)(*spread), gradient(w, x), 1e-5)
 

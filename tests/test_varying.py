@@ -1,0 +1,47 @@
+import jax
+import jax.numpy as jnp
+
+from jaxcomp.varying import alike, like
+
+
+def mapped(body, **options):
+    """Runs `body(rows, columns, whole)`, whose arrays vary over one axis each, or none."""
+    mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    specs = {"in_specs": (jax.P("a"), jax.P("b"), jax.P()), "out_specs": jax.P(("a", "b"))}
+    return jax.shard_map(body, mesh=mesh, **specs, **options)(*[jnp.arange(8.0)] * 3)
+
+
+def axes(array):
+    return set(jax.typeof(array).manual_axis_type.varying)
+
+
+def test_every_array_varies_over_all_axes():
+    def body(rows, columns, whole):
+        both = alike({"rows": rows, "columns": columns, "whole": whole, "none": None})
+        assert both["none"] is None
+        assert [axes(a) for a in jax.tree.leaves(both)] == [{"a", "b"}] * 3
+        assert [axes(a) for a in alike((rows, whole))] == [{"a"}] * 2
+        assert not axes(alike((whole,))[0])
+        return both["whole"]
+
+    assert mapped(body).tolist() == [*range(8)] * 8
+
+
+def test_nothing_varies_by_type_without_the_check_or_outside():
+    def body(rows, columns, whole):
+        assert alike((rows, columns, whole)) == (rows, columns, whole)
+        return whole
+
+    mapped(body, check_vma=False)
+    x = jnp.ones(3)
+    assert alike((x, None, x))[2] is x
+
+
+def test_like_varies_as_its_array_does():
+    def body(rows, columns, whole):
+        found = like(rows, (2, 3), jnp.bfloat16)
+        assert (found.shape, found.dtype) == ((2, 3), jnp.bfloat16)
+        assert found.manual_axis_type.varying == {"a"}
+        return whole
+
+    mapped(body)
