@@ -22,7 +22,7 @@ from experiments.config import TrainConfig
 from experiments.data import load
 from experiments.figure import draw
 from experiments.measure import Measurement, measure
-from experiments.options import DataDir, Out, TrainedWays
+from experiments.options import DataDir, Out, TrainedWays, usage_errors
 from experiments.planning import quantized_bits
 from experiments.record import describe_environment, make_folder, write_json
 from experiments.train import METRICS, train
@@ -175,11 +175,11 @@ def compare_seeds(
     """Compares with several seeds and reports, for a command line; runs are under ``out / "runs"``.
 
     Raises:
-        typer.BadParameter: the first way is not ``plain``, or there is one seed.
+        ValueError: the first way is not ``plain``, or there is one seed.
         typer.Exit: Ctrl-C stopped a run.
     """
     if len(seeds) < 2 or len({*seeds}) != len(seeds) or ways[0] != "plain":
-        raise typer.BadParameter(
+        raise ValueError(
             f"way={ways}, seed={seeds}: expected plain first, 2 or more seeds, each once"
         )
     make_folder(out)
@@ -208,6 +208,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
     ]
 
 
+@usage_errors()
 def main(
     out: Out,
     runs: Annotated[Path | None, typer.Option(help="Of the runs; default OUT/runs.")] = None,
@@ -225,27 +226,24 @@ def main(
 ) -> None:
     """Trains a model several ways and compares; the same command again goes on."""
     seeds = seed or [0]
-    try:
-        config = TrainConfig(
-            model=model,
-            dataset=dataset,
-            data_dir=data_dir,
-            epochs=epochs,
-            batch=batch,
-            lr=lr,
-            dtype=dtype,
-        )
-        make_folder(out)
-        rows = compare(
-            config,
-            way or WAYS,
-            seeds,
-            runs or out / "runs",
-            rounds=rounds,
-            tensorboard=tensorboard,
-        )
-    except (ValueError, OSError, ModuleNotFoundError) as error:
-        raise typer.BadParameter(str(error)) from error
+    config = TrainConfig(
+        model=model,
+        dataset=dataset,
+        data_dir=data_dir,
+        epochs=epochs,
+        batch=batch,
+        lr=lr,
+        dtype=dtype,
+    )
+    make_folder(out)
+    rows = compare(
+        config,
+        way or WAYS,
+        seeds,
+        runs or out / "runs",
+        rounds=rounds,
+        tensorboard=tensorboard,
+    )
     _reported(rows, config, seeds, out)
 
 

@@ -14,7 +14,7 @@ from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from experiments.compare import WAYS, compare, report
 from experiments.config import TrainConfig
-from experiments.options import Out
+from experiments.options import Out, usage_errors
 from experiments.record import make_folder
 
 CONFIG = TrainConfig(
@@ -40,14 +40,12 @@ def compilation_cache(directory: Path) -> Iterator[None]:
         reset_cache()
 
 
+@usage_errors()
 def main(
     out: Out = Path("experiments/results/demo"),
 ) -> None:
     """Trains a ResNet six ways; prints a table, writes a picture and a JSON file."""
-    try:
-        make_folder(out)
-    except OSError as error:
-        raise typer.BadParameter(str(error)) from error
+    make_folder(out)
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         with compilation_cache(scratch / "compiled"):

@@ -1,5 +1,7 @@
-"""Options that several commands take."""
+"""Options that several commands take, and what they say of wrong ones."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -18,3 +20,16 @@ Target = Annotated[
 ]
 DataDir = Annotated[Path | None, typer.Option(help="Where the full data sets are.")]
 Add = Annotated[bool, typer.Option("--add", help="Keep other rows that are there.")]
+
+
+@contextmanager
+def usage_errors() -> Iterator[None]:
+    """Decorates a command: a wrong argument is shown by its message, without a traceback.
+
+    Raises:
+        typer.BadParameter: For a ValueError, an OSError or an ImportError, with its message.
+    """
+    try:
+        yield
+    except (ValueError, OSError, ImportError) as error:
+        raise typer.BadParameter(str(error)) from error

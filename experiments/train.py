@@ -22,7 +22,7 @@ from experiments.data import load
 from experiments.devices import shard
 from experiments.interrupt import deferred_interrupt
 from experiments.monitor import Monitor, open_tensorboard
-from experiments.options import DataDir
+from experiments.options import DataDir, usage_errors
 from experiments.planning import Planner
 from experiments.record import describe_environment, make_folder, write_json
 from experiments.run import build, count_epoch_steps, evaluate
@@ -170,6 +170,7 @@ def train(
     return TrainResult(state, history, finished=True)
 
 
+@usage_errors()
 def main(
     out: Annotated[Path, typer.Option(help="Directory of the run.")],
     model: str = TrainConfig.model,
@@ -201,36 +202,33 @@ def main(
     tensorboard: Annotated[bool, typer.Option(help="Write TensorBoard scalars.")] = True,
 ) -> None:
     """Trains an image classifier; Ctrl-C saves, --resume goes on."""
-    try:
-        config = TrainConfig(
-            model=model,
-            dataset=dataset,
-            data_dir=data_dir,
-            way=way,
-            epochs=epochs,
-            epoch_steps=epoch_steps,
-            batch=batch,
-            optimizer=optimizer,
-            lr=lr,
-            warmup_epochs=warmup_epochs,
-            momentum=momentum,
-            nesterov=nesterov,
-            weight_decay=weight_decay,
-            label_smoothing=label_smoothing,
-            augment=augment,
-            dtype=dtype,
-            plan_steps=plan_steps,
-            seed=seed,
-        )
-        result = train(
-            config,
-            out,
-            resume=resume,
-            checkpoint_steps=checkpoint_steps,
-            tensorboard=tensorboard,
-        )
-    except (ValueError, OSError, ModuleNotFoundError) as error:
-        raise typer.BadParameter(str(error)) from error
+    config = TrainConfig(
+        model=model,
+        dataset=dataset,
+        data_dir=data_dir,
+        way=way,
+        epochs=epochs,
+        epoch_steps=epoch_steps,
+        batch=batch,
+        optimizer=optimizer,
+        lr=lr,
+        warmup_epochs=warmup_epochs,
+        momentum=momentum,
+        nesterov=nesterov,
+        weight_decay=weight_decay,
+        label_smoothing=label_smoothing,
+        augment=augment,
+        dtype=dtype,
+        plan_steps=plan_steps,
+        seed=seed,
+    )
+    result = train(
+        config,
+        out,
+        resume=resume,
+        checkpoint_steps=checkpoint_steps,
+        tensorboard=tensorboard,
+    )
     if not result.finished:
         typer.echo(f"stopped at step {int(result.state.step)}; go on with --resume")
         raise typer.Exit(130)

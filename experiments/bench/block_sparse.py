@@ -20,7 +20,7 @@ import typer
 from rich.progress import track
 
 import jaxcomp as jc
-from experiments.options import Out
+from experiments.options import Out, usage_errors
 from experiments.record import describe_environment, write_json, write_table
 from jaxcomp.codecs.block_sparse import Product
 from jaxcomp.memory import analyze
@@ -88,6 +88,7 @@ def seconds(codec: jc.BlockSparse, shape: tuple[int, ...], runs: int) -> dict[st
     return {name: min(found[1:]) for name, found in times.items()}
 
 
+@usage_errors()
 def main(
     out: Out,
     target: Annotated[str, typer.Option(help="As jaxcomp.memory.targets.")] = "h100",

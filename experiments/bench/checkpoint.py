@@ -19,7 +19,7 @@ from jax import lax
 from rich.progress import track
 
 import jaxcomp as jc
-from experiments.options import Out, Target
+from experiments.options import Out, Target, usage_errors
 from experiments.record import describe_environment, write_json, write_table
 from jaxcomp.memory import analyze
 
@@ -132,6 +132,7 @@ def measure(kind: str, way: str, target: str | None) -> dict[str, Any]:
     }
 
 
+@usage_errors()
 def main(out: Out, target: Target = None) -> None:
     """Compiles every block in every way; writes checkpoint.json and checkpoint.md."""
     cases = [(kind, way) for kind in BLOCKS for way in WAYS]

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.progress import track
 
-from experiments.options import Add, Out, Ways
+from experiments.options import Add, Out, Ways, usage_errors
 from experiments.record import describe_environment, read_table, write_json, write_table
 from jaxcomp import memory
 from jaxcomp.memory.targets import resolve
@@ -36,6 +36,7 @@ BATCHES = 64, 128
 STEP = 8  # largest batches are multiples of it
 
 
+@usage_errors()
 def main(
     out: Out,
     way: Ways = None,

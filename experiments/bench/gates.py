@@ -21,7 +21,7 @@ from jax import lax
 from rich.progress import track
 
 import jaxcomp as jc
-from experiments.options import Out, Target
+from experiments.options import Out, Target, usage_errors
 from experiments.record import describe_environment, read_table, write_json, write_table
 from jaxcomp.memory.analyze import analyze_step
 from jaxcomp.memory.targets import resolve
@@ -169,6 +169,7 @@ def measure(gate: Gate, codec: jc.Codec, target: str | None) -> dict[str, Any]:
     return {name: (more[name] - fewer[name]) / (MORE - FEWER) for name in more}
 
 
+@usage_errors()
 def main(
     out: Out,
     target: Target = None,

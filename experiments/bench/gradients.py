@@ -26,7 +26,7 @@ from rich.progress import track
 import jaxcomp as jc
 from experiments.config import TrainConfig
 from experiments.data import load
-from experiments.options import Add, Out, Ways
+from experiments.options import Add, Out, Ways, usage_errors
 from experiments.planning import quantized_bits
 from experiments.record import describe_environment, read_table, write_json, write_table
 from experiments.reproduce.transformers import TASKS, Runs, epochs
@@ -121,6 +121,7 @@ def declared_bytes(model: nnx.Module, batch: tuple[jax.Array, jax.Array]) -> int
     return declared_residual_bytes(loss, params, rest, batch)
 
 
+@usage_errors()
 def main(
     out: Out,
     way: Ways = None,
@@ -136,6 +137,8 @@ def main(
     ways = way or list(WAYS.get(model, ()))
     if not ways:
         raise typer.BadParameter(f"model={model!r}: expected one of {[*WAYS]}, or some --way")
+    for name in ways:
+        Way.parse(name.removeprefix(PLANNED))  # before an hour of training, not after
     subject = (transformer if model in TASKS else network)(model, steps, batch)
 
     def in_training(way: str) -> nnx.Module:

@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 
 from experiments.config import DTYPES
-from experiments.options import Add, Out, Target, Ways
+from experiments.options import Add, Out, Target, Ways, usage_errors
 from experiments.record import describe_environment, read_table, write_json
 from jaxcomp import memory
 from jaxcomp.memory import MemoryReport
@@ -63,18 +63,15 @@ def tabulate(
         (out / "memory.md").write_text(text)
         return text
 
-    try:
-        table = memory.compare(
-            make_step,
-            ways,
-            batch=batch,
-            target=target,
-            largest_batch=max_batch,
-            progress=lambda name: console.status(f"compiling {name}"),
-            save=save,
-        )
-    except (ValueError, ImportError) as error:
-        raise typer.BadParameter(str(error)) from error
+    table = memory.compare(
+        make_step,
+        ways,
+        batch=batch,
+        target=target,
+        largest_batch=max_batch,
+        progress=lambda name: console.status(f"compiling {name}"),
+        save=save,
+    )
     console.print(save(table), highlight=False, soft_wrap=True)
 
 
@@ -91,6 +88,7 @@ def _rows(path: Path, described: dict[str, object]) -> list[Row]:
     return rows
 
 
+@usage_errors()
 def main(
     out: Out,
     way: Ways = None,

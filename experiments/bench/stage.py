@@ -17,7 +17,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from experiments.bench.memory import WAYS, tabulate
-from experiments.options import Out, Target, Ways
+from experiments.options import Out, Target, Ways, usage_errors
 from jaxcomp import compiler_options
 from jaxcomp.memory.comparison import MakeStep
 from jaxcomp.models.resnet import Bottleneck, Features, Layers
@@ -69,6 +69,7 @@ def step_factory(
     return make_step
 
 
+@usage_errors()
 def main(out: Out, way: Ways = None, batch: int = 128, target: Target = None) -> None:
     """Compiles the stage several ways; writes memory.json and memory.md."""
     ways = way or [name for name in WAYS if not name.startswith("accumulate")]

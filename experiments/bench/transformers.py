@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from experiments import transformers
 from experiments.bench.memory import tabulate
-from experiments.options import Add, Out, Target, Ways
+from experiments.options import Add, Out, Target, Ways, usage_errors
 from jaxcomp.memory.comparison import MakeStep
 
 CASES: dict[str, tuple[MakeStep, int, str]] = {
@@ -76,6 +76,7 @@ def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
+@usage_errors()
 def main(
     out: Out,
     case: Annotated[list[str] | None, typer.Option(help="Default: all.")] = None,

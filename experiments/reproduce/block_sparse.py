@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from experiments.compare import Row, compare_seeds
 from experiments.config import TrainConfig
-from experiments.options import DataDir, Out, TrainedWays
+from experiments.options import DataDir, Out, TrainedWays, usage_errors
 
 WAYS = (
     "plain",
@@ -52,6 +52,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
+@usage_errors()
 def main(
     out: Out,
     way: TrainedWays = None,

@@ -25,7 +25,7 @@ from experiments.checkpoint import Checkpoints
 from experiments.compare import compare_seeds, run_folder
 from experiments.config import TrainConfig
 from experiments.data import Dataset, load
-from experiments.options import DataDir, Out, TrainedWays
+from experiments.options import DataDir, Out, TrainedWays, usage_errors
 from experiments.record import describe_environment, write_json, write_table
 from experiments.run import build
 from jaxcomp.models.resnet import ResNet
@@ -140,6 +140,7 @@ def draw(networks: dict[str, ResNet], images: jax.Array, labels: jax.Array, path
     figure.savefig(path, dpi=150)
 
 
+@usage_errors()
 def main(
     out: Out,
     way: TrainedWays = None,

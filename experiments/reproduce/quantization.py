@@ -15,7 +15,7 @@ import typer
 
 from experiments.compare import Row, compare_seeds
 from experiments.config import TrainConfig
-from experiments.options import DataDir, Out, TrainedWays
+from experiments.options import DataDir, Out, TrainedWays, usage_errors
 from experiments.paired import paired_difference
 from experiments.record import describe_environment, write_json, write_table
 
@@ -30,6 +30,7 @@ WAYS = (
 )
 
 
+@usage_errors()
 def main(
     out: Out,
     way: TrainedWays = None,

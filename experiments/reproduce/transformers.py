@@ -31,7 +31,7 @@ from rich.progress import track
 from experiments.compare import mebibytes
 from experiments.data import Dataset, load
 from experiments.figure import COLORS
-from experiments.options import Out, TrainedWays
+from experiments.options import Out, TrainedWays, usage_errors
 from experiments.paired import paired_difference
 from experiments.record import describe_environment, make_folder, write_json, write_table
 from experiments.transformers import LM, Shape, ViT
@@ -213,6 +213,7 @@ def rows(runs: dict[str, list[dict[str, Any]]]) -> list[list[str]]:
     return table
 
 
+@usage_errors()
 def main(
     out: Out,
     task: Annotated[list[str] | None, typer.Option(help="lm or vit. Default: both.")] = None,
