@@ -4,14 +4,11 @@ python -m experiments.demo
 """
 
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-import jax
 import typer
-from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
+from experiments.cache import compilation_cache
 from experiments.compare import WAYS, compare, report
 from experiments.config import TrainConfig
 from experiments.options import Out, usage_errors
@@ -26,18 +23,6 @@ CONFIG = TrainConfig(
     warmup_epochs=0.2,
     augment=False,
 )
-
-
-@contextmanager
-def compilation_cache(directory: Path) -> Iterator[None]:
-    """Within the context nothing is compiled twice: a step is measured, then trained."""
-    before = jax.config.values["jax_compilation_cache_dir"]
-    jax.config.update("jax_compilation_cache_dir", str(directory))
-    try:
-        yield
-    finally:
-        jax.config.update("jax_compilation_cache_dir", before)
-        reset_cache()
 
 
 @usage_errors()

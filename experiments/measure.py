@@ -3,8 +3,9 @@
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -78,14 +79,7 @@ def measure(
         if jnp.issubdtype(residual.dtype, jnp.floating)
     )
 
-    states = [run.state for run in runs]
-    seconds: list[list[float]] = [[] for _ in runs]
-    for turn in range(rounds + 1):
-        for i, run in enumerate(runs):
-            started = time.perf_counter()
-            states[i] = jax.block_until_ready(run.train_step(states[i], *batch))[0]
-            if turn > 0:  # the first turn compiles
-                seconds[i].append(time.perf_counter() - started)
+    seconds = in_turns([(run.train_step, run.state) for run in runs], batch, rounds)
 
     declared = [report.declared_residual_bytes or 0 for report in reports]
     return {
@@ -101,3 +95,27 @@ def measure(
         )
         for way, report, nbytes, times in zip(ways, reports, declared, seconds, strict=True)
     }
+
+
+def in_turns(
+    steps: Sequence[tuple[Callable[..., Any], Any]], batch: Sequence[Any], rounds: int
+) -> list[list[float]]:
+    """Times steps that take turns, so that all share the machine's other load.
+
+    Args:
+        steps: each a step that returns its new state first, and its state.
+        batch: what a step takes besides its state.
+        rounds: timed steps of each, 1 or more, after one in which it compiles.
+
+    Returns:
+        The seconds of each step of each.
+    """
+    states = [state for _, state in steps]
+    seconds: list[list[float]] = [[] for _ in steps]
+    for turn in range(rounds + 1):
+        for i, (step, _) in enumerate(steps):
+            started = time.perf_counter()
+            states[i] = jax.block_until_ready(step(states[i], *batch))[0]
+            if turn > 0:
+                seconds[i].append(time.perf_counter() - started)
+    return seconds

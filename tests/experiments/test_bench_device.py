@@ -1,0 +1,59 @@
+import json
+import os
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from experiments.bench import device
+
+SHAPES = jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((8, 64), jnp.bfloat16)
+
+
+def small_step(way, *_):
+    """A step of one product, or with "remat" of one more."""
+    times = 1 + (way == "remat")
+
+    @jax.jit
+    def step(state, x):
+        for _ in range(times):
+            x = jnp.tanh(x.astype(jnp.float32) @ state)
+        return state + 1e-3 * x.T @ x, x.sum()
+
+    return step, SHAPES
+
+
+def whereabouts():
+    return os.getpid(), jax.config.values["jax_compilation_cache_dir"]
+
+
+def test_every_way_is_compiled_run_and_timed(tmp_path, monkeypatch):
+    monkeypatch.setattr(device, "make_step", small_step)
+    monkeypatch.setattr(device, "alone", lambda cache, task, *arguments: task(*arguments))
+    device.main(tmp_path, ["plain", "remat"], "small", 8, 1, "float32", rounds=2)
+    content = json.loads((tmp_path / "device.json").read_text())
+    plain, remat = content["rows"]
+    assert (plain["row"], remat["row"], content["model"]) == ("plain", "remat", "small")
+    assert plain["step_time_ratio"] == 1.0 and remat["step_time_ratio"] > 0
+    assert plain["total_bytes"] > 2 * 64 * 64 * 4 and plain["compile_seconds"] > 0
+    assert plain["in_use_bytes"] is None  # which a CPU does not tell
+    assert "| remat |" in (tmp_path / "device.md").read_text()
+
+
+def test_a_process_of_its_own_has_the_cache(tmp_path):
+    process, folder = device.alone(str(tmp_path), whereabouts)
+    assert (process != os.getpid(), folder) == (True, str(tmp_path))
+
+
+def test_wrong_arguments_are_told_before_anything_is_compiled(tmp_path):
+    for wrong in {"dtype": "int8"}, {"way": ["plain", "zip"]}:
+        with pytest.raises(device.typer.BadParameter, match=r"int8|zip"):
+            device.main(tmp_path / "out", **wrong)
+    assert not (tmp_path / "out").exists()
+
+
+def test_filled_is_random_and_small_but_for_integers():
+    shapes = {"x": SHAPES[1], "n": jax.ShapeDtypeStruct((), jnp.int32)}
+    made = device.filled(shapes)
+    assert made["x"].dtype == jnp.bfloat16 and made["n"] == 0
+    assert 0.08 < float(made["x"].astype(jnp.float32).std()) < 0.12
