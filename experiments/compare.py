@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -22,7 +22,7 @@ from experiments.config import TrainConfig
 from experiments.data import load
 from experiments.figure import draw
 from experiments.measure import Measurement, measure
-from experiments.options import DataDir, Out, TrainedWays, usage_errors
+from experiments.options import DataDir, Dtype, Out, TrainedWays, usage_errors
 from experiments.planning import quantized_bits
 from experiments.record import describe_environment, make_folder, write_json
 from experiments.train import METRICS, train
@@ -220,7 +220,7 @@ def main(
     epochs: int = TrainConfig.epochs,
     batch: int = TrainConfig.batch,
     lr: float = TrainConfig.lr,
-    dtype: Literal["float32", "bfloat16"] = TrainConfig.dtype,
+    dtype: Dtype = TrainConfig.dtype,
     rounds: Annotated[int, typer.Option(help="Timed steps of each way.")] = 10,
     tensorboard: bool = True,
 ) -> None:

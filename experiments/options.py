@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -19,6 +19,8 @@ Target = Annotated[
     str | None, typer.Option(help="As jaxcomp.memory.targets; default: the attached device.")
 ]
 DataDir = Annotated[Path | None, typer.Option(help="Where the full data sets are.")]
+Image = Annotated[int, typer.Option(help="Height and width of the images.")]
+Dtype = Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the computation.")]
 Add = Annotated[bool, typer.Option("--add", help="Keep other rows that are there.")]
 
 

@@ -22,7 +22,7 @@ from experiments.data import load
 from experiments.devices import shard
 from experiments.interrupt import deferred_interrupt
 from experiments.monitor import Monitor, open_tensorboard
-from experiments.options import DataDir, usage_errors
+from experiments.options import DataDir, Dtype, usage_errors
 from experiments.planning import Planner
 from experiments.record import describe_environment, make_folder, write_json
 from experiments.run import build, count_epoch_steps, evaluate
@@ -188,9 +188,7 @@ def main(
     weight_decay: float = TrainConfig.weight_decay,
     label_smoothing: float = TrainConfig.label_smoothing,
     augment: bool = TrainConfig.augment,
-    dtype: Annotated[
-        Literal["float32", "bfloat16"], typer.Option(help="Of the computation.")
-    ] = TrainConfig.dtype,
+    dtype: Dtype = TrainConfig.dtype,
     plan_steps: Annotated[
         int | None, typer.Option(help="Plan the bits of quantized layers every so many steps.")
     ] = None,

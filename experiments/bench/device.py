@@ -24,7 +24,7 @@ from rich.progress import track
 from experiments.cache import compilation_cache
 from experiments.config import DTYPES
 from experiments.measure import in_turns
-from experiments.options import Out, Ways, usage_errors
+from experiments.options import Dtype, Image, Out, Ways, usage_errors
 from experiments.record import describe_environment, make_folder, write_json, write_table
 from jaxcomp import memory
 from jaxcomp.models import steps
@@ -88,13 +88,11 @@ def main(
     way: Ways = None,
     model: str = "resnet50",
     batch: int = 128,
-    image: Annotated[int, typer.Option(help="Height and width of the images.")] = 224,
-    dtype: Annotated[str, typer.Option(help="Of the computation.")] = "bfloat16",
+    image: Image = 224,
+    dtype: Dtype = "bfloat16",
     rounds: Annotated[int, typer.Option(help="Timed steps of each way.", min=1)] = 20,
 ) -> None:
     """Compiles, runs and times the step of each way; writes device.json and device.md."""
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype!r}: expected one of {list(DTYPES)}")
     ways = way or list(WAYS)
     for name in ways:
         Way.parse(name)

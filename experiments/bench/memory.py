@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 
 from experiments.config import DTYPES
-from experiments.options import Add, Out, Target, Ways, usage_errors
+from experiments.options import Add, Dtype, Image, Out, Target, Ways, usage_errors
 from experiments.record import describe_environment, read_table, write_json
 from jaxcomp import memory
 from jaxcomp.memory import MemoryReport
@@ -94,15 +94,13 @@ def main(
     way: Ways = None,
     model: str = "resnet50",
     batch: int = 128,
-    image: Annotated[int, typer.Option(help="Height and width of the images.")] = 224,
-    dtype: Annotated[str, typer.Option(help="Of the computation.")] = "bfloat16",
+    image: Image = 224,
+    dtype: Dtype = "bfloat16",
     target: Target = None,
     max_batch: Annotated[bool, typer.Option("--max-batch", help="Find the largest batch.")] = False,
     add: Add = False,
 ) -> None:
     """Compiles a training step several ways; writes memory.json and memory.md."""
-    if dtype not in DTYPES:
-        raise typer.BadParameter(f"dtype={dtype!r}: expected one of {list(DTYPES)}")
     make_step = steps.classifier(model, image, DTYPES[dtype])
     described = f"{model}, {image}px, {dtype}, whole SGD step"
     tabulate(make_step, way or list(WAYS), described, batch, target, out, max_batch, add)

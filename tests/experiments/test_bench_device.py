@@ -45,10 +45,9 @@ def test_a_process_of_its_own_has_the_cache(tmp_path):
     assert (process != os.getpid(), folder) == (True, str(tmp_path))
 
 
-def test_wrong_arguments_are_told_before_anything_is_compiled(tmp_path):
-    for wrong in {"dtype": "int8"}, {"way": ["plain", "zip"]}:
-        with pytest.raises(device.typer.BadParameter, match=r"int8|zip"):
-            device.main(tmp_path / "out", **wrong)
+def test_a_wrong_way_is_told_before_anything_is_compiled(tmp_path):
+    with pytest.raises(device.typer.BadParameter, match="zip"):
+        device.main(tmp_path / "out", ["plain", "zip"])
     assert not (tmp_path / "out").exists()
 
 
