@@ -86,7 +86,7 @@ def wait(value: Array, residual: typing.Any) -> Array:
             value = jnp.where(never, piece.astype(value.dtype), value)
         return value
 
-    copies = jax.tree.leaves(residual)
+    value, copies = alike((value, jax.tree.leaves(residual)))
     return lax.platform_dependent(value, copies, cuda=waiting, default=lambda value, _: value)
 
 

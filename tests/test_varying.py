@@ -1,7 +1,7 @@
 import jax
 import jax.numpy as jnp
 
-from jaxcomp.varying import alike, like
+from jaxcomp.varying import alike, like, over, struct_like
 
 
 def mapped(body, **options):
@@ -11,17 +11,13 @@ def mapped(body, **options):
     return jax.shard_map(body, mesh=mesh, **specs, **options)(*[jnp.arange(8.0)] * 3)
 
 
-def axes(array):
-    return set(jax.typeof(array).manual_axis_type.varying)
-
-
-def test_every_array_varies_over_all_axes():
+def test_every_array_varies_over_all_over():
     def body(rows, columns, whole):
         both = alike({"rows": rows, "columns": columns, "whole": whole, "none": None})
         assert both["none"] is None
-        assert [axes(a) for a in jax.tree.leaves(both)] == [{"a", "b"}] * 3
-        assert [axes(a) for a in alike((rows, whole))] == [{"a"}] * 2
-        assert not axes(alike((whole,))[0])
+        assert [over(a) for a in jax.tree.leaves(both)] == [{"a", "b"}] * 3
+        assert [over(a) for a in alike((rows, whole))] == [{"a"}] * 2
+        assert not over(alike((whole,))[0])
         return both["whole"]
 
     assert mapped(body).tolist() == [*range(8)] * 8
@@ -37,11 +33,14 @@ def test_nothing_varies_by_type_without_the_check_or_outside():
     assert alike((x, None, x))[2] is x
 
 
-def test_like_varies_as_its_array_does():
+def test_likes_vary_as_their_array_does():
     def body(rows, columns, whole):
-        found = like(rows, (2, 3), jnp.bfloat16)
+        found = struct_like(rows, (2, 3), jnp.bfloat16)
         assert (found.shape, found.dtype) == ((2, 3), jnp.bfloat16)
         assert found.manual_axis_type.varying == {"a"}
+        (transposed,) = jax.linear_transpose(lambda a: a * rows, like(rows))(rows)
+        assert over(transposed) == {"a"}
         return whole
 
     mapped(body)
+    assert not like(jnp.full(2, 0.5)).weak_type

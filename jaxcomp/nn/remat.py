@@ -13,6 +13,7 @@ from jaxcomp import residuals
 from jaxcomp.codecs import Codec, Encoded
 from jaxcomp.training import split_model
 from jaxcomp.transform.fillings import evaluate_after
+from jaxcomp.varying import alike
 
 
 def remat_blocks(
@@ -133,7 +134,8 @@ def _from_codes(
 
     op = jax.custom_vjp(pure)
     op.defvjp(forward, backward)
-    out, changed = op(params, rest, list(arrays))
+    params, given = alike((params, list(arrays)))
+    out, changed = op(params, rest, given)
     nnx.update(block, changed)
     return out
 

@@ -11,6 +11,7 @@ from jaxcomp import residuals
 from jaxcomp.codecs import Codec, Encoded, Packed, Quantize
 from jaxcomp.codecs.codec import Seed
 from jaxcomp.codecs.offload import coder
+from jaxcomp.varying import alike
 
 MASK = Packed(bits=1)
 
@@ -121,6 +122,7 @@ def _by_derivative(
     if codec is None:
         return stock(x)
     codec.check(x.shape, x.dtype)
+    x, seed = alike((x, seed))
 
     @jax.custom_vjp
     def op(x: Array, seed: Seed) -> Array:
@@ -179,6 +181,7 @@ def dropout(
         raise ValueError(f"rate={rate}: expected at least 0 and below 1")
     if not all(-x.ndim <= axis < x.ndim for axis in broadcast_dims):
         raise ValueError(f"broadcast_dims={broadcast_dims}: expected axes of x of shape {x.shape}")
+    x, key = alike((x, key))
     dims = {axis % x.ndim for axis in broadcast_dims}
     shape = tuple(1 if axis in dims else n for axis, n in enumerate(x.shape))
 

@@ -10,7 +10,7 @@ from jaxcomp import residuals
 from jaxcomp.codecs import Codec
 from jaxcomp.codecs.codec import Seed
 from jaxcomp.ops.linear import is_argument, is_perturbed
-from jaxcomp.varying import alike
+from jaxcomp.varying import alike, like
 
 
 def affine(
@@ -58,8 +58,8 @@ def affine(
     if codec is None:
         return stock(x, scale, bias)
     codec.check(x.shape, x.dtype)
-    x, scale, bias = alike((x, scale, bias))
-    like_scale = jax.eval_shape(lambda scale: scale, scale)
+    x, scale, bias, seed = alike((x, scale, bias, seed))
+    like_scale = like(scale)
 
     @jax.custom_vjp
     def op(x: Array, scale: Array, bias: Array | None, seed: Seed) -> Array:
@@ -84,7 +84,7 @@ def affine(
         if code is not None:
             decoded = residuals.decode_after(cotangent, code, codec.decode)
             transpose = jax.linear_transpose(lambda scale: stock(decoded, scale), like_scale)
-            (dscale,) = transpose(cotangent.astype(jnp.result_type(decoded, like_scale)))
+            (dscale,) = transpose(cotangent.astype(jnp.result_type(decoded, like_scale.dtype)))
         dbias = None if bias is None else cotangent.sum(others).astype(bias.dtype)
         if bias is not None:
             dscale, cotangent = residuals.tie(dscale, cotangent)

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from jaxcomp import residuals
 from jaxcomp.codecs import BlockSparse, Encoded
 from jaxcomp.codecs.block_sparse import Grid
-from jaxcomp.varying import alike, like
+from jaxcomp.varying import alike, struct_like
 
 LANES, SUBLANES = 128, 8  # of a register of 32 bits
 VMEM_NBYTES = 12 * 2**20  # of the 16 MiB that XLA gives a kernel
@@ -65,7 +65,7 @@ def by_tpu(
                 pl.BlockSpec((None, None, tall, tile), lambda j, b, r: (b, r, zero, j)),
             ],
             out_specs=pl.BlockSpec((features, tile), lambda j, b, r: (zero, j)),
-            out_shape=like(args[0], (features, columns), jnp.float32),
+            out_shape=struct_like(args[0], (features, columns), jnp.float32),
             interpret=interpret,
             name="block_product",
         )(*args)

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Integer
 from jaxcomp import residuals
 from jaxcomp.codecs import BlockSparse, Encoded
 from jaxcomp.codecs.block_sparse import Grid
-from jaxcomp.varying import alike, like
+from jaxcomp.varying import alike, struct_like
 
 TILE = 64, 64, 64  # rows, features and columns of a step of the kernel
 PROGRAMS = 512  # at least, so that a large GPU is busy
@@ -53,7 +53,9 @@ def by_triton(
         sums = pl.pallas_call(
             functools.partial(_kernel, grid, batch * grid.rows, columns, steps, precision),
             grid=(*tiles, parts),
-            out_shape=like(args[0], (parts, tiles[0] * features, tiles[1] * width), jnp.float32),
+            out_shape=struct_like(
+                args[0], (parts, tiles[0] * features, tiles[1] * width), jnp.float32
+            ),
             out_specs=pl.BlockSpec((None, features, width), lambda i, j, part: (part, i, j)),
             compiler_params=triton.CompilerParams(num_warps=4, num_stages=2),
             interpret=interpret,

@@ -4,9 +4,9 @@ import jax
 from jaxtyping import Array, Float
 
 from jaxcomp import residuals
+from jaxcomp.varying import alike
 
 
-@jax.custom_vjp
 def in_turn(
     first: Float[Array, "..."], second: Float[Array, "..."]
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
@@ -31,6 +31,11 @@ def in_turn(
         >>> jax.grad(block, 1)(jnp.ones(()), jnp.ones(()))
         Array(1., dtype=float32)
     """
+    return _in_turn(*alike((first, second)))
+
+
+@jax.custom_vjp
+def _in_turn(first: Array, second: Array) -> tuple[Array, Array]:
     return first, second
 
 
@@ -42,4 +47,4 @@ def _backward(_: None, cotangents: tuple[Array, Array]) -> tuple[Array, Array]:
     return residuals.tie(*cotangents)
 
 
-in_turn.defvjp(_forward, _backward)
+_in_turn.defvjp(_forward, _backward)

@@ -17,7 +17,7 @@ from jaxcomp.codecs.offload import coder
 from jaxcomp.ops import block_product
 from jaxcomp.ops.row_major import row_major
 from jaxcomp.ops.sensitivity import Sink, check_sink, importance, sensitivity
-from jaxcomp.varying import alike
+from jaxcomp.varying import alike, like
 
 DotDimensionNumbers = tuple[
     tuple[Sequence[int], Sequence[int]],
@@ -182,8 +182,8 @@ def bilinear(
         (dlhs,) = jax.linear_transpose(lambda lhs: stock(lhs, rhs), like_lhs)(cotangent)
         return dlhs, drhs, None, dsink, None
 
-    lhs, rhs, code, sink = alike((lhs, rhs, code, sink))
-    like_lhs, like_rhs = jax.eval_shape(lambda *operands: operands, lhs, rhs)
+    lhs, rhs, code, sink, seed = alike((lhs, rhs, code, sink, seed))
+    like_lhs, like_rhs = like(lhs), like(rhs)
     op.defvjp(forward, backward, symbolic_zeros=True)
     return op(lhs, rhs, code, sink, seed)
 

@@ -12,6 +12,7 @@ from jaxcomp import residuals
 from jaxcomp.codecs import Codec
 from jaxcomp.codecs.codec import Seed
 from jaxcomp.ops.sensitivity import Sink, check_sink, importance, sensitivity
+from jaxcomp.varying import alike, over
 
 Stats = tuple[Array, Array]
 
@@ -161,6 +162,7 @@ def _coded(
         return stock(x, scale, bias, mask, sink, seed)
     codec.check((*x.shape[:feature], *x.shape[feature + 1 :], x.shape[feature]), x.dtype)
     check_sink(sink, x.shape)
+    x, scale, bias, mask, sink, seed = alike((x, scale, bias, mask, sink, seed))
 
     def forward(
         x: Array,
@@ -266,6 +268,18 @@ class Norm:
     def wide(self, channels: Array) -> Array:
         """One value for each feature in float32, broadcastable to the array."""
         return jnp.expand_dims(channels.astype(jnp.float32), self.scaled)
+
+    def shares(self, cotangents: tuple[Array, ...], x: Array) -> tuple[Array, ...]:
+        """Of cotangents of statistics, what `average` is to average: each device's share.
+
+        Where types say that statistics are the same on all devices, their cotangents are, too: what
+        all devices ask for together.
+        """
+        name = self.axis_name
+        if name is None or name not in over(x):
+            return cotangents
+        size = lax.axis_size(name)
+        return tuple(c if name in over(c) else c / size for c in cotangents)
 
     def average(self, means: tuple[Array, ...]) -> tuple[Array, ...]:
         """Means over the named axis, too."""

@@ -68,7 +68,7 @@ class Rule:
         self, inputs: tuple[Input, ...], residual: Array | None, unit: Array, seed: Seed
     ) -> tuple[Array, Encoded | None, tuple[Array, ...], tuple[Array, ...]]:
         """The result, its code, means and variances."""
-        inputs, residual = alike((inputs, residual))
+        inputs, residual, unit, seed = alike((inputs, residual, unit, seed))
         like = jax.eval_shape(lambda *arguments: arguments, inputs, residual)
 
         @jax.custom_vjp
@@ -212,7 +212,8 @@ class Rule:
             masked, (dscales, dbias) = residuals.tie(masked, (dscales, dbias))
             dz = masked.astype(jnp.float32)
         count = dz.size // dz.shape[-1]
-        sums = norm.average(tuple(s / count for s in (dbias, *dscales, *dmeans, *dvars)))
+        asked = norm.shares((*dmeans, *dvars), dz)
+        sums = norm.average(tuple(s / count for s in (dbias, *dscales, *asked)))
         mean_dz, *others = map(norm.wide, sums)
         inputs = []
         for i, (h, var, scale) in enumerate(

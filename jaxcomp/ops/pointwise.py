@@ -11,6 +11,7 @@ from jaxtyping import Array
 
 from jaxcomp.codecs import AvgPool, Codec, Encoded, SignAware
 from jaxcomp.ops.linear import WeightGradient
+from jaxcomp.varying import like
 
 Product = Callable[[Array, Array], Array]
 
@@ -52,12 +53,12 @@ def _of_means(
     batch, channel, *spatial = numbers.out_spec
     channels_last = (batch, *spatial, channel)
     restore = tuple(sorted(range(len(channels_last)), key=channels_last.__getitem__))
-    like = jax.eval_shape(lambda kernel: kernel, kernel)
+    of_kernel = like(kernel)
 
     def gradient(code: Encoded, cotangent: Array) -> Array:
         (means,) = code.arrays
         sums = codec.sums(cotangent.transpose(channels_last)).astype(cotangent.dtype)
-        (dkernel,) = jax.linear_transpose(functools.partial(product, means), like)(
+        (dkernel,) = jax.linear_transpose(functools.partial(product, means), of_kernel)(
             sums.transpose(restore)
         )
         return dkernel
@@ -79,7 +80,7 @@ def _of_multiples(
     """
     batch, channel, *spatial = numbers.out_spec
     features, inputs, *ones = numbers.rhs_spec
-    like = jax.eval_shape(lambda kernel: kernel, kernel)
+    of_kernel = like(kernel)
 
     def of_integers(code: Encoded, cotangent: Array) -> Array:
         multiples, unit = codec.multiples(code)
@@ -96,9 +97,8 @@ def _of_multiples(
         return jnp.expand_dims(dkernel if inputs < features else dkernel.T, ones)
 
     def of_decoded(code: Encoded, cotangent: Array) -> Array:
-        (dkernel,) = jax.linear_transpose(functools.partial(product, codec.decode(code)), like)(
-            cotangent
-        )
+        decoded = codec.decode(code)
+        (dkernel,) = jax.linear_transpose(functools.partial(product, decoded), of_kernel)(cotangent)
         return dkernel
 
     def gradient(code: Encoded, cotangent: Array) -> Array:

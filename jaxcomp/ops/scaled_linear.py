@@ -58,7 +58,7 @@ def scaled_linear(
         (6.0, [12.0])
     """
     codec.check(x.shape, x.dtype)
-    x, kernel, bias, scale = alike((x, kernel, bias, scale))
+    x, kernel, bias, scale, seed = alike((x, kernel, bias, scale, seed))
     wide = jnp.result_type(kernel.dtype, scale.dtype, jnp.float32)
     product = layer_gradient(codec, x, kernel.shape[1], wide, precision)
     others = tuple(range(x.ndim - 1))

@@ -66,3 +66,13 @@ def test_only_the_scale_s_gradient_is_summed_over_devices():
     x, scale = shard(X), replicate(SCALE)
     assert collectives(lambda x, s: gradients(x, s)[0], x, scale) == set()
     assert collectives(lambda x, s: gradients(x, s)[1], x, scale) == {"all-reduce"}
+
+
+def test_a_scale_of_a_weak_type_is_summed_in_its_own_dtype():
+    x, scale = jnp.ones((4096, 4), jnp.bfloat16), jnp.full((4,), 0.1)
+    assert jax.typeof(scale).weak_type
+
+    def loss(scale):
+        return ops.affine(x, scale, codec=Exact()).sum(dtype=jnp.float32)
+
+    assert jax.grad(loss)(scale).tolist() == [4096.0] * 4

@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxcomp import AvgPool, BlockSparse, DualPrecision, Exact, Quantize, SignAware, ops
-from tests.helpers import assert_close, normal
+from jaxcomp import AvgPool, BlockSparse, DualPrecision, Exact, Offload, Quantize, SignAware, ops
+from tests.helpers import assert_close, normal, replicate, shard
 
+AUTO = jax.sharding.AxisType.Auto
 DEVICES = 8
 X = normal((16, 4, 4, 16))
 KERNEL, WEIGHT = normal((3, 3, 16, 16), seed=1), normal((16, 16), seed=2)
@@ -51,9 +52,15 @@ def pooled(codec, x, scale, bias):
     return ops.value(ops.norm_act(x, scale, bias, pool=pool, codec=codec)[0])
 
 
+def statistics(codec, x, scale, bias, axis_name):
+    """Means and variances, whose types do not vary, beside a value whose type does."""
+    y, means, variances = ops.norm_act(x, scale, bias, axis_name=axis_name, codec=codec)
+    return ops.value(y) * (jnp.sin(means[0]) * jnp.cos(variances[0]))[None, None, None]
+
+
 def check(operation, *parameters, **options):
     """Gradients of a loss over all devices, taken inside and outside, beside those of lanes."""
-    mesh = jax.make_mesh((DEVICES,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = jax.make_mesh((DEVICES,), ("batch",), axis_types=(AUTO,))
     specs = (jax.P("batch"), *[jax.P()] * len(parameters))
     arguments = tuple(range(len(specs)))
 
@@ -97,13 +104,110 @@ def test_a_unit_and_a_residual_sum(codec, axis_name):
     check(functools.partial(unit, codec), KERNEL[:1, :1], SCALE, BIAS, axis_name=axis_name)
 
 
-def test_a_pool_after_a_norm():
-    check(functools.partial(pooled, SignAware(4)), SCALE, BIAS)
+@pytest.mark.parametrize("codec", [SignAware(4), Offload(SignAware(4))], ids=lambda c: c.name)
+def test_a_pool_after_a_norm(codec):
+    check(functools.partial(pooled, codec), SCALE, BIAS)
+
+
+def test_statistics_gradients_are_counted_once():
+    check(functools.partial(statistics, SignAware(4)), SCALE, BIAS, axis_name="batch")
+
+
+@pytest.mark.parametrize(
+    ("operation", "codec", "parameter"),
+    [
+        (conv, AvgPool(), KERNEL[:1, :1]),
+        (dense, Quantize(bits=2), WEIGHT),
+        (affine, Exact(), SCALE),
+    ],
+)
+def test_a_mesh_of_which_one_axis_is_manual(operation, codec, parameter):
+    mesh = jax.make_mesh((DEVICES, 1), ("batch", "rest"), axis_types=(AUTO, AUTO))
+
+    def local(parameter, x):
+        extra = (BIAS,) if operation is affine else ()
+        return jnp.sin(operation(codec, x, parameter, *extra)).sum()
+
+    def loss(parameter, x):
+        return lax.psum(local(parameter, x), "batch")
+
+    options = {"in_specs": (jax.P(), jax.P("batch")), "out_specs": jax.P()}
+    mapped = jax.shard_map(jax.grad(loss), mesh=mesh, **options, axis_names={"batch"})
+    lanes = jax.vmap(jax.grad(local), (None, 0))(parameter, X.reshape(DEVICES, -1, *X.shape[1:]))
+    assert_close(jax.jit(mapped)(parameter, X), lanes.sum(0), 1e-5)
+
+
+@pytest.mark.parametrize("kind", [ops.batch_norm, ops.layer_norm])
+def test_a_norm_s_scale_may_vary_where_its_input_does_not(kind):
+    """And a sink that is made on the spot varies nowhere."""
+    mesh = jax.make_mesh((4, 2), ("batch", "model"), axis_types=(AUTO, AUTO))
+    scales = jnp.concatenate([SCALE, 2 * SCALE])
+
+    def local(x, scale, sink):
+        y = kind(x, scale, BIAS, codec=Quantize(bits=8), sink=sink)
+        return jnp.sin(y[0] if kind is ops.batch_norm else y).sum()
+
+    def part(x, scale):
+        def loss(*given):
+            return lax.psum(local(*given), ("batch", "model"))
+
+        return jax.grad(loss, (0, 1, 2))(x, scale, jnp.ones((len(x), 6)))
+
+    specs = jax.P("batch"), jax.P("model")
+    mapped = jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=(*specs, jax.P()))
+    found = jax.jit(mapped)(X, scales)
+    of_scale = jax.vmap(jax.grad(local, (0, 1, 2)), (None, 0, None))
+    of_all = jax.vmap(of_scale, (0, None, None))
+    parts = X.reshape(4, -1, *X.shape[1:]), scales.reshape(2, -1), jnp.ones((4, 6))
+    dx, dscale, dsink = jax.jit(of_all)(*parts)
+    expected = dx.sum(1).reshape(X.shape), dscale.sum(0).reshape(-1), dsink.sum((0, 1))
+    assert_close(found, expected, 1e-5)
+
+
+def test_a_device_s_own_dropout_of_what_all_devices_have():
+    mesh = jax.make_mesh((DEVICES,), ("batch",), axis_types=(AUTO,))
+
+    def loss(x):
+        key = jax.random.fold_in(jax.random.key(0), lax.axis_index("batch"))
+        return lax.psum(ops.dropout(x, key, 0.5).sum(), "batch")
+
+    found = jax.jit(jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=jax.P(), out_specs=jax.P()))
+    keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(0), i))(jnp.arange(DEVICES))
+    lanes = jax.vmap(jax.grad(lambda x, key: ops.dropout(x, key, 0.5).sum()), (None, 0))
+    assert_close(found(X), jax.jit(lanes)(X, keys).sum(0))
+
+
+def test_branches_in_turn():
+    def turn(x, scale):
+        first, second = ops.in_turn(x, scale)
+        return first * second[None, None, None]
+
+    check(turn, SCALE)
+
+
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
+@pytest.mark.parametrize(("product", "platform"), [("triton", "cuda"), ("tpu", "tpu")])
+def test_kernels_of_blocks_are_lowered(product, platform):
+    """Of a device that is there; elsewhere Pallas interprets them, which checks no types."""
+    mesh = jax.make_mesh((DEVICES,), ("batch",), axis_types=(AUTO,))
+    codec = BlockSparse((8, 8), 0.5, product=product)
+
+    def loss(weight, x):
+        return lax.psum(jnp.sin(dense(codec, x, weight)).sum(), "batch")
+
+    specs = {"in_specs": (jax.P(), jax.P("batch")), "out_specs": jax.P()}
+    call = {"cuda": "__gpu$xla.gpu.triton", "tpu": "tpu_custom_call"}[platform]
+    program = jax.export.export(
+        jax.jit(jax.shard_map(jax.grad(loss), mesh=mesh, **specs)),
+        platforms=[platform],
+        disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(call)],
+    )(replicate(WEIGHT), shard(X))
+    assert call in program.mlir_module()
 
 
 def test_a_frozen_batch():
     """Nothing of the batch is differentiated, and the parameter's gradient is summed up."""
-    mesh = jax.make_mesh((DEVICES,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = jax.make_mesh((DEVICES,), ("batch",), axis_types=(AUTO,))
 
     def loss(weight, x):
         return lax.psum(jnp.sin(dense(Quantize(bits=4), x, weight)).sum(), "batch")
