@@ -74,6 +74,30 @@ def test_a_block_is_differentiated_at_what_its_input_is_decoded_to():
     assert bias.shape == (4,)
 
 
+def test_parameters_are_the_same_on_all_devices_inside_of_shard_map():
+    class Stack(nnx.Module):
+        def __init__(self):
+            self.blocks = nnx.List([nnx.Linear(4, 4, rngs=nnx.Rngs(0))])
+
+        def __call__(self, x):
+            return jnp.sin(self.blocks[0](x))
+
+    graphdef, params = nnx.split(remat_blocks(Stack(), codec=Quantize(bits=2)))
+    mesh = jax.make_mesh((8,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def local(params, x):
+        return nnx.merge(graphdef, params)(x).sum()
+
+    def total(params, x):
+        return jax.lax.psum(local(params, x), "batch")
+
+    specs = {"in_specs": (jax.P(), jax.P("batch")), "out_specs": jax.P()}
+    mapped = jax.shard_map(jax.grad(total), mesh=mesh, **specs)
+    lanes = jax.vmap(jax.grad(local), (None, 0))(params, X.reshape(8, 1, 4))
+    expected = jax.tree.map(lambda a: a.sum(0), lanes)
+    assert_close(jax.jit(mapped)(params, X), expected, 1e-5)
+
+
 def test_codes_of_inputs_wait_alone_and_state_changes():
     plain, coded = Net(), remat_blocks(Net(), codec=Quantize(bits=4))
     gradient(coded)
