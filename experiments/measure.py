@@ -89,9 +89,7 @@ def measure(
             target=report.target,
             temp_bytes=report.temp_bytes,
             step_seconds=statistics.median(times),
-            step_time_ratio=statistics.median(
-                t / exact for t, exact in zip(times, seconds[0], strict=True)
-            ),
+            step_time_ratio=ratio(times, seconds[0]),
         )
         for way, report, nbytes, times in zip(ways, reports, declared, seconds, strict=True)
     }
@@ -119,3 +117,8 @@ def in_turns(
             if turn > 0:
                 seconds[i].append(time.perf_counter() - started)
     return seconds
+
+
+def ratio(times: Sequence[float], others: Sequence[float]) -> float:
+    """The median, over the rounds of `in_turns`, of a step's time to another's."""
+    return statistics.median(t / other for t, other in zip(times, others, strict=True))

@@ -23,7 +23,7 @@ from rich.progress import track
 
 from experiments.cache import compilation_cache
 from experiments.config import DTYPES
-from experiments.measure import in_turns
+from experiments.measure import in_turns, ratio
 from experiments.options import Dtype, Image, Out, Ways, usage_errors
 from experiments.record import describe_environment, make_folder, write_json, write_table
 from jaxcomp import memory
@@ -110,9 +110,7 @@ def main(
             seconds = in_turns(ready, filled(arrays), rounds)
     for row, times in zip(rows, seconds, strict=True):
         row["step_seconds"] = statistics.median(times)
-        row["step_time_ratio"] = statistics.median(
-            t / first for t, first in zip(times, seconds[0], strict=True)
-        )
+        row["step_time_ratio"] = ratio(times, seconds[0])
     content = describe_environment() | {"model": model, "batch": batch, "image": image}
     content |= {"dtype": dtype, "rounds": rounds, "rows": rows}
     write_json(out / "device.json", content)

@@ -12,6 +12,7 @@ from tests.helpers import assert_close, normal, replicate, shard
 
 AUTO = jax.sharding.AxisType.Auto
 DEVICES = 8
+MESH = jax.make_mesh((DEVICES,), ("batch",), axis_types=(AUTO,))
 X = normal((16, 4, 4, 16))
 KERNEL, WEIGHT = normal((3, 3, 16, 16), seed=1), normal((16, 16), seed=2)
 SCALE, BIAS = normal((16,), seed=3), normal((16,), seed=4)
@@ -60,7 +61,6 @@ def statistics(codec, x, scale, bias, axis_name):
 
 def check(operation, *parameters, **options):
     """Gradients of a loss over all devices, taken inside and outside, beside those of lanes."""
-    mesh = jax.make_mesh((DEVICES,), ("batch",), axis_types=(AUTO,))
     specs = (jax.P("batch"), *[jax.P()] * len(parameters))
     arguments = tuple(range(len(specs)))
 
@@ -71,7 +71,7 @@ def check(operation, *parameters, **options):
     def local(*given):
         return lax.psum(lane(*given), "batch")
 
-    mapped = functools.partial(jax.shard_map, mesh=mesh, in_specs=specs)
+    mapped = functools.partial(jax.shard_map, mesh=MESH, in_specs=specs)
     outside = jax.grad(mapped(local, out_specs=jax.P()), arguments)
     inside = mapped(jax.grad(local, arguments), out_specs=specs)
     lanes = jax.vmap(jax.grad(lane, arguments), (0, *[None] * len(parameters)), axis_name="batch")
@@ -165,13 +165,12 @@ def test_a_norm_s_scale_may_vary_where_its_input_does_not(kind):
 
 
 def test_a_device_s_own_dropout_of_what_all_devices_have():
-    mesh = jax.make_mesh((DEVICES,), ("batch",), axis_types=(AUTO,))
 
     def loss(x):
         key = jax.random.fold_in(jax.random.key(0), lax.axis_index("batch"))
         return lax.psum(ops.dropout(x, key, 0.5).sum(), "batch")
 
-    found = jax.jit(jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=jax.P(), out_specs=jax.P()))
+    found = jax.jit(jax.shard_map(jax.grad(loss), mesh=MESH, in_specs=jax.P(), out_specs=jax.P()))
     keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(0), i))(jnp.arange(DEVICES))
     lanes = jax.vmap(jax.grad(lambda x, key: ops.dropout(x, key, 0.5).sum()), (None, 0))
     assert_close(found(X), jax.jit(lanes)(X, keys).sum(0))
@@ -189,7 +188,6 @@ def test_branches_in_turn():
 @pytest.mark.parametrize(("product", "platform"), [("triton", "cuda"), ("tpu", "tpu")])
 def test_kernels_of_blocks_are_lowered(product, platform):
     """Of a device that is there; elsewhere Pallas interprets them, which checks no types."""
-    mesh = jax.make_mesh((DEVICES,), ("batch",), axis_types=(AUTO,))
     codec = BlockSparse((8, 8), 0.5, product=product)
 
     def loss(weight, x):
@@ -198,7 +196,7 @@ def test_kernels_of_blocks_are_lowered(product, platform):
     specs = {"in_specs": (jax.P(), jax.P("batch")), "out_specs": jax.P()}
     call = {"cuda": "__gpu$xla.gpu.triton", "tpu": "tpu_custom_call"}[platform]
     program = jax.export.export(
-        jax.jit(jax.shard_map(jax.grad(loss), mesh=mesh, **specs)),
+        jax.jit(jax.shard_map(jax.grad(loss), mesh=MESH, **specs)),
         platforms=[platform],
         disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(call)],
     )(replicate(WEIGHT), shard(X))
@@ -207,12 +205,11 @@ def test_kernels_of_blocks_are_lowered(product, platform):
 
 def test_a_frozen_batch():
     """Nothing of the batch is differentiated, and the parameter's gradient is summed up."""
-    mesh = jax.make_mesh((DEVICES,), ("batch",), axis_types=(AUTO,))
 
     def loss(weight, x):
         return lax.psum(jnp.sin(dense(Quantize(bits=4), x, weight)).sum(), "batch")
 
     specs = {"in_specs": (jax.P(), jax.P("batch")), "out_specs": jax.P()}
-    found = jax.jit(jax.shard_map(jax.grad(loss), mesh=mesh, **specs))(WEIGHT, X)
+    found = jax.jit(jax.shard_map(jax.grad(loss), mesh=MESH, **specs))(WEIGHT, X)
     whole = jax.grad(lambda w: jnp.sin(dense(Exact(), X, w)).sum())(WEIGHT)
     assert_close(found, whole, 0.2)
