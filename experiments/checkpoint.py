@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from jaxcomp.training import TrainState
+from jaxcomp.models.training import TrainState
 
 
 class Checkpoints:

@@ -7,9 +7,8 @@ Interrupted, the same command goes on where it stopped; finished runs are kept.
 
 import json
 import re
-import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,10 +20,11 @@ from experiments.checkpoint import Checkpoints
 from experiments.config import TrainConfig
 from experiments.data import load
 from experiments.figure import draw
-from experiments.measure import Measurement, measure
+from experiments.measure import measure
 from experiments.options import DataDir, Dtype, Out, TrainedWays, usage_errors
 from experiments.planning import quantized_bits
 from experiments.record import describe_environment, make_folder, write_json
+from experiments.rows import Row
 from experiments.train import METRICS, train
 
 WAYS = (
@@ -43,43 +43,6 @@ HEADER = (
     "compiled: XLA temp",
     "step time / plain",
 )
-
-
-@dataclass(frozen=True)
-class Row:
-    """One way in the comparison.
-
-    Attributes:
-        way: its spec.
-        test_accuracy: at the end, one for each seed.
-        loss: of each training step, of the first seed's run.
-        measurement: what a step costs.
-    """
-
-    way: str
-    test_accuracy: list[float]
-    loss: list[float]
-    measurement: Measurement
-
-    def cells(self) -> tuple[str, ...]:
-        """The row as text, under :data:`HEADER`; several seeds as mean ± standard deviation."""
-        accuracy = f"{statistics.mean(self.test_accuracy):.2%}"
-        if len(self.test_accuracy) > 1:
-            accuracy += f" ± {statistics.stdev(self.test_accuracy):.2%}"
-        cost = self.measurement
-        return (
-            self.way,
-            accuracy,
-            mebibytes(cost.declared_residual_bytes),
-            f"{cost.bits_per_element:.2f}",
-            mebibytes(cost.temp_bytes),
-            f"{cost.step_time_ratio:.2f}",
-        )
-
-
-def mebibytes(count: int | None) -> str:
-    """Bytes as text in MiB."""
-    return "not given by this backend" if count is None else f"{count / 2**20:.1f} MiB"
 
 
 def compare(

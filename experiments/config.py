@@ -32,7 +32,7 @@ class TrainConfig:
         augment: whether training images are augmented.
         dtype: of the computation; parameters, optimiser and batch statistics are float32.
         plan_steps: steps between two plans of the bits of a way that quantizes
-            (`jaxcomp.bits.BitPlanner`); None is no plan.
+            (`jaxcomp.diagnostics._bits.BitPlanner`); None is no plan.
         seed: of the parameters, the order of the data and the augmentation, 0 or more.
 
     Raises:

@@ -6,7 +6,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from jaxcomp.training import TrainState
+from jaxcomp.models.training import TrainState
 
 
 def _sharding(*axes: str) -> NamedSharding:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import matplotlib as mpl
 import numpy as np
@@ -10,15 +9,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-if TYPE_CHECKING:
-    from experiments.compare import Row
+from experiments.rows import Row
 
 # Okabe and Ito's palette, which the colour-blind can tell apart.
 COLORS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#0072B2", "#CC79A7")
 SMOOTHING = 0.1  # weight of the newest step in the moving average of the loss
 
 
-def draw(rows: Sequence["Row"], path: Path) -> None:
+def draw(rows: Sequence[Row], path: Path) -> None:
     """Writes the figure of at most seven ways as a PNG; makes its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with mpl.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
@@ -29,7 +27,7 @@ def draw(rows: Sequence["Row"], path: Path) -> None:
         figure.savefig(path, dpi=150)
 
 
-def _loss_curves(axes: Axes, rows: Sequence["Row"]) -> None:
+def _loss_curves(axes: Axes, rows: Sequence[Row]) -> None:
     for row, color in zip(rows, COLORS, strict=False):
         label = f"{row.way}: {np.mean(row.test_accuracy):.1%}"
         axes.plot(np.arange(1, len(row.loss) + 1), _smooth(row.loss), color=color, label=label)
@@ -47,7 +45,7 @@ def _smooth(values: Sequence[float]) -> list[float]:
     return smooth
 
 
-def _memory_bars(axes: Axes, rows: Sequence["Row"]) -> None:
+def _memory_bars(axes: Axes, rows: Sequence[Row]) -> None:
     positions = np.arange(len(rows))
     colors = COLORS[: len(rows)]
     declared = [row.measurement.declared_residual_bytes / 2**20 for row in rows]

@@ -12,7 +12,7 @@ from jaxtyping import Int, UInt8
 from PIL import Image
 
 from experiments.augment import generator
-from experiments.data import AUGMENTATION, RawBatch
+from experiments.examples import AUGMENTATION, RawBatch
 
 SIZE = 224  # pixels of a side, in training and in testing
 TEST_RESIZE = 256  # pixels of the shorter side before the central crop

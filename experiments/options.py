@@ -16,7 +16,7 @@ TrainedWays = Annotated[
     typer.Option(help="A row; repeat for more, plain first. Default: those of the table."),
 ]
 Target = Annotated[
-    str | None, typer.Option(help="As jaxcomp.memory.targets; default: the attached device.")
+    str | None, typer.Option(help="As jaxcomp.memory._targets; default: the attached device.")
 ]
 DataDir = Annotated[Path | None, typer.Option(help="Where the full data sets are.")]
 Image = Annotated[int, typer.Option(help="Height and width of the images.")]

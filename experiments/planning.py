@@ -7,9 +7,10 @@ from flax import nnx
 from experiments.config import TrainConfig
 from experiments.data import Dataset
 from experiments.run import Run, cross_entropy, of_model
-from jaxcomp import Quantize, training
-from jaxcomp.bits import BitPlanner
-from jaxcomp.ways import Way
+from jaxcomp import Quantize
+from jaxcomp.diagnostics._bits import BitPlanner
+from jaxcomp.models import training
+from jaxcomp.planning._strategies import Way
 
 
 def quantized_bits(way: str) -> list[int]:

@@ -11,9 +11,8 @@ from flax import nnx
 from experiments.config import DTYPES, TrainConfig
 from experiments.data import Dataset
 from experiments.devices import abstract_batch, replicate, shard
-from jaxcomp import training
-from jaxcomp.models import catalog
-from jaxcomp.ways import Way
+from jaxcomp.models import catalog, training
+from jaxcomp.planning._strategies import Way
 
 
 class Run(NamedTuple):

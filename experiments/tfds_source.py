@@ -11,7 +11,7 @@ import grain
 import numpy as np
 import tensorflow_datasets as tfds
 
-from experiments.data import Examples, InMemory
+from experiments.examples import Examples, InMemory
 from experiments.imagenet import ImageNet
 
 

@@ -26,7 +26,7 @@ from experiments.options import DataDir, Dtype, usage_errors
 from experiments.planning import Planner
 from experiments.record import describe_environment, make_folder, write_json
 from experiments.run import build, count_epoch_steps, evaluate
-from jaxcomp import training
+from jaxcomp.models import training
 
 METRICS = "metrics.json"  # in a run's directory once it is finished
 REPORT_STEPS = 10  # steps between two looks at the metrics, which wait for the device

@@ -4,7 +4,7 @@
         --target h100
 
 They are written as users write them and know nothing of jaxcomp: what their steps store is the
-business of `jaxcomp.ways`.
+business of `jaxcomp.planning._strategies`.
 """
 
 import dataclasses
@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxcomp import training
-from jaxcomp.ways import Way
+from jaxcomp.models import training
+from jaxcomp.planning._strategies import Way
 
 
 @dataclasses.dataclass(frozen=True)

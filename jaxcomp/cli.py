@@ -10,9 +10,9 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from jaxcomp import memory
-from jaxcomp.memory.comparison import MakeStep
+from jaxcomp import memory, planning
 from jaxcomp.models import steps
+from jaxcomp.planning._comparison import MakeStep
 
 app = typer.Typer(help="Training with compressed activations in JAX.", add_completion=False)
 ROWS_OF_ANY_MODEL = ("plain", "remat", "remat:dots")
@@ -71,7 +71,7 @@ def memory_command(
         for file in (json, html):
             _check_writable(file)
         make_step = _make_step(model, image, dtype)
-        table = memory.compare(
+        table = planning.compare(
             make_step,
             rows,
             batch=batch,

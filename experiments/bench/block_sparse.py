@@ -22,10 +22,10 @@ from rich.progress import track
 import jaxcomp as jc
 from experiments.options import Out, usage_errors
 from experiments.record import describe_environment, write_json, write_table
-from jaxcomp.codecs.block_sparse import Product
+from jaxcomp.codecs._block_sparse import Product
 from jaxcomp.memory import analyze
-from jaxcomp.memory.targets import resolve
-from jaxcomp.ops import block_product
+from jaxcomp.memory._targets import resolve
+from jaxcomp.ops import _block_product as block_product
 
 PORTABLE: tuple[Product, ...] = ("dense", "rows")
 KERNELS: dict[str, Product] = {"cuda": "triton", "tpu": "tpu"}
@@ -91,7 +91,7 @@ def seconds(codec: jc.BlockSparse, shape: tuple[int, ...], runs: int) -> dict[st
 @usage_errors()
 def main(
     out: Out,
-    target: Annotated[str, typer.Option(help="As jaxcomp.memory.targets.")] = "h100",
+    target: Annotated[str, typer.Option(help="As jaxcomp.memory._targets.")] = "h100",
     matrix: Annotated[list[str] | None, typer.Option(help="Default: all.")] = None,
     densities: Annotated[
         list[float] | None, typer.Option("--density", help="Default: three.")

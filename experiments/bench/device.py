@@ -28,7 +28,7 @@ from experiments.options import Dtype, Image, Out, Ways, usage_errors
 from experiments.record import describe_environment, make_folder, write_json, write_table
 from jaxcomp import memory
 from jaxcomp.models import steps
-from jaxcomp.ways import Way
+from jaxcomp.planning._strategies import Way
 
 WAYS = "plain", "remat", "accumulate:4", "quantize:bits=2", "fused:bits=4", "fused:bits=2"
 Step = tuple[Callable[..., Any], tuple[Any, ...]]

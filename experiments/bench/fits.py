@@ -17,9 +17,9 @@ from rich.progress import track
 from experiments.options import Add, Out, Ways, usage_errors
 from experiments.record import describe_environment, read_table, write_json, write_table
 from jaxcomp import memory
-from jaxcomp.memory.targets import resolve
+from jaxcomp.memory._targets import resolve
 from jaxcomp.models import steps
-from jaxcomp.ways import Way
+from jaxcomp.planning._strategies import Way
 
 WAYS = (
     "plain",

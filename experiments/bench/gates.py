@@ -23,9 +23,9 @@ from rich.progress import track
 import jaxcomp as jc
 from experiments.options import Out, Target, usage_errors
 from experiments.record import describe_environment, read_table, write_json, write_table
-from jaxcomp.memory.analyze import analyze_step
-from jaxcomp.memory.targets import resolve
-from jaxcomp.memory.tracing import trace
+from jaxcomp.memory._analyze import analyze_step
+from jaxcomp.memory._targets import resolve
+from jaxcomp.memory._tracing import trace
 
 FEWER, MORE = 3, 6
 LIMIT = 1.1

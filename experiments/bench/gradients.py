@@ -31,9 +31,10 @@ from experiments.planning import quantized_bits
 from experiments.record import describe_environment, read_table, write_json, write_table
 from experiments.reproduce.transformers import TASKS, Runs, epochs
 from experiments.run import build, cross_entropy
+from jaxcomp._core.modules import split_model
 from jaxcomp.memory import declared_residual_bytes
-from jaxcomp.training import TrainState, split_model
-from jaxcomp.ways import Way
+from jaxcomp.models.training import TrainState
+from jaxcomp.planning._strategies import Way
 
 _EVERYWHERE = (
     *(f"quantize:bits={bits}" for bits in (1, 2, 3, 4, 8)),

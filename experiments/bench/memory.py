@@ -18,10 +18,10 @@ from rich.console import Console
 from experiments.config import DTYPES
 from experiments.options import Add, Dtype, Image, Out, Target, Ways, usage_errors
 from experiments.record import describe_environment, read_table, write_json
-from jaxcomp import memory
+from jaxcomp import planning
 from jaxcomp.memory import MemoryReport
-from jaxcomp.memory.comparison import MakeStep, Row
 from jaxcomp.models import steps
+from jaxcomp.planning._comparison import MakeStep, Row
 
 WAYS = (
     "plain",
@@ -55,7 +55,7 @@ def tabulate(
     kept = _rows(out / "memory.json", named) if add else []
     kept = [row for row in kept if row.name not in ways]
 
-    def save(table: memory.Comparison) -> str:
+    def save(table: planning.Comparison) -> str:
         table = dataclasses.replace(table, rows=(*kept, *table.rows))
         content = describe_environment() | described | table.to_dict()
         write_json(out / "memory.json", content)
@@ -63,7 +63,7 @@ def tabulate(
         (out / "memory.md").write_text(text)
         return text
 
-    table = memory.compare(
+    table = planning.compare(
         make_step,
         ways,
         batch=batch,

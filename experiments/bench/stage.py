@@ -18,12 +18,12 @@ from jax.typing import DTypeLike
 
 from experiments.bench.memory import WAYS, tabulate
 from experiments.options import Out, Target, Ways, usage_errors
-from jaxcomp import compiler_options
-from jaxcomp.memory.comparison import MakeStep
+from jaxcomp._core.modules import State, split_model
+from jaxcomp.memory import compiler_options
 from jaxcomp.models.resnet import Bottleneck, Features, Layers
 from jaxcomp.ops import value
-from jaxcomp.training import State, split_model
-from jaxcomp.ways import Way
+from jaxcomp.planning._comparison import MakeStep
+from jaxcomp.planning._strategies import Way
 
 BLOCKS = 4
 

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from experiments import transformers
 from experiments.bench.memory import tabulate
 from experiments.options import Add, Out, Target, Ways, usage_errors
-from jaxcomp.memory.comparison import MakeStep
+from jaxcomp.planning._comparison import MakeStep
 
 CASES: dict[str, tuple[MakeStep, int, str]] = {
     "lm": (transformers.lm, 8, "Language model, 6 x 768, 1024 tokens, bfloat16, AdamW step"),

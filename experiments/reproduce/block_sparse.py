@@ -14,9 +14,10 @@ import numpy as np
 import typer
 from matplotlib.figure import Figure
 
-from experiments.compare import Row, compare_seeds
+from experiments.compare import compare_seeds
 from experiments.config import TrainConfig
 from experiments.options import DataDir, Out, TrainedWays, usage_errors
+from experiments.rows import Row
 
 WAYS = (
     "plain",

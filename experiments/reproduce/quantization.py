@@ -13,11 +13,12 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from experiments.compare import Row, compare_seeds
+from experiments.compare import compare_seeds
 from experiments.config import TrainConfig
 from experiments.options import DataDir, Out, TrainedWays, usage_errors
 from experiments.paired import paired_difference
 from experiments.record import describe_environment, write_json, write_table
+from experiments.rows import Row
 
 WAYS = (
     "plain",

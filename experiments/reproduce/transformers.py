@@ -28,15 +28,16 @@ from flax import nnx
 from matplotlib.figure import Figure
 from rich.progress import track
 
-from experiments.compare import mebibytes
 from experiments.data import Dataset, load
 from experiments.figure import COLORS
 from experiments.options import Out, TrainedWays, usage_errors
 from experiments.paired import paired_difference
 from experiments.record import describe_environment, make_folder, write_json, write_table
+from experiments.rows import mebibytes
 from experiments.transformers import LM, Shape, ViT
-from jaxcomp import memory, training
-from jaxcomp.ways import Way
+from jaxcomp import memory
+from jaxcomp.models import training
+from jaxcomp.planning._strategies import Way
 
 WAYS = ("plain", "remat", "compress:transformer:bits=4", "compress:transformer:bits=2")
 LENGTH = 96  # bytes

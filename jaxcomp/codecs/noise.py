@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, UInt32
 
-from jaxcomp.codecs.codec import Seed
+from jaxcomp.codecs._codec import Seed
 
 GOLDEN = 0x9E3779B9  # 2^32 over the golden ratio: its multiples, such as seeds, lie far apart
 

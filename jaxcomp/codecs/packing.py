@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Integer, UInt
 
+from jaxcomp._core import platforms
+
 WIDTHS = (1, 2, 3, 4, 8)
 _SHARING = {1: (jnp.uint8, 8), 2: (jnp.uint4, 2)}  # the shared element, and how many share it
 
@@ -69,13 +71,13 @@ def _pack_last(codes: Array, bits: int) -> Array:
     padding = [(0, 0)] * (codes.ndim - 1) + [(0, -codes.shape[-1] % sharing)]
     by_matmul, by_sum = (functools.partial(f, bits) for f in (_join_by_matmul, _join_by_sum))
     padded = jnp.pad(codes, padding)
-    return lax.platform_dependent(padded, tpu=by_matmul, default=by_sum).astype(dtype)
+    return platforms.multiply_to_pack_on_tpu(padded, by_matmul, by_sum).astype(dtype)
 
 
 def _unpack_last(packed: Array, shape: tuple[int, ...], bits: int) -> Array:
     by_matmul, by_shift = (functools.partial(f, bits) for f in (_split_by_matmul, _split_by_shift))
     packed = packed.astype(jnp.uint8)
-    codes = lax.platform_dependent(packed, tpu=by_matmul, default=by_shift)
+    codes = platforms.multiply_to_pack_on_tpu(packed, by_matmul, by_shift)
     return lax.slice_in_dim(codes, 0, (shape or (1,))[-1], axis=-1).reshape(shape)
 
 

@@ -6,7 +6,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxcomp.models import resmlp, resnet
-from jaxcomp.rules import Rules
+from jaxcomp.policies._rules import Rules
 
 
 def names() -> list[str]:

@@ -10,7 +10,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxcomp import nn
-from jaxcomp.rules import Rules, apply
+from jaxcomp.policies._rules import Rules
+from jaxcomp.transform._layers import apply
 
 _INIT = nnx.initializers.truncated_normal(0.02)
 

@@ -11,7 +11,8 @@ from jaxtyping import Array, Float
 
 from jaxcomp import nn
 from jaxcomp.ops import Activation, value
-from jaxcomp.rules import Rules, apply
+from jaxcomp.policies._rules import Rules
+from jaxcomp.transform._layers import apply
 
 # Of height, width and channels, which a layer may change; it may travel with its code.
 Features = Float[Array, "batch _ _ _"] | Activation

@@ -1,4 +1,4 @@
-"""Whole training steps of the models of this package, for `jaxcomp.memory.compare`."""
+"""Whole training steps of the models of this package, for `jaxcomp.planning.compare`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,9 +8,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxcomp import training
-from jaxcomp.models import catalog
-from jaxcomp.ways import Way
+from jaxcomp.models import catalog, training
+from jaxcomp.planning._strategies import Way
 
 
 def classifier(

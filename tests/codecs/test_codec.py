@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxcomp import AvgPool, BlockSparse, Cast, Encoded, Exact, Packed, PerSample, Quantize
-from jaxcomp.codecs.codec import array_nbytes
+from jaxcomp.codecs._codec import array_nbytes
 from tests.helpers import (
     DTYPES,
     as_float,

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxcomp.codecs import noise
-from jaxcomp.codecs.sign_aware import SPAN, SignAware, Unit
+from jaxcomp.codecs._sign_aware import SPAN, SignAware, Unit
 from tests.helpers import assert_unbiased, normal
 
 CODECS = [

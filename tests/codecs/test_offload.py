@@ -18,9 +18,9 @@ from jaxcomp import (
     ops,
     recipes,
 )
-from jaxcomp.codecs.offload import coder, waiting_with
+from jaxcomp.codecs._offload import inner_codec, placed_like
 from jaxcomp.memory import analyze
-from jaxcomp.nn.coded import coded_modules
+from jaxcomp.nn._coded import coded_modules
 from tests.helpers import assert_same_bits, normal, without_type_checks
 
 W = normal((3, 3, 4, 4), seed=1)
@@ -105,7 +105,7 @@ def test_planned_bits_stay_on_the_host():
     assert planner.update(model, sizes * normal((8, 8, 8, 3)), 0)
     codecs = [module.codec for module in coded_modules(model).values() if module.codec]
     assert all(isinstance(codec, Offload) for codec in codecs)
-    assert any(isinstance(coder(codec), PerSample) for codec in codecs)
+    assert any(isinstance(inner_codec(codec), PerSample) for codec in codecs)
 
 
 def test_h100_frees_the_device(capsys):
@@ -158,7 +158,7 @@ def test_a_turn_that_is_no_bool_is_an_error():
 
 
 def test_a_codec_in_another_s_place_keeps_its_turn():
-    assert waiting_with(Offload(Quantize(4), in_turn=True), Quantize(2)).in_turn
+    assert placed_like(Offload(Quantize(4), in_turn=True), Quantize(2)).in_turn
 
 
 def test_layers_take_what_they_take_on_the_device():

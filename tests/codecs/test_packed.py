@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxcomp import Packed
-from jaxcomp.codecs.codec import array_nbytes
+from jaxcomp.codecs._codec import array_nbytes
 from jaxcomp.codecs.packing import WIDTHS
 
 

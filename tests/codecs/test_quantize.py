@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxcomp import Encoded, Quantize
-from jaxcomp.codecs import quantize
+from jaxcomp.codecs import _quantize as quantize
 from tests.helpers import DTYPES, as_float, assert_same_bits, normal, without_type_checks, z_limit
 
 BITS = (1, 2, 3, 4, 8)

@@ -5,9 +5,9 @@ import pytest
 
 from jaxcomp import DualPrecision, SignAware
 from jaxcomp.codecs import noise
-from jaxcomp.memory.compiling import compile_step
-from jaxcomp.memory.targets import resolve
-from jaxcomp.memory.tracing import trace
+from jaxcomp.memory._compiling import compile_step
+from jaxcomp.memory._targets import resolve
+from jaxcomp.memory._tracing import trace
 from tests.helpers import DTYPES, as_float, assert_unbiased, normal, without_type_checks
 
 
@@ -35,7 +35,7 @@ def test_unbiased_in_known_units(bits):
     units = jnp.array([[[0.5, 1.0, 2.0, 4.0]]])
 
     def draw(seed):
-        return codec.decode(codec.encode_in_units(x * units, units, noise.words(x, seed)))
+        return codec.decode(codec.encode_scaled(x * units, units, noise.words(x, seed)))
 
     assert_unbiased(jax.jit(jax.vmap(draw))(jnp.arange(4096)), x * units)
 

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from experiments import compare, train
-from experiments.data import Dataset, InMemory
+from experiments.data import Dataset
+from experiments.examples import InMemory
 from jaxcomp.models import resnet
 
 

@@ -11,8 +11,9 @@ import jaxcomp as jc
 from experiments.bench import gradients as module
 from experiments.reproduce.transformers import Task
 from experiments.transformers import LM, Shape
-from jaxcomp.training import TrainState, split_model
-from jaxcomp.ways import Way
+from jaxcomp._core.modules import split_model
+from jaxcomp.models.training import TrainState
+from jaxcomp.planning._strategies import Way
 from tests.helpers import normal
 
 FOUND = {"bias": 0.1, "bias_interval": [0.05, 0.15], "floor": 0.02, "noise": 0.3}

@@ -7,9 +7,10 @@ import pytest
 from typer.testing import CliRunner
 
 from experiments import compare as module
-from experiments.compare import HEADER, Row, compare, mebibytes, report
+from experiments.compare import HEADER, compare, report
 from experiments.config import TrainConfig
 from experiments.measure import Measurement, measure
+from experiments.rows import Row, mebibytes
 from experiments.run import build
 from experiments.train import TrainResult
 from jaxcomp import memory

@@ -6,8 +6,7 @@ import pytest
 from flax import nnx
 
 from experiments import devices
-from jaxcomp import training
-from jaxcomp.models import resnet
+from jaxcomp.models import resnet, training
 
 
 @pytest.fixture

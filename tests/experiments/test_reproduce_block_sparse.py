@@ -5,10 +5,10 @@ import typer
 from matplotlib.figure import Figure
 
 from experiments import compare
-from experiments.compare import Row
 from experiments.measure import Measurement
 from experiments.reproduce import block_sparse as module
-from jaxcomp.ways import Way
+from experiments.rows import Row
+from jaxcomp.planning._strategies import Way
 
 
 def row(way, accuracy, temp_bytes):

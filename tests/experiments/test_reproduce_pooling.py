@@ -9,7 +9,7 @@ from flax import nnx
 from experiments.config import TrainConfig
 from experiments.reproduce import pooling as module
 from jaxcomp.models import catalog
-from jaxcomp.ways import Way
+from jaxcomp.planning._strategies import Way
 
 CONFIG = TrainConfig(model="tiny", dataset="tiny", epochs=1, batch=16)
 

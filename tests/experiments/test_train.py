@@ -16,12 +16,12 @@ from typer.testing import CliRunner
 from experiments import train as module
 from experiments.checkpoint import Checkpoints
 from experiments.config import TrainConfig
-from experiments.data import InMemory
 from experiments.devices import shard
+from experiments.examples import InMemory
 from experiments.monitor import Monitor
 from experiments.run import build, evaluate, learning_rate
 from experiments.train import train
-from jaxcomp import training
+from jaxcomp.models import training
 
 from .conftest import make_dataset
 

@@ -13,7 +13,7 @@ import jaxcomp as jc
 from experiments import transformers
 from experiments.bench import transformers as bench
 from jaxcomp import policies
-from jaxcomp.ways import Way
+from jaxcomp.planning._strategies import Way
 from tests.helpers import assert_close, assert_same_bits, assert_unbiased, normal
 
 SHAPE = transformers.Shape(width=32, depth=2, heads=4)

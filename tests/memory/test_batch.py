@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxcomp.memory import analyze, batch, max_batch
+from jaxcomp.memory import _batch as batch
+from jaxcomp.memory import analyze, max_batch
 
 
 def sine(size):

@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from jaxcomp.memory import CompileError, compiling
-from jaxcomp.memory.compiling import compile_step
-from jaxcomp.memory.targets import Target, resolve
-from jaxcomp.memory.tracing import trace
+from jaxcomp.memory import CompileError
+from jaxcomp.memory import _compiling as compiling
+from jaxcomp.memory._compiling import compile_step
+from jaxcomp.memory._targets import Target, resolve
+from jaxcomp.memory._tracing import trace
 
 X = jax.ShapeDtypeStruct((256, 256), jnp.float32)
 

@@ -4,7 +4,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxcomp.memory.flops import flops, jaxpr_flops
+from jaxcomp.memory._flops import flops, jaxpr_flops
 
 LAYERS = 4
 

@@ -9,11 +9,11 @@ import pytest
 from flax import nnx
 from jax import lax
 
-from jaxcomp.memory.buffer_assignment import dump_options, no_compilation_cache
-from jaxcomp.memory.compiling import compile_step
-from jaxcomp.memory.live_bytes import format_bytes, read_timeline, timeline
-from jaxcomp.memory.targets import resolve
-from jaxcomp.memory.tracing import trace
+from jaxcomp.memory._buffer_assignment import dump_options, no_compilation_cache
+from jaxcomp.memory._compiling import compile_step
+from jaxcomp.memory._live_bytes import format_bytes, read_timeline, timeline
+from jaxcomp.memory._targets import resolve
+from jaxcomp.memory._tracing import trace
 
 WEIGHTS, X = jnp.ones((3, 64, 64)), jnp.ones((512, 64))
 

@@ -5,8 +5,8 @@ import pytest
 from jax.sharding import AbstractMesh
 
 from jaxcomp import memory
-from jaxcomp.memory.gpus import GPUS, target_config
-from jaxcomp.memory.targets import resolve
+from jaxcomp.memory._gpus import GPUS, target_config
+from jaxcomp.memory._targets import resolve
 
 
 @pytest.fixture

@@ -2,14 +2,13 @@
 
 import json
 import re
-import sys
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxcomp.memory.live_bytes import timeline
-from jaxcomp.memory.timeline_draw import bytes_by_phase, draw_html, draw_png
+from jaxcomp.memory._live_bytes import timeline
+from jaxcomp.memory._timeline_draw import bytes_by_phase, draw_html
 
 
 @pytest.fixture(scope="module")
@@ -27,21 +26,6 @@ def test_phases_add_up_to_the_live_bytes(timelines):
     assert sums == list(t.live_bytes)
 
 
-def test_png(tmp_path, timelines):
-    draw_png(tmp_path / "one.png", {"plain": timelines["plain"]})
-    draw_png(tmp_path / "two.png", timelines)
-    one, two = ((tmp_path / name).read_bytes() for name in ("one.png", "two.png"))
-    assert one.startswith(b"\x89PNG")
-    height = slice(20, 24)
-    assert int.from_bytes(two[height]) > 1.5 * int.from_bytes(one[height])
-
-
-def test_png_without_matplotlib_names_the_extra(tmp_path, timelines, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ImportError, match=r"install jaxcomp\[train\]"):
-        draw_png(tmp_path / "x.png", timelines)
-
-
 def test_html_holds_the_data_and_loads_nothing(tmp_path, timelines):
     draw_html(tmp_path / "page.html", timelines)
     page = (tmp_path / "page.html").read_text()
@@ -55,13 +39,11 @@ def test_html_holds_the_data_and_loads_nothing(tmp_path, timelines):
         assert len(data["buffers"]) == len(t.buffers)
 
 
-@pytest.mark.parametrize("draw", [draw_png, draw_html])
-def test_nothing_to_draw_is_an_error(tmp_path, draw):
+def test_nothing_to_draw_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="timelines: expected at least one"):
-        draw(tmp_path / "file", {})
+        draw_html(tmp_path / "file", {})
 
 
-@pytest.mark.parametrize("draw", [draw_png, draw_html])
-def test_a_path_that_cannot_be_written_is_an_error(tmp_path, timelines, draw):
+def test_a_path_that_cannot_be_written_is_an_error(tmp_path, timelines):
     with pytest.raises(OSError):
-        draw(tmp_path / "missing" / "file.png", timelines)
+        draw_html(tmp_path / "missing" / "file.html", timelines)

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from jaxcomp.memory.compiling import compile_step
-from jaxcomp.memory.hlo import parse
-from jaxcomp.memory.targets import resolve
-from jaxcomp.memory.tracing import trace
-from jaxcomp.memory.traffic import estimated_cycles, hbm_traffic
+from jaxcomp.memory._compiling import compile_step
+from jaxcomp.memory._hlo import parse
+from jaxcomp.memory._targets import resolve
+from jaxcomp.memory._tracing import trace
+from jaxcomp.memory._traffic import estimated_cycles, hbm_traffic
 
 LAYERS = 16
 

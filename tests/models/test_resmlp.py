@@ -8,8 +8,8 @@ from flax import nnx
 
 import jaxcomp as jc
 from jaxcomp.models import catalog, resmlp
-from jaxcomp.nn import remat_blocks
-from jaxcomp.recipes import from_spec
+from jaxcomp.policies.recipes import from_spec
+from jaxcomp.transform._remat import remat_blocks
 from tests.helpers import assert_close, normal
 
 # Published in millions (arXiv:2105.03404, tables 1 and 3: 15.4, 30.0, 44.7, 115.7): a block has

@@ -10,8 +10,8 @@ from flax import nnx
 
 import jaxcomp as jc
 from jaxcomp.models import resnet
-from jaxcomp.nn import remat_blocks
-from jaxcomp.recipes import from_spec
+from jaxcomp.policies.recipes import from_spec
+from jaxcomp.transform._remat import remat_blocks
 
 # Published counts: torchvision's documentation of its weights (1000 classes); He et al.,
 # arXiv:1512.03385, table 6 (10 classes), to the last digit for shortcuts without parameters.

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxcomp import Offload, SignAware, ops
-from jaxcomp.codecs.sign_aware import Unit
+from jaxcomp.codecs._sign_aware import Unit
 from tests.helpers import normal
 
 EPSILON = 1e-3

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from jaxcomp import BlockSparse, memory, ops
-from jaxcomp.ops import block_product, block_tpu
+from jaxcomp.ops import _block_product as block_product
+from jaxcomp.ops import _block_tpu as block_tpu
 from tests.helpers import (
     DTYPES,
     assert_close,

@@ -7,7 +7,7 @@ from flax import nnx
 from jax import lax
 
 from jaxcomp import AvgPool, Exact, Quantize, SignAware, memory, ops
-from jaxcomp.codecs.codec import array_nbytes
+from jaxcomp.codecs._codec import array_nbytes
 from tests.helpers import (
     assert_close,
     assert_same_bits,

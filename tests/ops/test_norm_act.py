@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 from jaxcomp import SignAware, ops
-from jaxcomp.codecs.sign_aware import Preactivation
+from jaxcomp.codecs._sign_aware import Preactivation
 from tests.helpers import (
     DTYPES,
     as_float,

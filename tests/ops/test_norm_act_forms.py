@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxcomp import Offload, SignAware, ops, residuals
-from jaxcomp.ops.norm_act_rule import Rule
+from jaxcomp import Offload, SignAware, ops
+from jaxcomp._core import barriers
+from jaxcomp.ops._norm_act_rule import Rule
 from tests.helpers import DTYPES, as_float, assert_same_bits, normal
 from tests.ops.norm_act_cases import NHWC, SHAPE, UNITS, norm_act, of_case
 
@@ -47,13 +48,13 @@ def test_on_a_tpu_four_bits_are_there_before_their_value(case, bits, stored, as_
     coded, given = of_case(functools.partial(norm_act, bits=bits, **stored), case)
     args = given(jnp.float32)
     before = coded(*args)[0].value
-    keep = residuals.keep
+    keep = barriers.save_residual
 
     def moved(value, residual, codec):
         (y, affine, (means, variances)), residual = keep(value, residual, codec)
         return (y, affine, (tuple(m - 1 for m in means), variances)), residual
 
-    monkeypatch.setattr(residuals, "keep", moved)
+    monkeypatch.setattr(barriers, "save_residual", moved)
     assert_same_bits(coded(*args)[0].value, before)
     as_on("tpu")
     reads = bits == 4 and (case == "relu" or (case == "added" and "offload" in stored))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomp import SignAware, memory, ops
-from jaxcomp.ops.norm_act_rule import Rule
+from jaxcomp.ops._norm_act_rule import Rule
 
 
 def traffic(fn, *shapes, target="h100"):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxcomp import Offload, SignAware, memory, ops
-from jaxcomp.ops import conv
+from jaxcomp.ops import _conv as conv
 from tests.helpers import assert_close, collectives, normal, replicate, shard
 
 SHAPE = (4, 6, 6, 16)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxcomp import Packed, Quantize, ops
+from jaxcomp import Packed, ops
 from tests.helpers import (
     DTYPES,
     assert_same_bits,
@@ -12,7 +12,6 @@ from tests.helpers import (
     normal,
     shard,
     stored_shapes,
-    without_type_checks,
 )
 
 
@@ -96,44 +95,6 @@ def test_max_pool_on_eight_devices_does_not_communicate():
     op = pull(lambda x: ops.max_pool(x, (2, 2), (2, 2)))
     assert collectives(op, shard(x), shard(dy)) == set()
     assert_same_bits(op(shard(x), shard(dy)), op(x, dy))
-
-
-def test_avg_pool_is_stock_and_stores_nothing():
-    x = normal((2, 6, 6, 3))
-
-    def op(x):
-        return ops.avg_pool(x, (2, 2), (2, 2))
-
-    assert all(shape == () for shape, _ in stored_shapes(op, x))
-    expected = x.reshape(2, 3, 2, 3, 2, 3).mean((2, 4))
-    np.testing.assert_allclose(op(x), expected, rtol=1e-6, atol=1e-7)
-    assert_same_bits(jax.grad(lambda x: op(x).sum())(x), jnp.full(x.shape, 0.25))
-
-
-def test_too_few_bits_are_an_error():
-    with pytest.raises(ValueError, match="a window of 9 values needs more bits"):
-        ops.max_pool(jnp.ones((1, 8, 8, 1)), (3, 3), codec=Packed(bits=3))
-
-
-def test_window_larger_than_the_map_is_an_error():
-    with pytest.raises(ValueError, match=r"window_shape=\(3, 3\) is larger than the padded map"):
-        ops.max_pool(jnp.ones((1, 2, 8, 1)), (3, 3))
-
-
-def test_wrong_rank_is_an_error():
-    with pytest.raises(ValueError, match=r"expected \(batch, 2 spatial axes, channels"):
-        ops.max_pool(jnp.ones((8, 8, 1)), (2, 2))
-
-
-def test_another_codec_is_an_error():
-    message = "expected Packed, since an index is stored exactly"
-    with without_type_checks(), pytest.raises(TypeError, match=message):
-        ops.max_pool(jnp.ones((1, 8, 8, 1)), (2, 2), codec=Quantize(4))
-
-
-def test_empty_batch():
-    gradient = jax.grad(lambda x: ops.max_pool(x, (2, 2), (2, 2)).sum())(jnp.ones((0, 4, 4, 1)))
-    assert gradient.shape == (0, 4, 4, 1)
 
 
 @pytest.mark.parametrize(

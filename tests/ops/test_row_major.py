@@ -6,7 +6,7 @@ import numpy as np
 from jax import lax
 
 from jaxcomp import memory
-from jaxcomp.ops.row_major import row_major
+from jaxcomp.ops._row_major import row_major
 from tests.helpers import normal, shard
 
 SHAPE = (3, 3, 8, 16)

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import jaxcomp as jc
-from jaxcomp.transform.bounds import bounds
-from jaxcomp.transform.graph import Graph
-from jaxcomp.transform.programs import flat
+from jaxcomp.transform._bounds import bounds
+from jaxcomp.transform._graph import Graph
+from jaxcomp.transform._programs import flat
 from tests.helpers import assert_close, normal
 
 CODEC = jc.Quantize(bits=4)

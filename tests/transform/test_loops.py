@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxcomp as jc
 from jaxcomp import memory, policies
-from jaxcomp.codecs.codec import array_nbytes
+from jaxcomp.codecs._codec import array_nbytes
 from tests.helpers import assert_close, assert_same_bits, normal, replicate, shard
 
 X = normal((32, 64))

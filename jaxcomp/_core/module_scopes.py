@@ -1,0 +1,47 @@
+"""Marks what each module of a model computes, so that a traced program tells it."""
+
+import re
+import types
+from typing import Any
+
+import jax
+from flax import nnx
+
+_MARK = "module:"
+
+
+def with_module_scopes(model: nnx.Module, called: dict[str, int]) -> nnx.Module:
+    """A copy of a model whose modules put their paths into the names of what they compute.
+
+    Args:
+        model: Any model.
+        called: Takes the path of each module that is called, in the order of the calls, and what
+            the module's `saved_elements(args, result)` returns, added up over its calls; 0 for
+            modules without that method.
+    """
+    model = nnx.clone(model)
+    for path, module in list(nnx.iter_modules(model)):
+        if callable(module):
+            name = "/".join(map(str, path))
+            module.__class__ = _scoped(type(module), name, called)
+    return model
+
+
+def _scoped(kind: type[nnx.Module], path: str, called: dict[str, int]) -> type[nnx.Module]:
+    def call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+        with jax.named_scope(_MARK + path.encode().hex()):
+            called.setdefault(path, 0)
+            result = kind.__call__(self, *args, **kwargs)
+        count = getattr(self, "saved_elements", None)
+        if count is not None:
+            called[path] += count((*args, *kwargs.values()), result)
+        return result
+
+    return types.new_class(
+        kind.__name__, (kind,), exec_body=lambda body: body.update(__call__=call)
+    )
+
+
+def scope_paths(scope: str) -> list[str]:
+    """The paths of the modules in whose calls a value was made, from outside in."""
+    return [bytes.fromhex(path).decode() for path in re.findall(rf"{_MARK}([0-9a-f]*)", scope)]

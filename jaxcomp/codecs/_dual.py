@@ -1,0 +1,88 @@
+"""Low frequencies in bfloat16, the rest in a few random-rounded bits."""
+
+import dataclasses
+import math
+import typing
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array
+
+from jaxcomp.codecs import packing
+from jaxcomp.codecs._codec import Codec, Seed
+from jaxcomp.codecs._pool import AvgPool
+from jaxcomp.codecs._quantize import Quantize
+from jaxcomp.codecs._rounding import to_bfloat16
+
+Along = typing.Literal["map", "features"]
+
+
+@dataclasses.dataclass(frozen=True)
+class DualPrecision(Codec):
+    """Stores the means of windows in bfloat16, and what they leave as `Quantize` does.
+
+    The means are those of `AvgPool`; what they leave has a smaller range, so its bits are finer.
+    Unbiased, to half a unit in the last place of the array's dtype, since what is rounded at random
+    is the difference to the means as they are stored. Error bound: a step of `Quantize` for the
+    difference. A NaN or Inf comes back as a non-finite value, and so does the rest of its channel.
+
+    After DIVISION (Wang et al., ICML 2023, arXiv:2208.04187, section 3), whose published code moves
+    the windows where they do not divide the map; here the last ones are smaller.
+
+    Attributes:
+        window: Edge of the window; of a smaller map it is all.
+        bits: Bits of a code of the difference: 1, 2, 3, 4 or 8.
+        along: The axes of a window: "map", each but the first (batch) and the last (channels), or
+            "features", the last. Of arrays of fewer than 3 axes it is the last.
+
+    Raises:
+        ValueError: If `window` is not a positive integer or another attribute is none of these.
+
+    Example:
+        >>> codec = DualPrecision(window=8, bits=2)
+        >>> round(8 * codec.nbytes((1, 56, 56, 32), jnp.bfloat16) / (56 * 56 * 32), 2)  # bits
+        2.26
+        >>> codec.decode(codec.encode(jnp.array([[1.0, 2.0]]))).tolist()
+        [[1.0, 2.0]]
+    """
+
+    window: int = 8
+    bits: int = 2
+    along: Along = "map"
+    name: typing.ClassVar[str] = "dual_precision"
+    unbiased = True
+
+    def __post_init__(self) -> None:
+        AvgPool(self.window)
+        packing.check_bits(self.bits)
+        if self.along not in typing.get_args(Along):
+            raise ValueError(f"along={self.along!r}: expected one of {typing.get_args(Along)}")
+
+    def _encode(self, x: Array, seed: Seed) -> tuple[Array, ...]:
+        features = self._as_map(x.shape)
+        pool = self._pool(features)
+        (means,) = pool._encode(x.reshape(features), None)
+        means = to_bfloat16(means)
+        low = pool._decode((means.astype(jnp.float32),), features, jnp.float32).reshape(x.shape)
+        rest = (x.astype(jnp.float32) - low).astype(x.dtype)
+        return means, *self._rest._encode(rest, seed)
+
+    def _decode(self, arrays: tuple[Array, ...], shape: tuple[int, ...], dtype: DTypeLike) -> Array:
+        means, *rest = arrays
+        features = self._as_map(shape)
+        low = self._pool(features)._decode((means.astype(jnp.float32),), features, jnp.float32)
+        high = self._rest._decode(tuple(rest), shape, jnp.float32)
+        return (low.reshape(shape) + high).astype(dtype)
+
+    @property
+    def _rest(self) -> Quantize:
+        return Quantize(self.bits)
+
+    def _pool(self, features: tuple[int, ...]) -> AvgPool:
+        return AvgPool(max(1, min(self.window, *features[1:-1])))
+
+    def _as_map(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape with an axis for the batch, axes to pool along, and one for channels."""
+        if self.along == "map" and len(shape) > 2:
+            return shape
+        return (math.prod(shape[:-1]), *(shape[-1:] or (1,)), 1)

@@ -1,0 +1,231 @@
+"""`check_gradients`: how far a compressed gradient is from the exact one, on a user's own model."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxcomp._core.modules import split_model
+from jaxcomp.codecs import Exact
+from jaxcomp.policies._rules import Rule
+from jaxcomp.transform._layers import apply
+
+Loss = Callable[[Any, Any], jax.Array]  # of a model and a batch
+Z = 1.96  # of a confidence interval of 95%
+
+
+@dataclasses.dataclass(frozen=True)
+class Errors:
+    """Of gradients that were drawn several times, against the exact one, as parts of its norm.
+
+    Attributes:
+        bias: Norm of the mean error that is no noise; an estimate without the floor, 0 if below it.
+        bias_interval: Its 95% confidence interval, by the jackknife.
+        floor: Norm of the mean error that the noise alone would leave after so many draws.
+        noise: Standard deviation of one gradient.
+    """
+
+    bias: float
+    bias_interval: tuple[float, float]
+    floor: float
+    noise: float
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientReport:
+    """What `check_gradients` found; prints as a table.
+
+    Attributes:
+        coded: Of the model as it is.
+        control: Of the same model with nothing coded: what rounding alone does.
+        sgd_noise: Standard deviation of the exact gradient over batches of this size, as a part of
+            its norm.
+        draws: How many gradients were drawn.
+        layers: Parameters and their parts of the variance of the coded gradient, largest first.
+        parameters: Of each parameter's coded gradient by itself, as parts of the norm of its own
+            exact one. Those whose exact gradient is zero are left out.
+    """
+
+    coded: Errors
+    control: Errors
+    sgd_noise: float
+    draws: int
+    layers: tuple[tuple[str, float], ...]
+    parameters: tuple[tuple[str, Errors], ...]
+
+    @property
+    def noise_over_sgd(self) -> float:
+        """Noise of the coded gradient over that of SGD itself."""
+        return self.coded.noise / self.sgd_noise
+
+    def __str__(self) -> str:
+        """The figures, and the five parameters that contribute most."""
+        lines = [f"{'':<12}{'bias':>10}{'95% interval':>22}{'floor':>10}{'noise':>10}{'/ SGD':>10}"]
+        for name, errors in (("coded", self.coded), ("Exact()", self.control)):
+            low, high = errors.bias_interval
+            lines.append(
+                f"{name:<12}{errors.bias:>10.2e}{f'{low:.2e} .. {high:.2e}':>22}"
+                f"{errors.floor:>10.2e}{errors.noise:>10.2e}{errors.noise / self.sgd_noise:>10.3f}"
+            )
+        lines.append(f"(parts of the exact gradient's norm; {self.draws} draws)")
+        lines += [f"{share:>6.1%} of the variance: {name}" for name, share in self.layers[:5]]
+        return "\n".join(lines)
+
+
+def check_gradients(
+    loss: Loss, model: nnx.Module, batch: Any, draws: int = 16, parts: int = 4
+) -> GradientReport:
+    """Measures bias and noise of a compressed model's gradient on a batch.
+
+    The rounding noise is a hash of values and parameters. It is drawn anew by moving every
+    parameter by about one unit in its last place; the control shows how little that does by itself.
+    SGD's own noise is estimated from the exact gradients of parts of the batch.
+
+    Args:
+        loss: From a model and a batch to a scalar, in training.
+        model: A model whose `jaxcomp.nn` modules have codecs, of which `compress` made one that
+            codes, or whose blocks' inputs are coded; it is not changed.
+        batch: Any pytree of arrays, axis 0 the examples.
+        draws: How many gradients are drawn; each is kept, so it takes this many times the
+            parameters' memory.
+        parts: Into how many parts the batch is split for SGD's noise. A batch norm normalises each
+            by its own statistics.
+
+    Returns:
+        The report.
+
+    Raises:
+        ValueError: If there are fewer than 3 draws or 2 parts, the batch does not divide into the
+            parts, the model has no float32 parameters, or its exact gradient is zero or not finite.
+
+    Example:
+        >>> from jaxcomp import Quantize
+        >>> from jaxcomp.nn import Linear
+        >>> model = Linear(8, 4, codec=Quantize(bits=2), rngs=nnx.Rngs(0))
+        >>> x = jax.random.normal(jax.random.key(0), (16, 8))
+        >>> report = check_gradients(lambda model, x: (model(x) ** 2).mean(), model, x)
+        >>> report.coded.bias_interval[0] == 0.0 and report.coded.noise > 100 * report.control.noise
+        True
+    """
+    sizes = {leaf.shape[0] for leaf in jax.tree.leaves(batch)}
+    if draws < 3 or parts < 2:
+        raise ValueError(f"draws={draws}, parts={parts}: expected at least 3 and 2")
+    if len(sizes) != 1 or sizes.pop() % parts:
+        raise ValueError(f"batch: expected arrays whose axis 0 is the same multiple of {parts}")
+    coded, exact = _gradient(loss, model), _gradient(loss, _exact(model))
+    params = nnx.state(model, nnx.Param)
+    if not any(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params)):
+        raise ValueError("model: expected float32 parameters")
+    gradient = vector(exact(params, batch))
+    if not 0 < np.linalg.norm(gradient) < np.inf:
+        raise ValueError(f"loss: its exact gradient has the norm {np.linalg.norm(gradient)}")
+    drawn = [moved(params, draw) for draw in range(draws)]
+    errors = np.stack([vector(coded(p, batch)) - gradient for p in drawn])
+    control = np.stack([vector(exact(p, batch)) - gradient for p in drawn])
+    split = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
+    each = [vector(exact(params, jax.tree.map(lambda x, i=i: x[i], split))) for i in range(parts)]
+    norm = float(np.linalg.norm(gradient))
+    sgd_noise = np.sqrt(np.var(each, axis=0, ddof=1).sum() / parts) / norm
+    return GradientReport(
+        _errors(errors, norm),
+        _errors(control, norm),
+        float(sgd_noise),
+        draws,
+        _shares(params, np.var(errors, axis=0, ddof=1)),
+        tuple(
+            (name, _errors(errors[:, part], float(np.linalg.norm(gradient[part]))))
+            for name, part in _parts(params)
+            if gradient[part].any()
+        ),
+    )
+
+
+def _exact(model: nnx.Module) -> nnx.Module:
+    """A copy with nothing coded: neither by its layers, nor around its blocks or all of it."""
+    copy = nnx.clone(model)
+    apply(copy, (Rule(Exact(), required=False),))
+    for _, module in nnx.iter_modules(copy):
+        module.__class__ = getattr(type(module), "exact_class", type(module))
+    return copy
+
+
+def _gradient(loss: Loss, model: nnx.Module) -> Callable[[Any, Any], Any]:
+    graphdef, _, rest = split_model(model)
+
+    def of(params: Any, batch: Any) -> jax.Array:
+        return loss(nnx.merge(graphdef, params, rest, copy=True), batch)
+
+    return jax.jit(jax.grad(of))
+
+
+def moved(params: Any, draw: int) -> Any:
+    """The parameters, float32 ones moved by about a unit in the last place, up or down."""
+    rng = np.random.default_rng(draw)
+
+    def move(leaf: jax.Array) -> jax.Array:
+        if leaf.dtype != jnp.float32:
+            return leaf
+        up = rng.integers(0, 2, leaf.shape).astype(bool)
+        return jnp.nextafter(leaf, jnp.where(up, jnp.inf, -jnp.inf).astype(jnp.float32))
+
+    return jax.tree.map(move, params)
+
+
+def vector(gradient: Any) -> np.ndarray:
+    """All values of a pytree, in float64."""
+    leaves = [np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(gradient)]
+    return np.concatenate(leaves)
+
+
+def _errors(errors: np.ndarray, norm: float) -> Errors:
+    """Bias by the products of different draws, whose noise is zero on average."""
+    draws = len(errors)
+    products = errors @ errors.T
+    own = np.diag(products)
+
+    def squared_bias(total: float, own: float, draws: int) -> float:
+        return (total - own) / (draws * (draws - 1))
+
+    total = products.sum()
+    square = squared_bias(total, own.sum(), draws)
+    left_out = [
+        squared_bias(total - 2 * products[i].sum() + own[i], own.sum() - own[i], draws - 1)
+        for i in range(draws)
+    ]
+    deviation = np.sqrt((draws - 1) * np.var(left_out))
+    variance = np.var(errors, axis=0, ddof=1).sum()
+
+    def part(square: float) -> float:
+        return float(np.sqrt(max(0.0, square)) / norm)
+
+    return Errors(
+        bias=part(square),
+        bias_interval=(part(square - Z * deviation), part(square + Z * deviation)),
+        floor=part(variance / draws),
+        noise=part(variance),
+    )
+
+
+def _shares(params: Any, variance: np.ndarray) -> tuple[tuple[str, float], ...]:
+    total = max(float(variance.sum()), np.finfo(float).tiny)
+    shares = [(name, float(variance[part].sum()) / total) for name, part in _parts(params)]
+    return tuple(sorted(shares, key=lambda item: -item[1]))
+
+
+def _parts(params: Any) -> list[tuple[str, slice]]:
+    """Parameters by name, and where they are in a vector of all."""
+    leaves = jax.tree.leaves_with_path(params)
+    ends = np.cumsum([leaf.size for _, leaf in leaves])
+    return [
+        (_name(path), slice(int(end) - leaf.size, int(end)))
+        for (path, leaf), end in zip(leaves, ends, strict=True)
+    ]
+
+
+def _name(path: Any) -> str:
+    keys = (getattr(key, "key", getattr(key, "name", None)) for key in path)
+    return "/".join(str(key) for key in keys if key not in (None, "value"))

@@ -1,0 +1,94 @@
+"""Reads the files in which XLA writes down its buffer assignment."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+from ._hlo import in_hbm
+
+Value = tuple[str, str]  # instruction and tuple index, such as ("while.3", "{2}")
+
+_ALLOCATION = re.compile(r"allocation (\d+): size (\d+)(?:, color (\d+))?")
+_VALUE = re.compile(
+    r" value: <\d+ ([^\s{]+)(\{[\d,]*\})?(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)"
+)
+_RANGE = re.compile(r"    ([^\s{]+)(\{[\d,]*\}):(\d+)-(\d+)$")
+_POINT = re.compile(r"    (\d+):(\S+)$")
+_HEADING = re.compile(r"<\d+ ([^\s{]+)(\{[\d,]*\})?(?: \(phi\))? @\d+>$")
+
+
+def dump_options(directory: str | Path) -> dict[str, str | bool]:
+    """Compiler options that make XLA write what `read_timeline` reads."""
+    return {"xla_dump_to": str(directory), "xla_dump_hlo_as_text": True}
+
+
+@contextmanager
+def no_compilation_cache() -> Iterator[None]:
+    """Turns JAX's persistent compilation cache off: what comes from it is not dumped."""
+    enabled = jax.config.values["jax_enable_compilation_cache"]
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # JAX looks at the setting once
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", enabled)
+        compilation_cache.reset_cache()
+
+
+def one_file(directory: str | Path, kind: str) -> str:
+    """The text of the dump's `*-{kind}.txt`: of several modules, that of the largest."""
+    found = sorted(Path(directory).glob(f"*-{kind}.txt"))
+    if not found:
+        raise RuntimeError(
+            f"no *-{kind}.txt in {str(directory)!r}: this backend writes no buffer assignment, "
+            "or the program came from JAX's compilation cache"
+        )
+    return max(found, key=lambda path: path.stat().st_size).read_text()
+
+
+def read_ranges(text: str) -> tuple[list[str], dict[Value, tuple[int, int]]]:
+    """The instructions in program order, and the first and last point of every value."""
+    head, _, tail = text.partition("  BufferLiveRange:\n")
+    points = [_POINT.match(line) for line in head.splitlines()]
+    ranges = {
+        (r.group(1), r.group(2)): (int(r.group(3)), int(r.group(4)))
+        for r in map(_RANGE.match, tail.splitlines())
+        if r
+    }
+    return [p.group(2) for p in points if p], ranges
+
+
+def read_values(text: str, tiled: bool) -> Iterator[tuple[str, str, int, tuple[int, int], str]]:
+    """Name, tuple index, bytes, (allocation, offset) and shape of every value in device memory."""
+    allocation, here = 0, True
+    for line in text.splitlines():
+        if opening := _ALLOCATION.match(line):
+            allocation = int(opening.group(1))
+            here = in_hbm(int(opening.group(3) or 0), tiled)
+        elif here and (value := _VALUE.match(line)):
+            name, index, size, offset, shape = value.groups()
+            place = (allocation, int(offset))
+            yield name, index or "{}", int(size), place, re.sub(r"\{[^{}]*\}", "", shape)
+
+
+def read_places(text: str) -> tuple[dict[Value, list[Value]], dict[Value, list[str]]]:
+    """The places that every value passes through (tuples, loops), and the instructions it feeds."""
+    positions: dict[Value, list[Value]] = defaultdict(list)
+    uses: dict[Value, list[str]] = defaultdict(list)
+    key, section = ("", ""), ""
+    for line in text.splitlines():
+        if value := _HEADING.match(line):
+            key = (value.group(1), value.group(2) or "{}")
+        elif not line.startswith("  "):
+            section = line.strip()
+        elif section == "positions:":
+            name, _, index = line.strip().partition(" ")
+            positions[key].append((name, index or "{}"))
+        elif section == "uses:":
+            uses[key].append(line.split(",")[0].strip())
+    return positions, uses

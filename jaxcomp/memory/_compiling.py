@@ -1,0 +1,231 @@
+"""From a Python function to what XLA made of it, for any target, without running it.
+
+For an attached target the compiler runs here. For any other the traced program is exported
+(`jax.export`, which keeps scopes, source lines and optimisation barriers) and compiled by a child
+process, so that a compiler that aborts ends the child, a plugin's start-up and libtpu's lock stay
+out of the caller's process, and only the child's environment is changed. The byte counts are the
+same both ways.
+"""
+
+import dataclasses
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax import export
+from jax.extend.core import Jaxpr
+from jax.sharding import AbstractMesh, NamedSharding
+
+from . import _answers as answers
+from . import _compile_worker as compile_worker
+from ._buffer_assignment import dump_options
+from ._options import compiler_options
+from ._targets import Target
+from ._tracing import TracedStep, inner_jaxprs
+
+
+class CompileError(RuntimeError):
+    """XLA could not compile a program: its own message, or how its process ended."""
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """What XLA made of a function.
+
+    Attributes:
+        hlo_text: the optimised, scheduled HLO module.
+        memory: fields of XLA's `CompiledMemoryStats` in bytes; which there are depends on jaxlib.
+        compile_seconds: wall time of the compilation alone.
+    """
+
+    hlo_text: str
+    memory: dict[str, int]
+    compile_seconds: float
+
+
+def compile_step(
+    step: TracedStep,
+    target: Target,
+    *,
+    xla_remat: bool = True,
+    dump_dir: str | os.PathLike[str] | None = None,
+) -> CompiledStep:
+    """Compiles a traced function for a target.
+
+    Args:
+        step: the traced function.
+        target: what to compile for.
+        xla_remat: whether XLA may recompute values on its own where memory is short.
+        dump_dir: folder for XLA's dump of this compilation (buffer assignment, live ranges).
+
+    Returns:
+        The compiled program's text and figures.
+
+    Raises:
+        ValueError: if the arguments' mesh is not the target's, or, for an attached target, if an
+            argument lies on another platform's device.
+        CompileError: if XLA fails, also for lack of memory on a TPU.
+        OSError: if `dump_dir` cannot be written.
+    """
+    options: dict[str, Any] = {}
+    if dump_dir is not None:
+        Path(dump_dir).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=dump_dir).close()
+        options = dict(dump_options(os.fspath(dump_dir)))
+    if target.attached:
+        return _compile_here(step, target, options, xla_remat)
+    return _compile_in_child(step, target, options, xla_remat)
+
+
+def _compile_here(
+    step: TracedStep, target: Target, options: dict[str, Any], xla_remat: bool
+) -> CompiledStep:
+    for leaf in step.arguments:
+        place = _place(leaf)
+        if place not in (None, target.platform):
+            raise ValueError(f"target={target.name!r}: an argument lies on {place} devices")
+    previous = jax.config.values["jax_compiler_enable_remat_pass"]
+    jax.config.update("jax_compiler_enable_remat_pass", xla_remat)
+    try:
+        with jax.default_device(jax.local_devices(backend=target.platform)[0]):
+            return CompiledStep(**compile_worker.compile_lowered(step.traced.lower(), options))
+    except jax.errors.JaxRuntimeError as error:
+        raise CompileError(str(error)) from error
+    finally:
+        jax.config.update("jax_compiler_enable_remat_pass", previous)
+
+
+def _compile_in_child(
+    step: TracedStep, target: Target, options: dict[str, Any], xla_remat: bool
+) -> CompiledStep:
+    exported = _export(step, target.platform)
+    for_this_device = compiler_options()
+    own = {n: v for n, v in step.compiler_options.items() if n not in for_this_device}
+    request = {
+        "exported": exported,
+        "platform": target.platform,
+        "topology": dict(target.topology_options),
+        "mesh": _mesh(step, exported.nr_devices, target),
+        "donated": step.donated,
+        "argument_names": step.jaxpr.debug_info.arg_names,
+        "compiler_options": own | options,
+        "xla_remat": xla_remat,
+    }
+    rest = {name: part for name, part in request.items() if name != "exported"}
+    # A dump is made by compiling alone.
+    kept = None if options else answers.answer_file(exported.mlir_module_serialized, rest)
+    answer = answers.read(kept) if kept else None
+    if answer is None:
+        answer = _ask_child(request, target)
+        if kept:
+            answers.write(kept, answer)
+    return CompiledStep(**answer)
+
+
+def _ask_child(request: dict[str, Any], target: Target) -> dict[str, Any]:
+    """What the compiler for a target, in a process of its own, says of a program."""
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "TPU_SKIP_MDS_QUERY": "1",
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        answer_file = Path(folder) / "answer"
+        child = subprocess.run(
+            [sys.executable, "-P", compile_worker.__file__, answer_file],
+            input=pickle.dumps(request),
+            stderr=subprocess.PIPE,
+            env=environment,
+            check=False,
+        )
+        if not answer_file.exists():
+            log = child.stderr.decode(errors="replace")[-2000:]
+            raise CompileError(
+                f"the compiler for {target.name} ended with status {child.returncode}:\n{log}"
+            )
+        answer: dict[str, Any] = pickle.loads(answer_file.read_bytes())
+    if "error" in answer:
+        raise CompileError(answer["error"])
+    return answer
+
+
+def _place(leaf: Any) -> str | None:
+    """The platform of the devices that an argument is bound to; None if it may go anywhere."""
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None or not getattr(leaf, "committed", True):
+        return None
+    if isinstance(getattr(sharding, "mesh", None), AbstractMesh):
+        return "an abstract mesh's"
+    return next(iter(sharding.device_set)).platform
+
+
+class _TracedFunction(jax.stages.Wrapped):
+    """What `jax.export` asks of a jitted function, for one that is traced already."""
+
+    def __init__(self, traced: jax.stages.Traced) -> None:
+        self._traced = traced
+
+    def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
+        return self._traced
+
+
+def _export(step: TracedStep, platform: str) -> export.Exported:
+    """The program with flat arguments and results, ready for pickle.
+
+    `Exported.serialize` is not used: it knows neither 2-bit types nor unregistered pytrees.
+    """
+    for name in _callbacks(step.jaxpr):
+        raise CompileError(
+            f"the program calls back to Python ({name}), which cannot be compiled for a device "
+            "that is not attached: leave it out (jax.debug.print is one)"
+        )
+    function = _TracedFunction(step.traced)  # type: ignore[abstract]  # it is only traced
+    # A Pallas kernel's form may change with JAX; here the same JAX compiles it.
+    kernels = [export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")]
+    exported = export.export(function, platforms=[platform], disabled_checks=kernels)()
+    return dataclasses.replace(
+        exported,
+        _get_vjp=None,
+        in_tree=jax.tree.structure((tuple(exported.in_avals), {})),
+        out_tree=jax.tree.structure(list(exported.out_avals)),
+    )
+
+
+def _callbacks(jaxpr: Jaxpr) -> Iterator[str]:
+    for equation in jaxpr.eqns:
+        if "callback" in equation.primitive.name or equation.primitive.name == "debug_print":
+            yield equation.primitive.name
+        for inner in inner_jaxprs(equation):
+            yield from _callbacks(inner)
+
+
+def _mesh(step: TracedStep, devices: int, target: Target) -> AbstractMesh | None:
+    """The one mesh that the arguments' shardings name; None for a single device.
+
+    `devices` is for how many the program was made.
+    """
+    shardings = [getattr(leaf, "sharding", None) for leaf in step.arguments]
+    meshes = {s.mesh.abstract_mesh for s in shardings if isinstance(s, NamedSharding)}
+    if not meshes and devices > 1:
+        raise ValueError(
+            f"target={target.name!r}: fn is made for {devices} devices, but no argument has a "
+            "sharding; expected NamedShardings over jaxcomp.memory.mesh(target, ...) of the "
+            "arguments, not of jax.jit(in_shardings=...) alone"
+        )
+    if target.devices == 1 and not meshes:
+        return None
+    if len(meshes) != 1 or next(iter(meshes)).size != target.devices:
+        raise ValueError(
+            f"target={target.name!r} has {target.devices} devices, but the arguments' shardings "
+            f"name the meshes {[dict(mesh.shape) for mesh in meshes]}; expected NamedShardings "
+            "over jaxcomp.memory.mesh(target, ...)"
+        )
+    return meshes.pop()

@@ -1,0 +1,176 @@
+"""Names a value of a compiled program by what a user knows: model scope, pass and source line."""
+
+import re
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import dropwhile
+
+from ._hlo import Computation, Instruction, Module
+from ._passes import phase
+
+_MOVES = {"copy", "bitcast", "copy-start", "copy-done", "opt-barrier"}
+_MACHINERY = re.compile(
+    r"(while|body|cond|checkpoint|remat\d?|rematted_computation|closed_call|core_call|eval_jaxpr"
+    r"|pjit|scan|shard_map|custom_[jv][vj]p_call(_jaxpr)?|branch_\d+_fun)$"
+)
+_NEAR = 64
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a value of the compiled program comes from.
+
+    Attributes:
+        scope: path of modules or named scopes, or the layer of the nearest weight where the
+            program has no scopes (plain NNX), or the argument's name.
+        operation: JAX primitive, e.g. `conv_general_dilated`; "argument" for arguments.
+        phase: `argument`, `forward`, `recomputed`, `backward` or `other` (outside of any gradient).
+        source: `file:line` in the user's own code, or "".
+    """
+
+    scope: str
+    operation: str
+    phase: str
+    source: str
+
+
+class Origins:
+    """Finds the origin of every value of a module."""
+
+    def __init__(self, module: Module) -> None:
+        """Indexes where each instruction lives and which loop runs each body."""
+        self._module = module
+        self._home: dict[str, Computation] = {}
+        self._loops: dict[str, Instruction] = {}
+        for computation in module.computations.values():
+            for instruction in computation.instructions.values():
+                self._home[instruction.name] = computation
+                if instruction.opcode == "while":
+                    for name in instruction.called["body"] + instruction.called["condition"]:
+                        self._loops[name] = instruction
+
+    def of(self, name: str, index: str) -> Origin | None:
+        """The origin of an instruction's result; None if XLA made it up.
+
+        Args:
+            name: the instruction.
+            index: which element of a tuple, as XLA prints it: `{}`, `{1}`, `{0,1}`.
+        """
+        if name not in self._home:
+            return None
+        made_by = self._made_by(name, int(index.strip("{}").split(",")[0] or 0), set())
+        if made_by is None:
+            return None
+        op_name = made_by.op_name.split(";")[0].replace("\\'", "'")
+        source = self._module.source(made_by)
+        if made_by.name == name and made_by.opcode == "parameter":
+            return Origin(op_name, "argument", "argument", source)
+        if "/" not in op_name:
+            return Origin(op_name, "copy", "other", source)
+        scope, operation = split_op_name(op_name)
+        return Origin(scope or self._nearest_layer(name), operation, phase(op_name), source)
+
+    def _made_by(self, name: str, index: int, seen: set[tuple[str, int]]) -> Instruction | None:
+        """The instruction with JAX's metadata that computed a value, through copies and loops."""
+        if (name, index) in seen:
+            return None
+        seen.add((name, index))
+        for source, element in self._passed_on(name, index):
+            found = self._made_by(source, element, seen)
+            if found is not None:
+                return found
+        computation = self._home[name]
+        instruction = computation.instructions[name]
+        if instruction.opcode == "fusion" and (inner := self._inside(instruction, index, seen)):
+            return inner
+        is_inner = instruction.opcode == "parameter" and computation is not self._module.entry
+        if instruction.op_name and not is_inner:
+            return instruction
+        operands = (self._made_by(operand, 0, seen) for operand in instruction.operands)
+        return next((found for found in operands if found), None)
+
+    def _passed_on(self, name: str, index: int) -> Iterator[tuple[str, int]]:
+        """The values that an instruction merely hands on, best first."""
+        computation = self._home[name]
+        instruction = computation.instructions[name]
+        operands = instruction.operands
+        if instruction.opcode == "tuple":
+            yield operands[index], 0
+        elif instruction.opcode == "get-tuple-element":
+            yield operands[0], instruction.index
+        elif instruction.opcode in _MOVES or instruction.opcode.endswith("-done"):
+            yield operands[0], index
+        elif instruction.opcode == "dynamic-update-slice":
+            yield operands[1], 0
+        elif instruction.opcode == "while":
+            yield self._module.computations[instruction.called["body"][0]].root.name, index
+            yield operands[0], index
+        elif instruction.opcode == "conditional":
+            for branches in instruction.called.values():
+                yield from ((self._module.computations[b].root.name, index) for b in branches)
+        elif instruction.opcode == "parameter" and computation.name in self._loops:
+            yield from self._passed_on(self._loops[computation.name].name, index)
+
+    def _inside(
+        self, fusion: Instruction, index: int, seen: set[tuple[str, int]]
+    ) -> Instruction | None:
+        """What a fusion's result is: for an update in place, what it is updated with."""
+        fused = self._module.computations[fusion.called["calls"][0]]
+        inner = fused.root
+        if inner.opcode == "tuple":
+            inner = fused.instructions[inner.operands[index]]
+        updates = False
+        while inner.opcode in _MOVES or inner.opcode == "dynamic-update-slice":
+            updates = updates or inner.opcode == "dynamic-update-slice"
+            inner = fused.instructions[inner.operands[1 if inner.opcode.startswith("dyn") else 0]]
+        if inner.opcode == "parameter" and updates:
+            return self._made_by(fusion.operands[inner.index], 0, seen)
+        if "/" in inner.op_name:
+            return inner
+        named = [i for i in fused.instructions.values() if "/" in i.op_name]
+        if fusion.op_name or not named:
+            return fusion if fusion.op_name else None
+        return named[-1]
+
+    def _nearest_layer(self, name: str) -> str:
+        """The layer whose weight is the nearest in the computation before an instruction."""
+        computation = self._home[name]
+        queue, seen = deque([name]), {name}
+        while queue and len(seen) < _NEAR:
+            instruction = computation.instructions[queue.popleft()]
+            if instruction.opcode == "parameter" and (layer := layer_of(instruction.op_name)):
+                return layer
+            # A product's weight is its last operand; prefer it where two are equally near.
+            queue.extend(o for o in reversed(instruction.operands) if o not in seen)
+            seen.update(instruction.operands)
+        return ""
+
+
+def split_op_name(op_name: str) -> tuple[str, str]:
+    """Scope and primitive of JAX's name stack, without JAX's own machinery.
+
+    Example:
+        >>> split_op_name("jit(step)/transpose(jvp(Net))/while/body/block/conv1/add")
+        ('Net/block/conv1', 'add')
+    """
+    plain = re.sub(r"jit\([^()]*\)", "", op_name)
+    parts = [p for p in re.sub(r"\w+\(|\)", "", plain).split("/") if p]
+    scopes = [p for p in parts[:-1] if not _MACHINERY.match(p)]
+    unique = [p for k, p in enumerate(scopes) if k == 0 or p != scopes[k - 1]]
+    return "/".join(unique), parts[-1] if parts else ""
+
+
+def layer_of(argument: str) -> str:
+    """The layer that owns a weight, by the argument's name; "" if it does not tell.
+
+    Example:
+        >>> layer_of("state[0]['block1']['conv']['kernel'].value")
+        'block1.conv'
+        >>> layer_of("x")
+        ''
+    """
+    keys = [k for k in re.split(r"[\[\]'\".\\]+", argument) if k and k not in ("value", "params")]
+    if not keys or keys[-1].isdigit():
+        return ""
+    return ".".join(dropwhile(str.isdigit, keys[1:-1]))

@@ -1,0 +1,239 @@
+"""Norm, addition and ReLU as one module, alone or after a convolution."""
+
+import dataclasses
+import typing
+from collections.abc import Callable
+
+import jax
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxcomp import ops
+from jaxcomp.codecs import Codec, Exact, Offload, SignAware, noise
+from jaxcomp.nn._activation import MaxPool, ReLU
+from jaxcomp.nn._coded import Coded, count_elements
+from jaxcomp.nn._linear import Conv
+from jaxcomp.nn._norm import BatchNorm
+
+Features = Float[Array, "batch ..."] | ops.Activation
+Shortcut = Callable[[Features], Features]
+
+
+class Clipped(nnx.Variable[Array]):
+    """State of a unit: the part of its elements of which some code is clipped, of the last call."""
+
+
+class NormAct(Coded, nnx.Module):
+    """`relu(norm(x) + residual)` that keeps one code for all of it.
+
+    Args:
+        norm: The norm, with scale and bias, over the last axis.
+        relu: Whether there is a ReLU.
+        residual_norm: A norm like it, of the residual before it is added; None for none.
+        pool: A max pool after the ReLU of a unit that adds nothing; None for none.
+        codec: `SignAware(bits=...)`, with which the result in training is an `ops.Activation`; None
+            leaves what is kept to the codecs of `norm`, `relu`, `residual_norm` and `pool`, which
+            else have no say. Where `norm` uses running averages nothing is coded.
+
+    Raises:
+        TypeError: If `residual_norm` or `pool` is another module.
+        ValueError: If there is a `residual_norm` without a ReLU, or a `pool` without a ReLU or with
+            a `residual_norm`, or the codec cannot serve the norms.
+
+    Example:
+        >>> import jax
+        >>> module = NormAct(BatchNorm(8, rngs=nnx.Rngs(0)), codec=SignAware(bits=4))
+        >>> type(module(jax.numpy.ones((2, 4, 4, 8)))).__name__
+        'Activation'
+    """
+
+    kind = "norm_act"
+    covers = ("norm", "relu", "residual_norm", "pool")
+    clipped: Clipped | None = None
+
+    def __init__(
+        self,
+        norm: BatchNorm,
+        *,
+        relu: bool = True,
+        residual_norm: BatchNorm | None = None,
+        pool: MaxPool | None = None,
+        codec: SignAware | Offload | None = None,
+    ) -> None:
+        self.norm = norm
+        self.relu = ReLU() if relu else None
+        for name, given, kind in (
+            ("residual_norm", residual_norm, BatchNorm),
+            ("pool", pool, MaxPool),
+        ):
+            of_type = f"{name} of type {type(given).__name__}"
+            if given is not None and not isinstance(given, kind):
+                raise TypeError(f"{of_type}: expected a jaxcomp.nn.{kind.__name__}, or None")
+            if given is not None and not relu:
+                raise ValueError(f"{of_type}: expected None with relu=False")
+        if pool is not None and residual_norm is not None:
+            raise ValueError("pool: expected None with a residual_norm")
+        self.residual_norm = residual_norm
+        self.pool = pool
+        super().__init__(codec=codec)
+
+    def check_codec(self, codec: Codec | None) -> None:
+        """Raises an error unless the codec is `SignAware` or `Offload` of it, for these norms."""
+        super().check_codec(codec)
+        if codec is None or isinstance(codec, Exact):
+            return
+        if isinstance(codec, Offload) and codec.in_turn:
+            raise ValueError(f"codec={codec}: expected in_turn=False, as the norms share a code")
+        norms = self.norm, self.residual_norm or self.norm
+        if not all(norm.scale and norm.bias and norm.axis == -1 for norm in norms):
+            raise ValueError(f"codec={codec}: expected a norm with scale and bias, and axis=-1")
+        options, of_residual = (
+            {"num_features": norm.num_features} | _options(norm) for norm in norms
+        )
+        if of_residual != options:
+            raise ValueError(f"residual_norm with {of_residual}: expected {options}, as norm")
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether the norm waits in the backward pass for the residual's; see `Offload`."""
+        norm = self.residual_norm
+        if self.codec is not None or norm is None or norm.use_running_average:
+            return False
+        return isinstance(norm.codec, Offload) and norm.codec.in_turn
+
+    def saved_elements(self, args: tuple[typing.Any, ...], result: typing.Any) -> int:
+        """Elements of what a call saves: of its result, a residual's norm and a pool's input."""
+        count = count_elements(result) * (1 if self.residual_norm is None else 2)
+        return count + (0 if self.pool is None else count_elements(args[:1]))
+
+    def __call__(
+        self,
+        x: Float[Array, "batch ..."],
+        residual: Features | None = None,
+        shortcut: Shortcut | None = None,
+    ) -> Features:
+        """Returns the result, in training and with a codec as an `ops.Activation`.
+
+        Args:
+            x: What the norm takes.
+            residual: Is added before the ReLU.
+            shortcut: What is done to the residual first, before its norm, such as a convolution.
+
+        Raises:
+            ValueError: If there is a `residual_norm` or a `shortcut` and no `residual`.
+        """
+        norm, residual_norm = self.norm, self.residual_norm
+        for name, given in ("residual_norm", residual_norm), ("shortcut", shortcut):
+            if given is not None and residual is None:
+                raise ValueError(f"residual=None: expected an array, which {name} is for")
+        if self.codec is None or norm.use_running_average:
+            return self._separately(x, residual, shortcut)
+        if residual is not None and shortcut is not None:
+            residual = shortcut(residual)
+        norms, normed, of_residual = [norm], None, None
+        if residual is not None and residual_norm is not None:
+            if residual_norm.use_running_average:
+                residual = residual_norm(ops.value(residual))
+            else:
+                normed, of_residual = _promoted(residual_norm, ops.value(residual))
+                norms, residual = [norm, residual_norm], normed
+        x, (scale, bias) = _promoted(norm, x)
+        coded, means, variances = ops.norm_act(
+            x,
+            scale,
+            bias,
+            residual,
+            residual_norm=of_residual,
+            relu=self.relu is not None,
+            pool=None if self.pool is None else self.pool.arguments,
+            codec=typing.cast(SignAware | Offload, self.codec),
+            seed=noise.fingerprint(*_affine(norm)),
+            **_options(norm),
+        )
+        for one, mean, var in zip(norms, means, variances, strict=True):
+            one.update(mean, var)
+        if self.clipped is not None:
+            share = ops.clipped(
+                x, scale, bias, means, variances, coded, normed, epsilon=norm.epsilon
+            )
+            self.clipped[...] = jax.lax.stop_gradient(share)
+        return coded
+
+    def _separately(
+        self, x: Array, residual: Features | None, shortcut: Shortcut | None
+    ) -> Features:
+        """What a unit does that has no code."""
+        y = self.norm(x)
+        if residual is not None:
+            if self.in_turn:
+                first, y = ops.in_turn(ops.value(residual), y)
+                residual = _with_value(residual, first)
+            residual = residual if shortcut is None else shortcut(residual)
+            if self.residual_norm is not None:
+                residual = self.residual_norm(ops.value(residual))
+            y = y + ops.value(residual)
+        y = y if self.relu is None else self.relu(y)
+        return y if self.pool is None else self.pool(y)
+
+
+def _with_value(x: Features, value: Array) -> Features:
+    return dataclasses.replace(x, value=value) if isinstance(x, ops.Activation) else value
+
+
+def _affine(norm: BatchNorm) -> tuple[Array, Array]:
+    """The scale and bias that `check_codec` says there are."""
+    assert norm.scale and norm.bias
+    return norm.scale[...], norm.bias[...]
+
+
+def _promoted(norm: BatchNorm, x: Array) -> tuple[Array, tuple[Array, Array]]:
+    """An input, and scale and bias, in the dtype of the norm."""
+    variables = x, norm.mean[...], norm.var[...], *_affine(norm)
+    x, _, _, scale, bias = norm.promote_dtype(variables, dtype=norm.dtype)
+    return x, (scale, bias)
+
+
+def _options(norm: BatchNorm) -> dict[str, typing.Any]:
+    """Its own, as arguments of `ops.norm_act`."""
+    names = "epsilon", "use_fast_variance", "axis_name", "axis_index_groups"
+    return {name: getattr(norm, name) for name in names}
+
+
+class ConvNormAct(NormAct):
+    """`NormAct` after a convolution: one code for norm, ReLU and what reads them.
+
+    Args:
+        conv: The convolution; of an `ops.Activation` it keeps the code that came with it.
+        norm: As `NormAct`.
+        relu: As `NormAct`.
+        residual_norm: As `NormAct`.
+        codec: As `NormAct`.
+
+    Example:
+        >>> import jax
+        >>> rngs = nnx.Rngs(0)
+        >>> unit = ConvNormAct(Conv(3, 8, (3, 3), rngs=rngs), BatchNorm(8, rngs=rngs))
+        >>> unit(jax.numpy.ones((2, 4, 4, 3))).shape
+        (2, 4, 4, 8)
+    """
+
+    def __init__(
+        self,
+        conv: Conv,
+        norm: BatchNorm,
+        *,
+        relu: bool = True,
+        residual_norm: BatchNorm | None = None,
+        codec: SignAware | Offload | None = None,
+    ) -> None:
+        self.conv = conv
+        super().__init__(norm, relu=relu, residual_norm=residual_norm, codec=codec)
+
+    def __call__(
+        self,
+        x: Features,
+        residual: Features | None = None,
+        shortcut: Shortcut | None = None,
+    ) -> Features:
+        """Returns the result, in training and with a codec as an `ops.Activation`; as `NormAct`."""
+        return super().__call__(self.conv(x), residual, shortcut)

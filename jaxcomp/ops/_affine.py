@@ -1,0 +1,97 @@
+"""Scaling and shifting of each feature, whose input waits for the backward pass compressed."""
+
+import typing
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxcomp._core import barriers
+from jaxcomp._core.shard_map import match_varying, type_like
+from jaxcomp.codecs import Codec
+from jaxcomp.codecs._codec import Seed
+from jaxcomp.ops._linear import is_argument, is_perturbed
+
+
+def affine(
+    x: Float[Array, "*batch features"],
+    scale: Float[Array, " features"],
+    bias: Float[Array, " features"] | None = None,
+    *,
+    codec: Codec | None = None,
+    seed: Seed = None,
+) -> Float[Array, "*batch features"]:
+    """`scale * x + bias` that keeps `x` for the backward pass as `codec` stores it.
+
+    The result is bit-identical to `x * scale + bias`; the gradients of `x` and `bias` are exact,
+    that of `scale` is the exact one at the decoded `x`, so it is unbiased where the codec is. The
+    affine layer of ResMLP (Touvron et al., arXiv:2105.03404, section 2) and, without `bias`,
+    LayerScale (Touvron et al., arXiv:2103.17239, section 2).
+
+    Args:
+        x: Activations; axis 0 is the batch.
+        scale: Factor of each feature.
+        bias: Is added to each feature, or None.
+        codec: How `x` is stored; None leaves differentiation to JAX.
+        seed: Redraws the rounding noise of the codec.
+
+    Returns:
+        The result in the dtype of the arguments together.
+
+    Raises:
+        TypeError: If `x` is not a floating-point array.
+        ValueError: If the codec cannot store the shape of `x`.
+
+    Example:
+        >>> from jaxcomp import Quantize
+        >>> x = jnp.array([[0.0, 1.0], [3.0, 3.0]])
+        >>> f = lambda scale: affine(x, scale, codec=Quantize(bits=2)).sum()
+        >>> jax.grad(f)(jnp.ones(2)).tolist()
+        [3.0, 4.0]
+    """
+    others = tuple(range(x.ndim - 1))
+
+    def stock(x: Array, scale: Array, bias: Array | None = None) -> Array:
+        y = x * jnp.expand_dims(scale, others)
+        return y if bias is None else y + jnp.expand_dims(bias, others)
+
+    if codec is None:
+        return stock(x, scale, bias)
+    codec.check(x.shape, x.dtype)
+    x, scale, bias, seed = match_varying((x, scale, bias, seed))
+    like_scale = type_like(scale)
+
+    @jax.custom_vjp
+    def op(x: Array, scale: Array, bias: Array | None, seed: Seed) -> Array:
+        return stock(x, scale, bias)
+
+    def forward(*given: typing.Any) -> typing.Any:
+        x, scale, bias, seed = jax.tree.map(lambda a: a.value, given, is_leaf=is_argument)
+        if not is_perturbed(given[1]):  # as a frozen scale is: nothing reads `x`
+            return stock(x, scale, bias), (None, scale)
+        code = codec.encode(x, seed)
+        # Tied is what is written anyway: the operand of the product before LayerScale's sum, or of
+        # the one after an affine layer.
+        if bias is None:
+            x, code = barriers.save_residual(x, code, codec)
+            return stock(x, scale), (code, scale)
+        y, code = barriers.save_residual(stock(x, scale, bias), code, codec)
+        return y, (code, scale)
+
+    def backward(residual: typing.Any, cotangent: Array) -> typing.Any:
+        code, scale = residual
+        dscale = None
+        if code is not None:
+            decoded = barriers.decode_after(cotangent, code, codec.decode)
+            transpose = jax.linear_transpose(lambda scale: stock(decoded, scale), like_scale)
+            (dscale,) = transpose(cotangent.astype(jnp.result_type(decoded, like_scale.dtype)))
+        dbias = None if bias is None else cotangent.sum(others).astype(bias.dtype)
+        if bias is not None:
+            dscale, cotangent = barriers.barrier_together(dscale, cotangent)
+        dx = (cotangent * jnp.expand_dims(scale, others)).astype(x.dtype)
+        if bias is None:
+            dscale, dx = barriers.barrier_together(dscale, dx)
+        return dx, dscale, dbias, None
+
+    op.defvjp(forward, backward, symbolic_zeros=True)
+    return op(x, scale, bias, seed)

@@ -1,0 +1,127 @@
+"""Weight gradients of products whose left operand is stored in blocks, which stays as it is."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from jaxcomp.codecs import BlockSparse, Codec, Encoded
+from jaxcomp.codecs._block_sparse import Product
+from jaxcomp.ops import _block_tpu as block_tpu
+from jaxcomp.ops import _block_triton as block_triton
+from jaxcomp.ops._one_device import on_one
+
+KERNELS = {"triton": block_triton, "tpu": block_tpu}
+
+
+def by_dense(
+    codec: Codec,
+    code: Encoded,
+    cotangent: Float[Array, "batch ... columns"],
+    precision: lax.PrecisionLike = None,
+    dtype: DTypeLike = jnp.float32,
+) -> Float[Array, "features columns"]:
+    """Decodes and multiplies, whatever the codec; `dtype` is that of the sums."""
+    rows = tuple(range(len(code.shape) - 1))
+    return jnp.tensordot(
+        codec.decode(code),
+        cotangent,
+        (rows, rows),
+        precision=precision,
+        preferred_element_type=dtype,
+    )
+
+
+def by_rows(
+    codec: BlockSparse,
+    code: Encoded,
+    cotangent: Float[Array, "batch ... columns"],
+    precision: lax.PrecisionLike = None,
+) -> Float[Array, "features columns"]:
+    """Multiplies each row of blocks by its part of the cotangent, and adds up by feature.
+
+    FLOPs are those of the kept blocks alone. Not made: the dense matrix, nor copies of the
+    cotangent; what is made has `kept * width * columns` float32 numbers for each row of blocks.
+    """
+    grid = codec.grid(code.shape)
+    (tall, wide), batch, columns = grid.block, code.shape[0], cotangent.shape[-1]
+    products = jnp.einsum(
+        "brktw,brtn->brkwn",
+        codec.data(code).reshape(batch, grid.rows, grid.kept, tall, wide),
+        grid.rows_of_blocks(cotangent),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+    products = products.reshape(-1, wide, columns)
+    indices = code.arrays[0].reshape(-1).astype(jnp.int32)
+    sums = jax.ops.segment_sum(products, indices, grid.columns)
+    return sums.reshape(-1, columns)[: grid.width]
+
+
+GRADIENTS = {
+    "dense": by_dense,
+    "rows": by_rows,
+    "triton": block_triton.by_triton,
+    "tpu": block_tpu.by_tpu,
+}
+"""How each product makes the weight's gradient of the code and the cotangent."""
+
+
+def choose(codec: BlockSparse, shape: tuple[int, ...], columns: int, itemsize: int) -> Product:
+    """What "auto" means but for one TPU: the product that takes less memory.
+
+    The products of rows of blocks take less than the dense matrix where blocks are tall: with an
+    `itemsize` of 2 bytes, more than `2 * density * columns` rows.
+
+    Args:
+        codec: Of the product's left operand.
+        shape: Shape of that.
+        columns: Columns of the weight.
+        itemsize: Bytes of an element.
+
+    Example:
+        >>> codec = BlockSparse(block=(196, 8), density=0.25)
+        >>> choose(codec, (128, 196, 384), 384, 2), choose(codec, (128, 196, 384), 1536, 2)
+        ('rows', 'dense')
+    """
+    grid = codec.grid(shape)
+    sums = grid.rows * grid.kept * grid.block[1] * columns * 4
+    return "rows" if sums < grid.height * grid.width * itemsize else "dense"
+
+
+def gradient(
+    codec: BlockSparse,
+    x: Array | jax.ShapeDtypeStruct,
+    columns: int,
+    dtype: DTypeLike,
+    precision: lax.PrecisionLike = None,
+) -> Callable[[Encoded, Array], Array]:
+    """How `codec.product` says that a weight's gradient is made of code and cotangent.
+
+    Args:
+        codec: Of the product's left operand.
+        x: That operand, for its shape and dtype.
+        columns: Columns of the weight.
+        dtype: Of the gradient.
+        precision: Of the product.
+
+    Raises:
+        ValueError: If the product is a kernel that does not know blocks of this size.
+    """
+
+    def by(product: Product) -> Callable[[Encoded, Array], Array]:
+        def of(code: Encoded, cotangent: Array) -> Array:
+            return GRADIENTS[product](codec, code, cotangent, precision).astype(dtype)
+
+        return of
+
+    if codec.product == "auto":
+        portable = by(choose(codec, x.shape, columns, x.dtype.itemsize))
+        return portable if block_tpu.refusal(codec, x.shape) else on_one("tpu", by("tpu"), portable)
+    kernel = KERNELS.get(codec.product)
+    if kernel is not None and (refusal := kernel.refusal(codec, x.shape)):
+        raise ValueError(f"product={codec.product!r}: {refusal}")
+    return by(codec.product)

@@ -1,0 +1,124 @@
+"""A TPU kernel for weight gradients of products whose left operand is stored in blocks."""
+
+import functools
+import typing
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu
+from jaxtyping import Array, Float
+
+from jaxcomp._core import barriers, platforms
+from jaxcomp._core.shard_map import match_varying, struct_like
+from jaxcomp.codecs import BlockSparse, Encoded
+from jaxcomp.codecs._block_sparse import Grid
+
+LANES, SUBLANES = 128, 8  # of a register of 32 bits
+VMEM_NBYTES = 12 * 2**20  # of the 16 MiB that XLA gives a kernel
+
+
+def by_tpu(
+    codec: BlockSparse,
+    code: Encoded,
+    cotangent: Float[Array, "batch ... columns"],
+    precision: lax.PrecisionLike = None,
+) -> Float[Array, "features columns"]:
+    """A kernel that multiplies each row of blocks as `by_rows`, and adds up by feature on the chip.
+
+    It reads the blocks once for each tile of columns and the cotangent once, multiplies the kept
+    blocks alone, and writes nothing but the gradient. For TPU; elsewhere Pallas interprets it,
+    which is for tests. For blocks of a size that `refusal` has nothing to say against. A batch that
+    is spread over devices needs a `jax.shard_map`.
+
+    Raises:
+        NotImplementedError: When the result is differentiated.
+    """
+    cotangent = barriers.undifferentiable(cotangent)  # Pallas has no derivative of a kernel
+    grid = codec.grid(code.shape)
+    (tall, wide), batch, columns = grid.block, code.shape[0], cotangent.shape[-1]
+    if not code.arrays[0].size:
+        return jnp.zeros((grid.width, columns), jnp.float32)
+    data = codec.data(code).reshape(batch, grid.rows, grid.kept, tall, wide)
+    data = data.swapaxes(2, 3).reshape(batch, grid.rows, tall, grid.kept * wide)
+    g = grid.rows_of_blocks(cotangent)
+    indices = code.arrays[0].reshape(batch, grid.rows, 1, grid.kept).astype(jnp.int32)
+    features = grid.columns * wide
+
+    tile = min(columns, max(1, VMEM_NBYTES // _nbytes(grid)) * LANES)
+    zero = np.int32(0)  # not of 64 bits, which Mosaic does not know
+
+    def run(interpret: bool, *args: Array) -> Array:
+        return pl.pallas_call(
+            functools.partial(_kernel, grid, precision),
+            grid=(-(-columns // tile), batch, grid.rows),
+            in_specs=[
+                pl.BlockSpec(
+                    (None, None, 1, grid.kept),
+                    lambda j, b, r: (b, r, zero, zero),
+                    memory_space=tpu.SMEM,
+                ),
+                pl.BlockSpec(
+                    (None, None, tall, grid.kept * wide), lambda j, b, r: (b, r, zero, zero)
+                ),
+                pl.BlockSpec((None, None, tall, tile), lambda j, b, r: (b, r, zero, j)),
+            ],
+            out_specs=pl.BlockSpec((features, tile), lambda j, b, r: (zero, j)),
+            out_shape=struct_like(args[0], (features, columns), jnp.float32),
+            interpret=interpret,
+            name="block_product",
+        )(*args)
+
+    dtype = jnp.promote_types(data.dtype, g.dtype)
+    sums = platforms.kernel_or_interpreter(
+        "tpu", match_varying((indices, data.astype(dtype), g.astype(dtype))), run
+    )
+    return sums[: grid.width]
+
+
+def refusal(codec: BlockSparse, shape: tuple[int, ...]) -> str | None:
+    """Why the kernel does not know blocks of this size; None if it does."""
+    block, nbytes = codec.grid(shape).block, _nbytes(codec.grid(shape))
+    if block[1] % SUBLANES:
+        return (
+            f"expected blocks whose width is a multiple of {SUBLANES}, got {block} for x of shape "
+            f"{shape}"
+        )
+    if nbytes > VMEM_NBYTES:
+        return (
+            f"x of shape {shape} needs {nbytes} bytes on the chip, expected at most {VMEM_NBYTES}; "
+            "use 'dense'"
+        )
+    return None
+
+
+def _nbytes(grid: Grid) -> int:
+    """On the chip for a tile of as many columns as there are lanes, buffers for copies included."""
+    (tall, wide), kept = grid.block, grid.kept * grid.block[1]
+    sums, products, data = grid.columns * wide * LANES, kept * LANES, tall * (kept + LANES)
+    return 4 * (2 * sums + products + 2 * data)
+
+
+def _kernel(
+    grid: Grid,
+    precision: lax.PrecisionLike,
+    indices: typing.Any,
+    data: typing.Any,
+    cotangent: typing.Any,
+    out: typing.Any,
+) -> None:
+    """Adds a row of blocks of one sample to a tile of the gradient, which stays on the chip."""
+
+    @pl.when((pl.program_id(1) == 0) & (pl.program_id(2) == 0))
+    def _() -> None:
+        out[...] = jnp.zeros_like(out)
+
+    over_tokens = ((0,), (0,)), ((), ())
+    products = lax.dot_general(
+        data[...], cotangent[...], over_tokens, precision, preferred_element_type=jnp.float32
+    )
+    wide = grid.block[1]
+    for i in range(grid.kept):
+        at = pl.ds(pl.multiple_of(indices[0, i] * wide, wide), wide)
+        out[at, :] += products[i * wide : (i + 1) * wide]

@@ -1,0 +1,289 @@
+"""Normalisation whose input waits for the backward pass compressed."""
+
+import dataclasses
+import typing
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from jaxcomp._core import barriers
+from jaxcomp._core.shard_map import match_varying, varying_axes
+from jaxcomp.codecs import Codec
+from jaxcomp.codecs._codec import Seed
+from jaxcomp.ops._sensitivity import Sink, check_sink, importance, sensitivity
+
+Stats = tuple[Array, Array]
+
+
+def batch_norm(
+    x: Float[Array, "..."],
+    scale: Float[Array, " features"] | None,
+    bias: Float[Array, " features"] | None,
+    *,
+    axis: int = -1,
+    epsilon: float = 1e-5,
+    use_fast_variance: bool = True,
+    axis_name: str | None = None,
+    axis_index_groups: typing.Any = None,
+    mask: Array | None = None,
+    codec: Codec | None = None,
+    seed: Seed = None,
+    sink: Sink | None = None,
+) -> tuple[Float[Array, "..."], Float[Array, " features"], Float[Array, " features"]]:
+    """Batch normalisation by the batch's own statistics, its input kept as `codec` stores it.
+
+    Results are bit-identical to those of `flax.nnx.BatchNorm` in training. Mean and variance are
+    kept exactly; the backward pass is the exact one with these statistics at the decoded `x`. What
+    it uses twice, the normalised value in the gradient of `x`, makes that gradient biased by the
+    code's variance (in units of the batch's) divided by the number of values per feature, relative
+    to the cotangent. Where the gradient is much smaller than the cotangent, as sums over it are,
+    the bias is larger relative to it. The codec sees the features last, and masked-out values too:
+    fill them with something inside the others' range.
+
+    Args:
+        x: Activations; axis 0 is the batch.
+        scale: Multiplies the normalised values, or None.
+        bias: Is added to them, or None.
+        axis: The feature axis; statistics are taken over all others.
+        epsilon: Added to the variance.
+        use_fast_variance: Whether the variance is E[x^2] - E[x]^2, in one pass.
+        axis_name: Mesh or `vmap` axis over which statistics are averaged too. Of a `vmap` axis the
+            gradient must be taken inside: JAX runs a custom backward rule outside without its name.
+        axis_index_groups: Groups of indices within that axis, as `jax.lax.pmean` takes them.
+        mask: True where a value counts for the statistics; broadcastable to `x`.
+        codec: How `x` is stored; None leaves differentiation to JAX.
+        seed: Redraws the rounding noise of the codec.
+        sink: Takes the samples' sensitivity as its gradient; see `ops.Sink`. Not without a codec.
+
+    Returns:
+        The normalised array in the dtype of `x`, `scale` and `bias` together, and the mean and the
+        (biased) variance of the batch in float32.
+
+    Raises:
+        TypeError: If `x` is not a floating-point array.
+        ValueError: If `x` has no such axis, or the codec cannot store its shape.
+
+    Example:
+        >>> from jaxcomp import Quantize
+        >>> x = jnp.arange(6.0).reshape(3, 2)
+        >>> y, mean, var = batch_norm(x, None, None, codec=Quantize(bits=8))
+        >>> mean.tolist()
+        [2.0, 3.0]
+    """
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(f"axis={axis}: x of shape {x.shape} has no such axis")
+    feature = axis % x.ndim
+    axes = tuple(i for i in range(x.ndim) if i != feature)
+    norm = Norm(axes, axes, epsilon, use_fast_variance, axis_name, axis_index_groups)
+    return _coded(norm, feature, x, scale, bias, mask, codec, seed, sink)
+
+
+def layer_norm(
+    x: Float[Array, "*batch features"],
+    scale: Float[Array, " features"] | None,
+    bias: Float[Array, " features"] | None,
+    *,
+    epsilon: float = 1e-6,
+    use_fast_variance: bool = True,
+    axis_name: str | None = None,
+    axis_index_groups: typing.Any = None,
+    mask: Array | None = None,
+    codec: Codec | None = None,
+    seed: Seed = None,
+    sink: Sink | None = None,
+) -> Float[Array, "*batch features"]:
+    """Layer normalisation over the last axis, its input kept as `codec` stores it.
+
+    The result is bit-identical to that of `flax.nnx.LayerNorm`. Mean and variance of each token are
+    kept exactly, in float32; the backward pass is the exact one with these statistics at the
+    decoded `x`, biased as `batch_norm`'s is: by the code's variance (in units of the token's)
+    divided by the number of features.
+
+    Args:
+        x: Activations; axis 0 is the batch.
+        scale: Multiplies the normalised values, or None.
+        bias: Is added to them, or None.
+        epsilon: Added to the variance.
+        use_fast_variance: Whether the variance is E[x^2] - E[x]^2, in one pass.
+        axis_name: Mesh or `vmap` axis over which statistics are averaged too, as `batch_norm`.
+        axis_index_groups: Groups of indices within that axis.
+        mask: True where a value counts for the statistics; broadcastable to `x`.
+        codec: How `x` is stored; None leaves differentiation to JAX.
+        seed: Redraws the rounding noise of the codec.
+        sink: Takes the samples' sensitivity as its gradient; see `ops.Sink`. Not without a codec.
+
+    Returns:
+        The normalised array in the dtype of `x`, `scale` and `bias` together.
+
+    Raises:
+        TypeError: If `x` is not a floating-point array.
+        ValueError: If the codec cannot store the shape of `x`.
+
+    Example:
+        >>> from jaxcomp import Quantize
+        >>> x = jnp.array([[0.0, 2.0]])
+        >>> layer_norm(x, None, None, codec=Quantize(bits=4)).round(2).tolist()
+        [[-1.0, 1.0]]
+    """
+    last = x.ndim - 1
+    others = tuple(range(last))
+    norm = Norm((last,), others, epsilon, use_fast_variance, axis_name, axis_index_groups)
+    return _coded(norm, last, x, scale, bias, mask, codec, seed, sink)[0]
+
+
+def _coded(
+    norm: "Norm",
+    feature: int,
+    x: Array,
+    scale: Array | None,
+    bias: Array | None,
+    mask: Array | None,
+    codec: Codec | None,
+    seed: Seed,
+    sink: Sink | None,
+) -> tuple[Array, Array, Array]:
+    """Normalised array, mean and variance; `x` waits with its `feature` axis moved to the end."""
+    axes = norm.axes
+
+    def stock(
+        x: Array,
+        scale: Array | None,
+        bias: Array | None,
+        mask: Array | None,
+        sink: Sink | None,
+        seed: Seed,
+    ) -> tuple[Array, Array, Array]:
+        mean, var = norm.statistics(x, mask)
+        return norm.normalize(x, mean, norm.clip(var), scale, bias), mean, norm.clip(var)
+
+    if codec is None:
+        return stock(x, scale, bias, mask, sink, seed)
+    codec.check((*x.shape[:feature], *x.shape[feature + 1 :], x.shape[feature]), x.dtype)
+    check_sink(sink, x.shape)
+    x, scale, bias, mask, sink, seed = match_varying((x, scale, bias, mask, sink, seed))
+
+    def forward(
+        x: Array,
+        scale: Array | None,
+        bias: Array | None,
+        mask: Array | None,
+        sink: Sink | None,
+        seed: Seed,
+    ) -> tuple[tuple[Array, Array, Array], typing.Any]:
+        coded = codec.encode(jnp.moveaxis(x, feature, -1), seed, importance(sink))
+        x, code = barriers.save_residual(x, coded, codec)
+        mean, var = norm.statistics(x, mask)
+        y = norm.normalize(x, mean, norm.clip(var), scale, bias)
+        kept = barriers.name_residual((mean, var), codec)
+        return (y, mean, norm.clip(var)), (code, kept, scale, bias, mask)
+
+    def backward(
+        saved: typing.Any, cotangents: tuple[Array, Array, Array]
+    ) -> tuple[Array | None, ...]:
+        code, (mean, var), scale, bias, mask = saved
+        dy, dmean, dvar = cotangents
+        x = barriers.decode_after(jnp.moveaxis(dy, feature, -1), code, codec.decode)
+        x = jnp.moveaxis(x, -1, feature)
+        dsink = None if sink is None else norm_sensitivity(x, dy, var)
+        clipped, transpose_clip = jax.vjp(norm.clip, var)
+        _, transpose = jax.vjp(norm.normalize, x, mean, clipped, scale, bias)
+        dx, dmean_y, dvar_y, dscale, dbias = transpose(dy)
+
+        def centred(x: Array) -> Stats:  # mean and variance, differentiable at fixed statistics
+            x = x.astype(jnp.float32)
+            square = lax.square(x - jnp.expand_dims(mean, axes))
+            mean_x, var_x = norm.average((x.mean(axes, where=mask), square.mean(axes, where=mask)))
+            return mean_x, var_x
+
+        _, transpose = jax.vjp(centred, x)
+        (dx_statistics,) = transpose((dmean + dmean_y, *transpose_clip(dvar + dvar_y)))
+        return dx + dx_statistics, dscale, dbias, None, dsink, None
+
+    def norm_sensitivity(x: Array, dy: Array, var: Array) -> Sink:
+        factor = lax.rsqrt(jnp.expand_dims(norm.clip(var), axes) + norm.epsilon)
+        h, dy = (jnp.moveaxis(a, feature, -1) for a in (x * factor, dy))
+        return sensitivity(h, dy, 1 / h.shape[-1])
+
+    op = jax.custom_vjp(stock)
+    op.defvjp(forward, backward)
+    return op(x, scale, bias, mask, sink, seed)
+
+
+@dataclasses.dataclass(frozen=True)
+class Norm:
+    """Normalisation as Flax computes it.
+
+    Attributes:
+        axes: The axes that statistics are taken over.
+        scaled: The axes along which scale and bias are the same.
+        epsilon: Added to the variance.
+        use_fast_variance: Whether the variance is E[x^2] - E[x]^2, in one pass.
+        axis_name: Mesh or `vmap` axis over which statistics are averaged too.
+        axis_index_groups: Groups of indices within that axis.
+    """
+
+    axes: tuple[int, ...]
+    scaled: tuple[int, ...]
+    epsilon: float
+    use_fast_variance: bool
+    axis_name: str | None = None
+    axis_index_groups: typing.Any = None
+
+    def statistics(self, x: Array, mask: Array | None = None) -> Stats:
+        """Mean and variance, before `clip`."""
+        x = x.astype(jnp.float32)
+        if self.use_fast_variance:
+            means = x.mean(self.axes, where=mask), lax.square(x).mean(self.axes, where=mask)
+            mean, square = self.average(means)
+            return mean, square - lax.square(mean)
+        (mean,) = self.average((x.mean(self.axes, where=mask),))
+        square = lax.square(x - jnp.expand_dims(mean, self.axes))
+        (var,) = self.average((square.mean(self.axes, where=mask),))
+        return mean, var
+
+    def clip(self, var: Array) -> Array:
+        """The variance, where E[x^2] - E[x]^2 may come out negative."""
+        return jnp.maximum(0.0, var) if self.use_fast_variance else var
+
+    def normalize(
+        self, x: Array, mean: Array, var: Array, scale: Array | None, bias: Array | None
+    ) -> Array:
+        """The normalised array in the dtype of `x`, `scale` and `bias` together."""
+        dtype = jnp.result_type(*(a for a in (x, scale, bias) if a is not None))
+        x = x - jnp.expand_dims(mean, self.axes)
+        factor = lax.rsqrt(jnp.expand_dims(var, self.axes) + self.epsilon)
+        if scale is not None:
+            factor *= jnp.expand_dims(scale, self.scaled)
+        x *= factor
+        if bias is not None:
+            x += jnp.expand_dims(bias, self.scaled)
+        return x.astype(dtype)
+
+    def standardize(self, x: Array, mean: Array, var: Array) -> Array:
+        """The normalised array in float32, before scale and bias."""
+        return (x.astype(jnp.float32) - self.wide(mean)) * lax.rsqrt(self.wide(var) + self.epsilon)
+
+    def wide(self, channels: Array) -> Array:
+        """One value for each feature in float32, broadcastable to the array."""
+        return jnp.expand_dims(channels.astype(jnp.float32), self.scaled)
+
+    def shares(self, cotangents: tuple[Array, ...], x: Array) -> tuple[Array, ...]:
+        """Of cotangents of statistics, what `average` is to average: each device's share.
+
+        Where types say that statistics are the same on all devices, their cotangents are, too: what
+        all devices ask for together.
+        """
+        name = self.axis_name
+        if name is None or name not in varying_axes(x):
+            return cotangents
+        size = lax.axis_size(name)
+        return tuple(c if name in varying_axes(c) else c / size for c in cotangents)
+
+    def average(self, means: tuple[Array, ...]) -> tuple[Array, ...]:
+        """Means over the named axis, too."""
+        if self.axis_name is None:
+            return means
+        stacked = jnp.stack(means)
+        return tuple(lax.pmean(stacked, self.axis_name, axis_index_groups=self.axis_index_groups))

@@ -1,0 +1,108 @@
+"""A linear layer and LayerScale as one operation, which stores the layer's input alone."""
+
+import typing
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from jaxcomp._core import barriers
+from jaxcomp._core.shard_map import match_varying
+from jaxcomp.codecs import Codec
+from jaxcomp.codecs._codec import Seed
+from jaxcomp.ops._linear import is_argument, is_perturbed, layer_gradient
+
+
+def scaled_linear(
+    x: Float[Array, "batch ... features"],
+    kernel: Float[Array, "features columns"],
+    bias: Float[Array, " columns"] | None,
+    scale: Float[Array, " columns"],
+    *,
+    precision: lax.PrecisionLike = None,
+    codec: Codec,
+    seed: Seed = None,
+) -> Float[Array, "batch ... columns"]:
+    """`(x @ kernel + bias) * scale` that keeps `x` for the backward pass as `codec` stores it.
+
+    The result is bit-identical to that of the three operations in the dtype of `x`. It is
+    `x @ (kernel * scale) + bias * scale`, too, of which the gradients are made: the scale's is a
+    sum over the weight's, so that nothing else waits for the backward pass. The gradients of `x`
+    and `bias` are exact, those of `kernel` and `scale` are exact at the decoded `x`, so they are
+    unbiased where the codec is. LayerScale is Touvron et al., arXiv:2103.17239, section 2.
+
+    Args:
+        x: Activations; axis 0 is the batch.
+        kernel: Weights. Parameters may have other dtypes than `x`; their gradients are summed in
+            float32 or wider.
+        bias: Is added to each column, or None.
+        scale: Factor of each column.
+        precision: Of the products.
+        codec: How `x` is stored.
+        seed: Redraws the rounding noise of the codec.
+
+    Returns:
+        The result in the dtype of `x`.
+
+    Raises:
+        TypeError: If `x` is not a floating-point array.
+        ValueError: If the codec cannot store the shape of `x`.
+
+    Example:
+        >>> from jaxcomp import Quantize
+        >>> x, kernel, scale = jnp.ones((4, 2)), jnp.array([[1.0], [2.0]]), jnp.array([0.5])
+        >>> f = lambda scale: scaled_linear(x, kernel, None, scale, codec=Quantize(bits=2)).sum()
+        >>> f(scale).item(), jax.grad(f)(scale).tolist()
+        (6.0, [12.0])
+    """
+    codec.check(x.shape, x.dtype)
+    x, kernel, bias, scale, seed = match_varying((x, kernel, bias, scale, seed))
+    wide = jnp.result_type(kernel.dtype, scale.dtype, jnp.float32)
+    product = layer_gradient(codec, x, kernel.shape[1], wide, precision)
+    others = tuple(range(x.ndim - 1))
+
+    def times(x: Array, kernel: Array) -> Array:
+        return jnp.tensordot(x, kernel.astype(x.dtype), 1, precision=precision)
+
+    def by_column(x: Array, row: Array, operation: Callable[[Array, Array], Array]) -> Array:
+        return operation(x, jnp.expand_dims(row.astype(x.dtype), others))
+
+    def stock(x: Array, kernel: Array, bias: Array | None, scale: Array) -> Array:
+        y = times(x, kernel)
+        y = y if bias is None else by_column(y, bias, lax.add)
+        return by_column(y, scale, lax.mul)
+
+    @jax.custom_vjp
+    def op(x: Array, kernel: Array, bias: Array | None, scale: Array, seed: Seed) -> Array:
+        return stock(x, kernel, bias, scale)
+
+    def forward(*given: typing.Any) -> typing.Any:
+        *arguments, seed = jax.tree.map(lambda a: a.value, given, is_leaf=is_argument)
+        x, *parameters = arguments
+        code = None
+        if is_perturbed(given[1]) or is_perturbed(given[3]):  # else nothing reads `x`
+            (x, *parameters), code = barriers.save_residual(arguments, codec.encode(x, seed), codec)
+        return stock(x, *parameters), (code, *arguments[1:])
+
+    def backward(residual: typing.Any, cotangent: Array) -> typing.Any:
+        code, kernel, bias, scale = residual
+        total = cotangent.sum(others, dtype=wide)
+        dbias = None if bias is None else (total * scale).astype(bias.dtype)
+        dkernel = dscale = None
+        if code is not None:
+            code, cotangent = barriers.barrier_together(code, cotangent)
+            of_scaled, cotangent = barriers.barrier_together(product(code, cotangent), cotangent)
+            dkernel = (of_scaled * scale[None].astype(wide)).astype(kernel.dtype)
+            dscale = (of_scaled * kernel.astype(wide)).sum(0)
+            dscale = dscale if bias is None else dscale + total * bias
+            dscale = dscale.astype(scale.dtype)
+        if x.dtype == jnp.float16:  # too narrow for a kernel times LayerScale's 1e-6
+            cotangent = by_column(cotangent, scale, lax.mul)
+        else:
+            kernel = kernel.astype(wide) * scale[None].astype(wide)
+        return times(cotangent, kernel.T), dkernel, dbias, dscale, None
+
+    op.defvjp(forward, backward, symbolic_zeros=True)
+    return op(x, kernel, bias, scale, seed)

@@ -1,0 +1,4 @@
+"""Strategies for a training step's memory, and tables that compare them."""
+
+from jaxcomp.planning._comparison import Comparison as Comparison
+from jaxcomp.planning._comparison import compare as compare

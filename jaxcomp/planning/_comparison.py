@@ -1,0 +1,283 @@
+"""`compare`: one training step made several ways, in one table."""
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from typing import Any, TypeVar
+
+from flax import nnx
+
+from jaxcomp.memory._analyze import analyze_step, usable_bytes
+from jaxcomp.memory._batch import max_batch
+from jaxcomp.memory._compiling import CompileError
+from jaxcomp.memory._live_bytes import Timeline, format_bytes
+from jaxcomp.memory._report import NOT_GIVEN, MemoryReport, format_seconds, known
+from jaxcomp.memory._targets import resolve
+from jaxcomp.memory._tracing import trace
+from jaxcomp.planning._strategies import Way
+
+MakeStep = Callable[[Way, int], tuple[Callable[..., Any], tuple[Any, ...]]]
+M = TypeVar("M", bound=nnx.Module)
+HEADER = (
+    "row",
+    "declared",
+    "temp",
+    "peak",
+    "total",
+    "total / plain",
+    "HBM traffic",
+    "traffic / plain",
+    "roofline estimate",
+    "compile s",
+    "largest batch",
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way of making the step.
+
+    Attributes:
+        name: the way's spec.
+        batch: the batch size.
+        report: what the compiler made of it; None if it failed.
+        max_batch: the largest batch that fits; None if it was not asked for.
+        timeline: which buffers are alive when; None if it was not asked for.
+        error: what the compiler failed with, or None.
+    """
+
+    name: str
+    batch: int
+    report: MemoryReport | None
+    max_batch: int | None = None
+    timeline: Timeline | None = None
+    error: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The row's figures by name: `row`, `batch`, those of the report, `max_batch`, `error`."""
+        report = {} if self.report is None else self.report.to_dict()
+        own = {"row": self.name, "batch": self.batch}
+        return own | report | {"max_batch": self.max_batch, "error": self.error}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The rows of a table; prints as Markdown, with a last line that names the cheapest that fits.
+
+    Attributes:
+        target: the target's name.
+        usable_bytes: what a step may use of its memory.
+        rows: in the order asked for.
+    """
+
+    target: str
+    usable_bytes: int | None
+    rows: tuple[Row, ...]
+
+    def cheapest(self) -> Row | None:
+        """The row of the least HBM traffic among those that fit; None if none is known to fit."""
+        fitting = [
+            (row.report.hbm_traffic_bytes, i)
+            for i, row in enumerate(self.rows)
+            if row.report and row.report.fits and row.report.hbm_traffic_bytes is not None
+        ]
+        return self.rows[min(fitting)[1]] if fitting else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The target and the rows by name."""
+        return {"target": self.target, "rows": [row.to_dict() for row in self.rows]}
+
+    def to_json(self) -> str:
+        """`to_dict` as JSON."""
+        return json.dumps(self.to_dict(), indent=1)
+
+    def __str__(self) -> str:
+        """A Markdown table with human units."""
+        plain = next((row.report for row in self.rows if row.name == "plain"), None)
+        table = [HEADER, *(_cells(row, plain) for row in self.rows)]
+        widths = [max(len(cells[i]) for cells in table) for i in range(len(HEADER))]
+        table.insert(1, tuple("-" * width for width in widths))
+        lines = [
+            "| " + " | ".join(c.ljust(w) for c, w in zip(cells, widths, strict=True)) + " |"
+            for cells in table
+        ]
+        on_host = [
+            f"{row.name}: {format_bytes(row.report.host_temp_bytes)} in the host's memory"
+            for row in self.rows
+            if row.report and row.report.host_temp_bytes
+        ]
+        failed = [f"{row.name}: {row.error}" for row in self.rows if row.error]
+        return "\n".join([*lines, "", *on_host, *failed, self._verdict()])
+
+    def _verdict(self) -> str:
+        if self.usable_bytes is None:
+            return f"What fits on {self.target} is not known: give a capacity."
+        room = f"{format_bytes(self.usable_bytes)} of {self.target}"
+        row = self.cheapest()
+        if row is not None:
+            return f"Cheapest row that fits the {room}, by HBM traffic: {row.name}"
+        fitting = [row.name for row in self.rows if row.report and row.report.fits]
+        if fitting:
+            return f"Fit the {room}, with HBM traffic that is not known: {', '.join(fitting)}"
+        if not any(row.report for row in self.rows):
+            return "No row could be compiled."
+        return f"No row fits the {room}."
+
+
+def compare(
+    make_step: MakeStep,
+    rows: Sequence[str],
+    *,
+    batch: int,
+    target: str | None = None,
+    capacity: int | None = None,
+    xla_remat: bool = True,
+    largest_batch: bool = False,
+    timelines: bool = False,
+    progress: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+    save: Callable[[Comparison], Any] | None = None,
+) -> Comparison:
+    """Compiles a training step several ways for a device, here or not, and tabulates its memory.
+
+    Args:
+        make_step: your own step factory. `make_step(transform, batch)` builds a model, applies
+            `transform(model)` to it, which returns the same model, splits the batch into
+            `transform.micro_batches` parts, and returns the step and its arguments, as
+            `analyze(step, *arguments)` takes them; `nnx.eval_shape` makes the model for free.
+        rows: specs of strategies. With `plain` among them the table has ratios to it.
+        batch: the batch size.
+        target: as in `analyze`.
+        capacity: bytes that the program may use, as in `analyze`.
+        xla_remat: as in `analyze`.
+        largest_batch: whether each row's largest batch that fits is looked for too, by further
+            compilations (`max_batch`).
+        timelines: whether each row has its timeline, too.
+        progress: is entered with a row's name while the row is compiled.
+        save: is called with the table so far after each row, which may take minutes.
+
+    Returns:
+        The table. A row that does not fit the model, that `make_step` does not apply, or whose
+        compilation fails has an error in place of a report.
+
+    Raises:
+        ValueError: if a row is unknown or is there twice, or the batch does not divide into its
+            micro-batches, or the target or its capacity is not what it should be.
+        ImportError: if the wheel with the target's compiler is not installed.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from flax import nnx
+        >>> def make_step(transform, batch):
+        ...     def block():
+        ...         return nnx.Sequential(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), jnp.sin)
+        ...     model = transform(nnx.eval_shape(lambda: nnx.Sequential(block(), block())))
+        ...     gradient = nnx.grad(lambda model, x: model(x).sum())
+        ...     return gradient, (model, jax.ShapeDtypeStruct((batch, 64), jnp.float32))
+        >>> table = compare(make_step, ["plain", "remat"], batch=256, target="cpu")
+        >>> [row.report.declared_residual_bytes for row in table.rows]
+        [196608, 65536]
+    """
+    if isinstance(rows, str) or len(set(rows)) < len(rows) or not rows:
+        raise ValueError(f"rows={rows!r}: expected a list of at least one, and each once")
+    ways = [Way.parse(name) for name in rows]
+    for way in ways:
+        way.check_batch(batch)
+    where = resolve(target)
+    usable = usable_bytes(where, capacity)
+    if largest_batch and usable is None:
+        raise ValueError(f"target={where.name!r}: its memory is not known; give a capacity")
+
+    def row(way: Way) -> Row:
+        watched = _Watched(**{f.name: getattr(way, f.name) for f in fields(way)})
+        step, arguments = make_step(watched, batch)
+        if not watched.models:
+            raise ValueError("make_step is expected to call transform(model)")
+        traced = trace(step, *arguments, target=where)
+        report, timeline = analyze_step(traced, where, capacity, xla_remat, timelines)
+        largest = None
+        if largest_batch:
+            make = partial(make_step, way)
+            largest = max_batch(make, target, multiple=way.micro_batches, capacity=capacity)
+        return Row(way.spec, batch, report, largest, timeline)
+
+    done: list[Row] = []
+    for way in ways:
+        with progress(way.spec):
+            try:
+                done.append(row(way))
+            except (CompileError, ValueError, TypeError) as error:  # JAX's own are TypeErrors
+                done.append(Row(way.spec, batch, None, error=str(error)))
+        if save is not None:
+            save(Comparison(where.name, usable, tuple(_without_copies(done))))
+    return Comparison(where.name, usable, tuple(_without_copies(done)))
+
+
+@dataclass(frozen=True)
+class _Watched(Way):
+    """A way that knows the models that it was applied to."""
+
+    models: list[Any] = field(default_factory=list)
+
+    def __call__(self, model: M) -> M:
+        self.models.append(model)
+        return super().__call__(model)
+
+
+def _without_copies(rows: Sequence[Row]) -> list[Row]:
+    """The rows, with an error where one is the plain step under another name."""
+
+    def figures(row: Row) -> tuple[int | None, ...] | None:
+        report = row.report
+        if report is None:
+            return None
+        return report.declared_residual_bytes, report.flops, report.temp_bytes
+
+    plain = [figures(row) for row in rows if row.report and Way.parse(row.name).is_plain]
+
+    def error(way: Way) -> str:
+        if way.micro_batches == 1:
+            return "made no difference to the step: leave the row out"
+        return (
+            "made no difference to the step: make_step is expected to split the batch into "
+            "transform.micro_batches parts; if it does, leave the row out"
+        )
+
+    return [
+        replace(row, report=None, timeline=None, error=error(Way.parse(row.name)))
+        if row.report and figures(row) in plain and not Way.parse(row.name).is_plain
+        else row
+        for row in rows
+    ]
+
+
+def _cells(row: Row, plain: MemoryReport | None) -> tuple[str, ...]:
+    report = row.report
+    if report is None:
+        return (row.name, "failed", *[""] * (len(HEADER) - 2))
+    traffic, total = report.hbm_traffic_bytes, report.total_bytes
+    return (
+        row.name,
+        *map(
+            _mebibytes,
+            (report.declared_residual_bytes, report.temp_bytes, report.peak_bytes, total),
+        ),
+        _ratio(total, plain, "total_bytes"),
+        known(traffic, _mebibytes),
+        _ratio(traffic, plain, "hbm_traffic_bytes"),
+        format_seconds(report.roofline_seconds),
+        NOT_GIVEN if report.compile_seconds is None else f"{report.compile_seconds:.0f}",
+        "" if row.max_batch is None else str(row.max_batch),
+    )
+
+
+def _mebibytes(count: int | None) -> str:
+    return NOT_GIVEN if count is None else f"{count / 2**20:,.1f} MiB"
+
+
+def _ratio(count: int | None, plain: MemoryReport | None, figure: str) -> str:
+    if plain is None:
+        return "no plain row"
+    of = getattr(plain, figure)
+    return NOT_GIVEN if count is None or of is None else f"{count / of:.2f}"

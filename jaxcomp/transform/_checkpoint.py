@@ -1,0 +1,225 @@
+"""`checkpoint`: any function, with what waits for its backward pass as a policy says."""
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun
+
+from jaxcomp.codecs._codec import Seed
+from jaxcomp.transform._decisions import Asked, Policy, check_policy
+from jaxcomp.transform._loops import Looped, Static
+from jaxcomp.transform._plan import CheckpointPlan
+from jaxcomp.transform._programs import Program, avals, closed
+from jaxcomp.transform._schedule import plain_bytes
+
+
+class Checkpointed:
+    """A function whose backward pass reads what a policy stored; see `checkpoint`."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        policy: Policy,
+        coded_argnums: tuple[int, ...],
+        static_argnums: tuple[int, ...],
+        seed: Seed,
+    ) -> None:
+        functools.update_wrapper(self, fn)
+        self._fn = fn
+        self._policy = policy
+        self._coded = coded_argnums
+        self._static = static_argnums
+        self._seed = seed
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function."""
+        program, constants, leaves, coded, tree = self._trace(args, kwargs)
+        function = _with_backward_pass(program, coded, self._policy)
+        return jax.tree.unflatten(tree, function(self._seed, *constants, *leaves))
+
+    def plan(self, *args: Any, **kwargs: Any) -> CheckpointPlan:
+        """What a call would store; nothing is computed.
+
+        Args:
+            *args: The function's arguments, or `jax.ShapeDtypeStruct`s; every floating-point one
+                counts as differentiated, arrays that the function closes over do not.
+            **kwargs: Likewise.
+
+        Returns:
+            The plan, which prints as a table.
+
+        Raises:
+            ValueError: If no argument is a floating-point array, or as `checkpoint` does.
+        """
+        program, constants, _, coded, _ = self._trace(args, kwargs)
+        fixed = {i for i, c in enumerate(constants) if not isinstance(c, jax.core.Tracer)}
+        active = [
+            i
+            for i, argument in enumerate(avals(program.jaxpr.invars))
+            if jnp.issubdtype(argument.dtype, jnp.inexact) and i not in fixed
+        ]
+        if not active:
+            raise ValueError("no argument is a floating-point array: there is no gradient")
+        looped = _looped(program, active, coded, self._policy)
+        return CheckpointPlan.of(looped, plain_bytes(program, active, coded))
+
+    def _trace(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Program, list[Any], list[Any], list[int], Any]:
+        """The function as a program, what it closes over and its arguments, the coded of these."""
+        count = len(args)
+        coded, static = (
+            _positions(name, numbers, count)
+            for name, numbers in (("coded_argnums", self._coded), ("static_argnums", self._static))
+        )
+        dynamic = [arg for i, arg in enumerate(args) if i not in static]
+
+        def run(dynamic: list[Any], kwargs: dict[str, Any]) -> Any:
+            rest = iter(dynamic)
+            full = [arg if i in static else next(rest) for i, arg in enumerate(args)]
+            return self._fn(*full, **kwargs)
+
+        traced, shape = jax.make_jaxpr(run, return_shape=True)(dynamic, kwargs)
+        opened = traced.jaxpr.replace(
+            constvars=[], invars=[*traced.jaxpr.constvars, *traced.jaxpr.invars]
+        )
+        positions = [i for i, arg in enumerate(args) if i not in static for _ in _leaves(arg)]
+        chosen = [len(traced.consts) + i for i, number in enumerate(positions) if number in coded]
+        leaves = _leaves((dynamic, kwargs))
+        return closed(opened, []), traced.consts, leaves, chosen, jax.tree.structure(shape)
+
+
+def _leaves(tree: Any) -> list[Any]:
+    return jax.tree.leaves(tree)
+
+
+def _positions(name: str, numbers: tuple[int, ...], count: int) -> set[int]:
+    if not all(-count <= number < count for number in numbers):
+        raise ValueError(f"{name}={numbers}: the call has {count} positional arguments")
+    return {number % count for number in numbers}
+
+
+def _looped(program: Program, active: list[int], coded: list[int], policy: Policy) -> Looped:
+    asked = Asked(policy)
+    looped = Looped.of(program, active, coded, asked)
+    asked.check()
+    return looped
+
+
+def _with_backward_pass(
+    program: Program, coded: list[int], policy: Policy
+) -> Callable[..., list[Any]]:
+    """The program as a function of a seed and of its arguments."""
+
+    @jax.custom_vjp
+    def function(seed: Seed, *arguments: Any) -> list[Any]:
+        return list(jaxpr_as_fun(program)(*arguments))
+
+    def forward(seed: Any, *arguments: Any) -> Any:
+        values = [argument.value for argument in arguments]
+        active = [i for i, argument in enumerate(arguments) if argument.perturbed]
+        if not active:
+            return function(None, *values), None
+        chosen = _looped(program, active, coded, policy)
+        made, stored = chosen.forward(None if seed is None else seed.value, values)
+        return made, (Static(chosen), stored)
+
+    def backward(residual: Any, cotangents: list[Any]) -> tuple[Any, ...]:
+        gradients = [None] * len(program.jaxpr.invars)
+        if residual is None:
+            return None, *gradients
+        static, stored = residual
+        chosen: Looped = static.value
+        made = chosen.backward(stored, cotangents)
+        for i, gradient in zip(chosen.scheme.active, made, strict=True):
+            gradients[i] = gradient
+        return None, *gradients
+
+    function.defvjp(forward, backward, symbolic_zeros=True)
+    return function
+
+
+def checkpoint(
+    fn: Callable[..., Any],
+    policy: Policy,
+    *,
+    coded_argnums: int | Sequence[int] = (),
+    static_argnums: int | Sequence[int] = (),
+    seed: Seed = None,
+) -> Checkpointed:
+    """Makes a function store what its backward pass reads as a policy says.
+
+    It reads like `jax.checkpoint` and takes its policies; but where a policy of those says that a
+    value is kept or computed again, this one's may also give it a codec. The function's results
+    are the same. Its derivative is taken in the forward pass, at the exact values; of what the
+    backward pass multiplies by, a smallest set is stored from which the rest follows:
+
+    - From a coded value only affine steps are taken again; what enters a non-linear step has the
+      step's derivative stored instead. Masks, indices and statistics are exact.
+    - Arguments are held by the caller and cost nothing, except `coded_argnums`.
+    - A value that appears twice in a product of the backward pass has two codes of independent
+      noise, unless a mean over at least 64 elements lies between them (a norm's): then the plan
+      tells the bias.
+
+    - Each iteration of a `scan` without side effects stores what the policy says of its values, the
+      state that arrives from the iteration before as role "input"; it is stored whatever the policy
+      says of the loop.
+
+    So the gradient is unbiased if the codecs are. What a user's `custom_vjp`, an inner
+    `jax.checkpoint`, a `while` loop or a branch reads is exact.
+
+    Args:
+        fn: A function of any pytrees. What it closes over is differentiated as its arguments are.
+        policy: A codec, for all that may be coded; a policy of `jaxcomp.policies`; or one of
+            `jax.checkpoint_policies`.
+        coded_argnums: Positional arguments that nothing else keeps, such as the result of the
+            layer before: they wait for the backward pass as the policy says for role "input".
+        static_argnums: Positional arguments that are no arrays.
+        seed: Integer scalar, or a key of `jax.random.key`, that redraws the rounding noise. Noise
+            is a hash of the values: where the same values come back, so does their noise, unless
+            the seed is another.
+
+    Returns:
+        The function, with a method `plan(*args)` that tells what is stored.
+
+    Raises:
+        TypeError: If `policy` is none, or answers what is no answer, or a codec for integers.
+        ValueError: If a rule of the policy matches nothing, once a gradient or a plan is made.
+        NotImplementedError: On a second derivative through a code.
+
+    Example:
+        >>> from jaxcomp import Quantize
+        >>> def mlp(x, w1, w2):
+        ...     return jax.nn.gelu(x @ w1) @ w2
+        >>> f = checkpoint(mlp, Quantize(bits=4))
+        >>> args = jnp.ones((256, 64)), jnp.ones((64, 256)), jnp.ones((256, 64))
+        >>> [value.role for value in f.plan(*args).values]
+        ['operand', 'derivative']
+        >>> jax.grad(lambda *args: f(*args).sum())(*args).shape
+        (256, 64)
+    """
+    check_policy(policy)
+    if not callable(fn):
+        raise TypeError(f"fn={fn!r}: expected a function")
+    if seed is not None:
+        kind = jnp.asarray(seed)
+        is_key = jnp.issubdtype(kind.dtype, jax.dtypes.prng_key)
+        if kind.shape or not (is_key or jnp.issubdtype(kind.dtype, jnp.integer)):
+            raise TypeError(f"seed={seed!r}: expected an integer scalar or a key of jax.random.key")
+        seed = jax.random.bits(kind) if is_key else seed
+    coded, static = (
+        _numbers("coded_argnums", coded_argnums),
+        _numbers("static_argnums", static_argnums),
+    )
+    return Checkpointed(fn, policy, coded, static, seed)
+
+
+def _numbers(name: str, given: int | Sequence[int]) -> tuple[int, ...]:
+    try:
+        return tuple(map(operator.index, given if isinstance(given, Sequence) else (given,)))
+    except TypeError as error:
+        raise TypeError(f"{name}={given!r}: expected an integer or a sequence of them") from error

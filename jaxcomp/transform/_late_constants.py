@@ -1,0 +1,69 @@
+"""Constant arrays of a backward pass, made no earlier than a cotangent is there.
+
+XLA makes constant arrays, such as the zeros that the sums of a loop begin with, early, and those of
+all layers in one kernel, so those of all layers wait for the first.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Jaxpr, JaxprEqn
+from jaxtyping import Array
+
+from jaxcomp._core import barriers
+from jaxcomp.transform._programs import apply, evaluate, is_variable
+
+_LARGE = 2**14  # elements
+_RECOMPUTED = {"checkpoint", "remat", "remat2"}  # names of `jax.checkpoint` in a program
+
+
+def evaluate_after(
+    cotangent: Array, jaxpr: Jaxpr, constants: Sequence[Any], arguments: Sequence[Any]
+) -> list[Any]:
+    """Evaluates a backward program, whose large constant arrays wait for a cotangent.
+
+    Args:
+        cotangent: Axis 0 is the batch; arrays of as many samples wait.
+        jaxpr: The program.
+        constants: Values of its constants.
+        arguments: Values of its arguments.
+    """
+
+    def step(jaxpr: Jaxpr, equation: JaxprEqn, values: list[Any]) -> list[Any]:
+        return apply_after(cotangent, jaxpr, equation, values)
+
+    return evaluate(jaxpr, constants, arguments, step=step)
+
+
+def apply_after(
+    cotangent: Array | None, jaxpr: Jaxpr, equation: JaxprEqn, values: list[Any]
+) -> list[Any]:
+    """As `programs.apply`, but large constant arrays wait for a cotangent.
+
+    Also those of an inner `jax.checkpoint`.
+    """
+    if cotangent is None or not cotangent.ndim:
+        return apply(jaxpr, equation, values)
+    if equation.primitive.name in _RECOMPUTED:
+        if equation.params["prevent_cse"]:
+            values = lax.optimization_barrier(values)
+        return evaluate_after(cotangent, equation.params["jaxpr"], (), values)
+    if _waits(equation, cotangent):
+        (value,), (out,) = values, equation.outvars
+        kind: Any = out.aval
+        filled = jnp.full(kind.shape, value, kind.dtype)
+        return [barriers.decode_after(cotangent, (), lambda _: filled)]
+    return apply(jaxpr, equation, values)
+
+
+def _waits(equation: JaxprEqn, cotangent: Array) -> bool:
+    if equation.primitive.name != "broadcast_in_dim" or any(map(is_variable, equation.invars)):
+        return False
+    kind: Any = equation.outvars[0].aval
+    large = kind.size >= _LARGE and cotangent.size > 0
+    alike = large and kind.shape[0] == cotangent.shape[0]
+    real = all(jnp.issubdtype(a.dtype, jnp.floating) for a in (kind, cotangent))
+    return alike and real and not jax.typeof(cotangent).manual_axis_type.varying

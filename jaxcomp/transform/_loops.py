@@ -1,0 +1,279 @@
+"""`scan` loops inside of a function: each iteration stores what the policy says of its values."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun
+
+from jaxcomp.codecs import noise
+from jaxcomp.codecs._codec import Seed
+from jaxcomp.transform import _passes as stages
+from jaxcomp.transform._algebra import tangents_of
+from jaxcomp.transform._decisions import Asked
+from jaxcomp.transform._graph import LOOP, Graph
+from jaxcomp.transform._programs import (
+    Program,
+    apply,
+    avals,
+    evaluate,
+    filled,
+    flat,
+    is_variable,
+    scope_of,
+    variables,
+)
+from jaxcomp.transform._schedule import Scheme, scheme
+
+_SCAN = "scan"
+_numbers = itertools.count()
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False)
+class Static:
+    """What is no array, in a residual."""
+
+    value: Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Loop:
+    """A loop whose iterations store by a scheme of their own.
+
+    Attributes:
+        body: Of one iteration.
+        length: Number of iterations.
+        name: That its stored values have.
+    """
+
+    body: "Looped"
+    length: int
+    name: str
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Looped:
+    """The scheme of a program, and of the loops in it.
+
+    Attributes:
+        scheme: Of the program, in which a loop is a function with a backward pass of its own.
+        loops: Those that store something.
+        takes_seed: Whether the scheme's program has a last argument more, the seed, for its loops.
+    """
+
+    scheme: Scheme
+    loops: tuple[Loop, ...]
+    takes_seed: bool
+
+    @classmethod
+    def of(
+        cls, program: Program, active: Sequence[int], coded: Collection[int], asked: Asked
+    ) -> "Looped":
+        """As `scheme`, for a program and each iteration of its loops."""
+        program = flat(program)
+        loops: list[Loop] = []
+        has_loops = any(map(_is_loop, program.jaxpr.eqns))
+        if has_loops:
+            program = _with_coded_loops(program, active, coded, asked, loops)
+        chosen = scheme(program, active, coded, asked)
+        return cls(chosen, tuple(loops), has_loops)
+
+    def forward(self, seed: Seed, arguments: Sequence[Any]) -> tuple[list[Any], Any]:
+        """As `stages.forward`; what is stored has the arguments with it that are read."""
+        if self.takes_seed:
+            arguments = [*arguments, jnp.asarray(0 if seed is None else seed).astype(jnp.uint32)]
+        made, stored = stages.forward(self.scheme, seed, arguments)
+        return made, (stored, {i: arguments[i] for i in stages.used_arguments(self.scheme)})
+
+    def backward(self, residual: Any, cotangents: Sequence[Any]) -> list[Any]:
+        """The cotangents of the active arguments, from those of all results.
+
+        Only those of `scheme.smooth` are read; a `SymbolicZero` is one.
+        """
+        arriving = _arriving(cotangents, self.scheme.smooth, self.scheme.graph.jaxpr.outvars)
+        stored, used = residual
+        return stages.backward(self.scheme, stored, used, list(arriving.values()))
+
+
+def _arriving(
+    cotangents: Sequence[Any], smooth: Sequence[int], results: Sequence[Any]
+) -> dict[int, Any]:
+    """The cotangents of the results that have one, by position, with zeros as arrays."""
+    return {
+        i: filled(results[i].aval, 0.0)
+        if isinstance(cotangents[i], SymbolicZero)
+        else cotangents[i]
+        for i in smooth
+    }
+
+
+def _is_loop(equation: JaxprEqn) -> bool:
+    """Whether it is a `scan` whose only effects, if any, are those of collectives."""
+    pure = all(type(effect).__name__ == "NamedAxisEffect" for effect in equation.effects)
+    return equation.primitive.name == _SCAN and pure
+
+
+def _with_coded_loops(
+    program: Program,
+    active: Sequence[int],
+    coded: Collection[int],
+    asked: Asked,
+    loops: list[Loop],
+) -> Program:
+    """The program, and a seed as its last argument, with a backward pass of ours for each loop."""
+    jaxpr = program.jaxpr
+    reached = tangents_of(jaxpr.eqns, [jaxpr.invars[i] for i in active])
+    numbers = {id(equation): number for number, equation in enumerate(jaxpr.eqns)}
+    held = {v for i, v in enumerate(jaxpr.invars) if i not in coded}
+    free = Graph(jaxpr, held).free
+
+    def run(*arguments: Any) -> list[Any]:
+        *given, seed = arguments
+
+        def step(jaxpr: Jaxpr, equation: JaxprEqn, values: list[Any]) -> list[Any]:
+            if not _is_loop(equation) or reached.isdisjoint(variables(equation.invars)):
+                return apply(jaxpr, equation, values)
+            is_free = [not is_variable(v) or v in free for v in equation.invars]
+            loop = _coded_loop(equation, numbers[id(equation)], is_free, asked, loops)
+            with scope_of(equation):
+                return loop(seed, *values)
+
+        return evaluate(jaxpr, program.consts, given, step=step)
+
+    seed = jax.ShapeDtypeStruct((), jnp.uint32)
+    return flat(jax.make_jaxpr(run)(*avals(jaxpr.invars), seed))
+
+
+def _coded_loop(
+    equation: JaxprEqn, number: int, is_free: list[bool], asked: Asked, loops: list[Loop]
+) -> Callable[..., list[Any]]:
+    """A loop as a function of a seed and its operands, of which some are free to be had again."""
+    body, length = equation.params["jaxpr"], equation.params["length"]
+    consts, carries = _counts(equation, body)
+    options = {"length": length, "unroll": equation.params["unroll"]}
+    reverse = equation.params["reverse"]
+    at_x = consts + carries
+    coded = [i for i in range(consts, len(is_free)) if i < at_x or not is_free[i]]
+    kinds = avals(body.jaxpr.invars)
+
+    @jax.custom_vjp
+    def loop(seed: Any, *values: Any) -> list[Any]:
+        def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+            made = list(jaxpr_as_fun(body)(*values[:consts], *carry, *x))
+            return made[:carries], made[carries:]
+
+        rest = list(values[at_x:])
+        final, ys = lax.scan(step, list(values[consts:at_x]), rest, reverse=reverse, **options)
+        return [*final, *ys]
+
+    def forward(seed: Any, *operands: Any) -> tuple[list[Any], Any]:
+        values = [operand.value for operand in operands]
+        perturbed = {i for i, operand in enumerate(operands) if operand.perturbed}
+        active = _active(body.jaxpr, perturbed, consts, carries)
+        chosen = Looped.of(_scoped(body, equation), active, coded, asked)
+        loops.append(Loop(chosen, length, f"{LOOP}{next(_numbers)}"))
+
+        def step(carry: Any, x: list[Any]) -> tuple[Any, Any]:
+            index, state = carry
+            of_iteration = noise.folded(noise.folded(seed.value, number), index)
+            made, (stored, used) = chosen.forward(of_iteration, [*values[:consts], *state, *x])
+            own = {i: value for i, value in used.items() if not _is_held(i)}
+            return (index + jnp.uint32(1), made[:carries]), (made[carries:], (stored, own))
+
+        start = jnp.uint32(0), values[consts:at_x]
+        (count, final), (ys, kept) = lax.scan(
+            step, start, values[at_x:], reverse=reverse, **options
+        )
+        # By its name no policy is asked what is ours, the count of iterations neither.
+        kept, _ = jax.tree.map(lambda leaf: checkpoint_name(leaf, loops[-1].name), (kept, count))
+        used = stages.used_arguments(chosen.scheme)
+        held = {i: values[i] for i in used if _is_held(i)}
+        return [*final, *ys], (Static(chosen), kept, held)
+
+    def _is_held(i: int) -> bool:
+        """Whether an argument of the body is one that the loop keeps as a whole."""
+        return i < consts or at_x <= i < len(kinds)
+
+    def backward(residual: Any, cotangents: list[Any]) -> tuple[Any, ...]:
+        gradients: list[Any] = [None] * len(kinds)
+        static, kept, held = residual
+        chosen: Looped = static.value
+        active = chosen.scheme.active
+        summed, carried, along = (
+            [i for i in active if i in places]
+            for places in (range(consts), range(consts, at_x), range(at_x, len(kinds)))
+        )
+        stacked = {i: value for i, value in held.items() if i >= at_x}
+        whole = {i: value for i, value in held.items() if i < consts}
+        arriving = _arriving(cotangents, chosen.scheme.smooth, equation.outvars)
+
+        def step(carry: Any, x: Any) -> tuple[Any, dict[int, Any]]:
+            sums, arrived = carry
+            (stored, own), rest, dys = x
+            dcarry = [
+                arrived[consts + i] if consts + i in arrived else filled(kinds[consts + i], 0.0)
+                for i in range(carries)
+            ]
+            dys = [dys.get(i) for i in range(carries, len(cotangents))]
+            made = chosen.backward((stored, own | rest | whole), [*dcarry, *dys])
+            found = dict(zip(active, made, strict=True))
+            sums = {i: sums[i] + found[i] for i in summed}
+            return (sums, {i: found[i] for i in carried}), {i: found[i] for i in along}
+
+        start = (
+            {i: filled(kinds[i], 0.0) for i in summed},
+            {i: arriving[i - consts] for i in carried},
+        )
+        xs = kept, stacked, {i: c for i, c in arriving.items() if i >= carries}
+        (sums, first), each = lax.scan(step, start, xs, reverse=not reverse, **options)
+        for i, gradient in (sums | first | each).items():
+            gradients[i] = gradient
+        return None, *gradients
+
+    loop.defvjp(forward, backward, symbolic_zeros=True)
+    return loop
+
+
+def _scoped(program: Program, equation: JaxprEqn) -> Program:
+    """A program that an equation calls, with the equation's name scope around each of its own."""
+
+    def run(*arguments: Any) -> list[Any]:
+        with scope_of(equation):
+            return evaluate(program.jaxpr, program.consts, arguments)
+
+    return jax.make_jaxpr(run)(*avals(program.jaxpr.invars))
+
+
+def _counts(equation: JaxprEqn, body: Program) -> tuple[int, int]:
+    """How many operands of a loop are the same in each iteration, and how many are its state.
+
+    What is looped over, and what each iteration gives, has an axis more than in the body.
+    """
+
+    def same_rank(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+        pairs = zip(avals(outside), avals(inside), strict=True)
+        return sum(one.ndim == other.ndim for one, other in pairs)
+
+    carries = same_rank(equation.outvars, body.jaxpr.outvars)
+    return same_rank(equation.invars, body.jaxpr.invars) - carries, carries
+
+
+def _active(jaxpr: Any, perturbed: set[int], consts: int, carries: int) -> list[int]:
+    """The floating-point arguments of a loop's body that depend on those that are perturbed."""
+    found = set(perturbed)
+    while True:
+        reached = tangents_of(jaxpr.eqns, [jaxpr.invars[i] for i in found])
+        outs = jaxpr.outvars[:carries]
+        further = {consts + i for i, v in enumerate(outs) if is_variable(v) and v in reached}
+        if further <= found:
+            break
+        found |= further
+    kinds = avals(jaxpr.invars)
+    return [i for i in sorted(found) if jnp.issubdtype(kinds[i].dtype, jnp.inexact)]

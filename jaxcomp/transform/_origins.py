@@ -1,0 +1,59 @@
+"""Where in the user's code an equation comes from."""
+
+import functools
+import os
+from typing import Any
+
+import jax
+from jax.extend.core import Jaxpr, JaxprEqn
+
+from jaxcomp._core.module_scopes import scope_paths
+
+_LIBRARIES = tuple(
+    os.path.dirname(file) + os.sep
+    for file in (jax.__file__, os.path.dirname(__file__), functools.__file__)
+)
+
+
+def source(equation: JaxprEqn | None) -> str:
+    """`file:line` of the innermost code outside of JAX and this package that made an equation."""
+    for frame in _frames(equation):
+        if not frame.file_name.startswith(_LIBRARIES) and os.path.isabs(frame.file_name):
+            return f"{os.path.basename(frame.file_name)}:{frame.line_num}"
+    return ""
+
+
+def _frames(equation: JaxprEqn | None) -> list[Any]:
+    """The innermost first."""
+    traceback: Any = None if equation is None else equation.source_info.traceback
+    return traceback.frames if traceback else []
+
+
+def module_path(equation: JaxprEqn | None) -> str:
+    """Path of the innermost module of a watched model that made an equation, or ""."""
+    scope = "" if equation is None else str(equation.source_info.name_stack)
+    return next(reversed(scope_paths(scope)), "")
+
+
+def located(called: Jaxpr, call: JaxprEqn) -> Jaxpr:
+    """A called program; equations of a function that is JAX's own have the line of the call.
+
+    JAX traces a jitted function such as `jax.nn.relu` once for all its callers, and remembers the
+    first one's line.
+    """
+    traceback = call.source_info.traceback
+    equations = [
+        e.replace(source_info=e.source_info.replace(traceback=traceback)) if _is_of_jax(e) else e
+        for e in called.eqns
+    ]
+    return called.replace(eqns=equations)
+
+
+def _is_of_jax(equation: JaxprEqn) -> bool:
+    """Whether the innermost jitted function that an equation is in has no line of the user's."""
+    for frame in _frames(equation):
+        if not frame.file_name.startswith(_LIBRARIES):
+            return False
+        if os.path.basename(frame.file_name) == "pjit.py":
+            return True
+    return True

@@ -1,0 +1,303 @@
+"""Runs a scheme: the forward pass that stores, the backward pass that rebuilds."""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import DropVar, JaxprEqn
+
+from jaxcomp._core import barriers
+from jaxcomp.codecs import Exact, noise
+from jaxcomp.codecs._codec import Seed
+from jaxcomp.transform._algebra import HEAVY
+from jaxcomp.transform._choice import Stored
+from jaxcomp.transform._graph import needed
+from jaxcomp.transform._late_constants import apply_after
+from jaxcomp.transform._programs import apply, is_variable, read, variables
+from jaxcomp.transform._rebuild import Rebuild, Residual
+from jaxcomp.transform._schedule import Coefficient, Scheme
+
+
+def forward(scheme: Scheme, seed: Seed, arguments: Sequence[Any]) -> tuple[list[Any], Residual]:
+    """Runs the forward program.
+
+    Args:
+        scheme: What is stored.
+        seed: Redraws the rounding noise.
+        arguments: The function's.
+
+    Returns:
+        The function's results; and, by position in `scheme.stored`, what waits for the backward
+        pass.
+    """
+    jaxpr = scheme.graph.jaxpr
+    results = jaxpr.outvars[: scheme.results]
+    equations = _stored_early(
+        needed(jaxpr.eqns, [*results, *scheme.stored]), needed(jaxpr.eqns, results)
+    )
+    carriers = _carriers(scheme, equations)
+    positions = {value: i for i, value in enumerate(scheme.stored)}
+    env = dict(zip(jaxpr.constvars, scheme.constants, strict=True))
+    env |= dict(zip(jaxpr.invars, arguments, strict=True))
+    base = _base(seed)
+    codes_before = [0, *itertools.accumulate(s.copies for s in scheme.stored.values())]
+    stored: Residual = {}
+    waiting: dict[Any, list[Any]] = {}
+
+    def settle(value: Any) -> None:
+        if value in positions:
+            storing = scheme.stored[value]
+            if storing.codec is not None and carriers[value] is value:
+                env[value] = barriers.materialize(env[value])
+            stored[positions[value]] = _encode(
+                storing, env[value], base + jnp.uint32(codes_before[positions[value]])
+            )
+            waiting.setdefault(carriers[value], []).append(value)
+        for other in waiting.pop(value, ()):
+            codec, index = scheme.stored[other].codec, positions[other]
+            if codec is not None:
+                env[value], stored[index] = barriers.save_residual(env[value], stored[index], codec)
+
+    for value in jaxpr.invars:
+        settle(value)
+    for equation in equations:
+        values = [read(env, atom) for atom in equation.invars]
+        env |= dict(zip(equation.outvars, apply(jaxpr, equation, values), strict=True))
+        for out in equation.outvars:
+            settle(out)
+    return [read(env, atom) for atom in results], stored
+
+
+def _stored_early(equations: Sequence[JaxprEqn], of_results: Sequence[JaxprEqn]) -> list[JaxprEqn]:
+    """Puts equations that serve storing alone, such as a derivative's, where their operands are.
+
+    They come last in the program: nothing would make what they store be stored before that.
+    """
+    wanted = set(map(id, of_results))
+    extra = [e for e in equations if id(e) not in wanted]
+    made_by_these = {v for e in equations for v in e.outvars}
+    missing = {id(e): len(made_by_these.intersection(variables(e.invars))) for e in extra}
+    readers = _readers(extra)
+    order: list[JaxprEqn] = []
+
+    def add(equation: JaxprEqn) -> None:
+        order.append(equation)
+        for value in equation.outvars:
+            for reader in readers.get(value, ()):
+                missing[id(reader)] -= 1
+                if not missing[id(reader)]:
+                    add(reader)
+
+    of_nothing = [e for e in extra if not missing[id(e)]]
+    for equation in (*of_nothing, *of_results):
+        add(equation)
+    return order
+
+
+def _carriers(scheme: Scheme, equations: Sequence[JaxprEqn]) -> dict[Any, Any]:
+    """For each stored value the one whose use waits until it is stored.
+
+    That one is written to memory anyway: an operand or a result of a product, or a result of the
+    function. A value that is none of these has the next one that is.
+    """
+    jaxpr = scheme.graph.jaxpr
+    written = set(variables(jaxpr.outvars[: scheme.results]))
+    for equation in equations:
+        if equation.primitive.name in HEAVY:
+            written.update(variables(equation.invars), equation.outvars)
+    order = [
+        *jaxpr.invars,
+        *(v for e in equations for v in e.outvars if not isinstance(v, DropVar)),
+    ]
+    carriers = {}
+    following: Any = None
+    for value in reversed(order):
+        if value in written:
+            following = value
+        is_written = value in written or value in jaxpr.invars
+        alone = following is None or _varying(following) != _varying(value)
+        carriers[value] = value if is_written or alone else following
+    return carriers
+
+
+def _varying(value: Any) -> Any:
+    """The manual mesh axes that a value varies over; a barrier would join those of two."""
+    return value.aval.manual_axis_type.varying
+
+
+def _base(seed: Seed) -> Any:
+    """Where the seeds of a call's codes begin."""
+    chosen = jnp.uint32(0) if seed is None else jnp.asarray(seed).astype(jnp.uint32)
+    return chosen * jnp.uint32(noise.GOLDEN)
+
+
+def _encode(storing: Stored, value: Any, seed: Any) -> Any:
+    if storing.offload:
+        return jax.device_put(value, jax.memory.Space.Host)
+    if storing.codec is None:
+        return barriers.name_residual(value, Exact())
+    numbers = range(storing.copies)
+    return tuple(storing.encode(value, seed + jnp.uint32(i)) for i in numbers)
+
+
+def backward(
+    scheme: Scheme, stored: Residual, arguments: dict[int, Any], cotangents: Sequence[Any]
+) -> list[Any]:
+    """Runs the backward program.
+
+    Args:
+        scheme: What is stored.
+        stored: What `forward` returned.
+        arguments: The function's arguments that `used_arguments` lists, by position.
+        cotangents: Of the results in `scheme.smooth`.
+
+    Returns:
+        The cotangents of the arguments in `scheme.active`.
+    """
+    jaxpr = scheme.backward.jaxpr
+    count = len(scheme.coefficients)
+    rebuild = Rebuild(scheme, stored, arguments)
+    coefficients = dict(zip(jaxpr.invars, scheme.coefficients, strict=False))
+    env = dict(zip(jaxpr.constvars, scheme.backward.consts, strict=True))
+    env |= dict(zip(jaxpr.invars[count:], cotangents, strict=True))
+    late: dict[Any, JaxprEqn] = {}  # equations of coefficients alone, evaluated where they are used
+    wanted = needed(jaxpr.eqns, jaxpr.outvars)
+    for equation in wanted:
+        operands = variables(equation.invars)
+        is_late = all(v in coefficients or v in late for v in operands)
+        if operands and is_late and not equation.effects:
+            late |= dict.fromkeys(equation.outvars, equation)
+    equations = [e for e in wanted if not late.keys() & set(e.outvars)]
+
+    def evaluate(atom: Any, get: Callable[[Coefficient], Any]) -> Any:
+        if is_variable(atom) and atom in coefficients:
+            return get(coefficients[atom])
+        if is_variable(atom) and atom in late:
+            values = [evaluate(a, get) for a in late[atom].invars]
+            made = apply(jaxpr, late[atom], values)
+            return made[late[atom].outvars.index(atom)]
+        return read(env, atom)
+
+    def is_rebuilt(atom: Any) -> bool:
+        return is_variable(atom) and (
+            atom in late or (atom in coefficients and rebuild.takes_steps(coefficients[atom]))
+        )
+
+    uses: dict[Any, int] = {}
+    for equation in equations:
+        for atom in variables(equation.invars):
+            uses[atom] = uses.get(atom, 0) + 1
+    for atom in variables(jaxpr.outvars):
+        uses[atom] = uses.get(atom, 0) + 1
+    transposes = _transposes(equations, jaxpr.outvars)
+    for equation in _weights_first(equations, is_rebuilt, env):
+        if equation.outvars and equation.outvars[0] in env:
+            continue  # a transposition, done with its product
+        after = _largest([a for a in variables(equation.invars) if a in env])
+        values = [
+            rebuild.after(
+                None if after is None else env[after],
+                functools.partial(evaluate, atom),
+                _sources_of(atom, coefficients, late),
+                atom.aval,
+                is_fused=equation.primitive.name not in HEAVY,
+            )
+            if is_rebuilt(atom)
+            else evaluate(atom, rebuild.plain)
+            for atom in equation.invars
+        ]
+        made = apply_after(None if after is None else env[after], jaxpr, equation, values)
+        for atom in variables(equation.invars):
+            uses[atom] -= 1
+        decodes = equation.primitive.name in HEAVY and any(map(is_rebuilt, equation.invars))
+        if decodes and after is not None and uses[after]:
+            if equation.outvars[0] in transposes:
+                equation = transposes[equation.outvars[0]]
+                made = apply(jaxpr, equation, made)
+            made, env[after] = barriers.barrier_together(made, env[after])
+        env |= dict(zip(equation.outvars, made, strict=True))
+    return [evaluate(atom, rebuild.plain) for atom in jaxpr.outvars]
+
+
+def _sources_of(
+    atom: Any, coefficients: dict[Any, Coefficient], late: dict[Any, JaxprEqn]
+) -> list[Coefficient]:
+    if not is_variable(atom):
+        return []
+    if atom in late:
+        return [c for a in late[atom].invars for c in _sources_of(a, coefficients, late)]
+    return [coefficients[atom]] if atom in coefficients else []
+
+
+def _largest(cotangents: list[Any]) -> Any:
+    return max(cotangents, key=lambda v: v.aval.size, default=None)
+
+
+def _weights_first(
+    equations: list[JaxprEqn], is_rebuilt: Callable[[Any], bool], env: dict[Any, Any]
+) -> list[JaxprEqn]:
+    """Puts products with rebuilt values before other uses of the same cotangent.
+
+    So a weight's gradient is made while its cotangent is there, not at the end of the backward
+    pass.
+    """
+    readers = _readers(
+        e for e in equations if e.primitive.name in HEAVY and any(map(is_rebuilt, e.invars))
+    )
+    made = set(env)
+    done: set[int] = set()
+    order: list[JaxprEqn] = []
+
+    def add(equation: JaxprEqn) -> None:
+        if id(equation) not in done:
+            done.add(id(equation))
+            order.append(equation)
+            made.update(equation.outvars)
+
+    for equation in equations:
+        for atom in variables(equation.invars):
+            for reader in readers.get(atom, ()) if atom in made else ():
+                rest = [v for v in variables(reader.invars) if not is_rebuilt(v)]
+                if made.issuperset(rest):
+                    add(reader)
+        add(equation)
+    return order
+
+
+def _transposes(equations: list[JaxprEqn], results: Sequence[Any]) -> dict[Any, JaxprEqn]:
+    """The transpositions that alone read a value that is no result, by that value.
+
+    XLA makes one of a product a part of the product, unless a barrier stands between them.
+    """
+    kept = set(variables(results))
+    return {
+        value: reading[0]
+        for value, reading in _readers(equations).items()
+        if len(reading) == 1 and reading[0].primitive.name == "transpose" and value not in kept
+    }
+
+
+def _readers(equations: Iterable[JaxprEqn]) -> dict[Any, list[JaxprEqn]]:
+    """The equations that read each value."""
+    readers: dict[Any, list[JaxprEqn]] = {}
+    for equation in equations:
+        for value in variables(equation.invars):
+            readers.setdefault(value, []).append(equation)
+    return readers
+
+
+def used_arguments(scheme: Scheme) -> list[int]:
+    """The arguments, by position, that the backward pass reads as they are."""
+    graph = scheme.graph
+    seen: set[Any] = set()
+    queue = [c.value for c in scheme.coefficients]
+    while queue:
+        value = queue.pop()
+        if is_variable(value) and value not in seen:
+            seen.add(value)
+            if value not in scheme.stored and value not in graph.held:
+                queue += graph.operands(value)
+    return [i for i, v in enumerate(graph.jaxpr.invars) if v in seen and v not in scheme.stored]

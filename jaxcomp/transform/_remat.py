@@ -1,0 +1,146 @@
+"""`jax.checkpoint` around each block of a model, whose input may wait compressed."""
+
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxcomp._core import barriers
+from jaxcomp._core.modules import split_model
+from jaxcomp._core.shard_map import match_varying
+from jaxcomp.codecs import Codec, Encoded
+from jaxcomp.transform._late_constants import evaluate_after
+
+
+def remat_blocks(
+    model: nnx.Module, policy: Callable[..., Any] | None = None, codec: Codec | None = None
+) -> nnx.Module:
+    """Makes each block of a model be recomputed in the backward pass.
+
+    A block is a module in a list of modules (`nnx.List`, `nnx.Sequential`, a tuple); of lists
+    inside lists the outermost counts. Parameters, state and paths stay as they are.
+
+    With a codec a block's arguments wait as that stores them, and the block is recomputed and
+    differentiated at the decoded ones. That is biased even where the codec is not, as far as the
+    block is not linear.
+
+    Args:
+        model: The model, which is changed.
+        policy: What of a block is kept instead, as `jax.checkpoint` takes it; None is nothing.
+        codec: How the arguments of a block wait; None is exactly. Not with a policy.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: If the model has no list of modules, or there are both a policy and a codec; in
+            the call, if the codec cannot store an argument.
+
+    Example:
+        >>> model = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
+        >>> remat_blocks(model) is model
+        True
+    """
+    if policy is not None and codec is not None:
+        raise ValueError(f"codec={codec}: expected None with a policy")
+    in_lists = [(path, m) for path, m in nnx.iter_modules(model) if any(map(_is_index, path))]
+    paths = {path for path, _ in in_lists}
+    blocks = {
+        id(m): m
+        for path, m in in_lists
+        if _is_index(path[-1]) and not any(path[:i] in paths for i in range(1, len(path)))
+    }
+    if not blocks:
+        raise ValueError(
+            f"model={type(model).__name__}: expected one with its blocks in a list (nnx.List), "
+            "for each to be recomputed; it has none"
+        )
+    for block in blocks.values():
+        block.__class__ = _recomputed(type(block), policy, codec)
+    return model
+
+
+def _is_index(key: Any) -> bool:
+    return isinstance(key, int)
+
+
+def _has_arrays(value: Any) -> bool:
+    return any(isinstance(leaf, jax.Array | np.ndarray) for leaf in jax.tree.leaves(value))
+
+
+def _recomputed(
+    kind: type[nnx.Module], policy: Callable[..., Any] | None, codec: Codec | None
+) -> type[nnx.Module]:
+    """The class with its call under `jax.checkpoint`; an argument without arrays is a constant."""
+
+    def call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+        arrays = [a for a in (*args, *kwargs.values()) if _has_arrays(a)]
+
+        def run(block: nnx.Module, *arrays: Any) -> Any:
+            rest = iter(arrays)
+            given = [next(rest) if _has_arrays(a) else a for a in args]
+            named = {key: next(rest) if _has_arrays(a) else a for key, a in kwargs.items()}
+            return kind.__call__(block, *given, **named)
+
+        if codec is not None:
+            return _from_codes(run, codec, self, arrays)
+        return nnx.remat(run, policy=policy)(self, *arrays)
+
+    body = {"__call__": call} | ({} if codec is None else {"exact_class": kind})
+    return types.new_class(kind.__name__, (kind,), exec_body=lambda b: b.update(body))
+
+
+def _from_codes(
+    run: Callable[..., Any], codec: Codec, block: nnx.Module, arrays: Sequence[Any]
+) -> Any:
+    """Calls a block, of whose arguments the codes wait."""
+    graphdef, params, rest = split_model(block)
+
+    def pure(params: Any, rest: Any, arrays: Any) -> tuple[Any, Any]:
+        block = nnx.merge(graphdef, params, rest, copy=True)
+        out = run(block, *arrays)
+        return out, split_model(block)[2]
+
+    def forward(params: Any, rest: Any, arrays: Any) -> tuple[Any, Any]:
+        codes = jax.tree.map(lambda a: codec.encode(a) if _is_float(a) else a, arrays)
+        arrays, codes = barriers.save_residual(arrays, codes, codec)
+        return pure(params, rest, arrays), (params, rest, codes)
+
+    def backward(saved: Any, cotangents: Any) -> tuple[Any, ...]:
+        params, rest, codes = saved
+        # Parameters pass, too, or XLA keeps the casts of the forward pass for this one.
+        (params, rest, codes), cotangent = barriers.barrier_together(
+            (params, rest, codes), cotangents[0]
+        )
+        arrays = jax.tree.map(
+            lambda code: codec.decode(code) if isinstance(code, Encoded) else code,
+            codes,
+            is_leaf=lambda leaf: isinstance(leaf, Encoded),
+        )
+
+        def pulled(params: Any, arrays: Any, cotangent: Any) -> Any:
+            _, pull = jax.vjp(lambda *given: pure(given[0], rest, given[1])[0], params, arrays)
+            return pull(cotangent)
+
+        given = params, arrays, cotangent
+        traced, shape = jax.make_jaxpr(pulled, return_shape=True)(*given)
+        largest = max(jax.tree.leaves(cotangent), key=lambda leaf: leaf.size)
+        leaves = evaluate_after(largest, traced.jaxpr, traced.consts, jax.tree.leaves(given))
+        dparams, darrays = jax.tree.unflatten(jax.tree.structure(shape), leaves)
+        dparams, darrays = barriers.barrier_together(dparams, darrays)
+        return dparams, None, darrays
+
+    op = jax.custom_vjp(pure)
+    op.defvjp(forward, backward)
+    params, given = match_varying((params, list(arrays)))
+    out, changed = op(params, rest, given)
+    nnx.update(block, changed)
+    return out
+
+
+def _is_float(value: Any) -> bool:
+    return jnp.issubdtype(value.dtype, jnp.floating)

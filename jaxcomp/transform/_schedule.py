@@ -1,0 +1,227 @@
+"""What waits for the backward pass of a function, and how everything else is rebuilt from it."""
+
+import dataclasses
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxcomp.codecs import Quantize
+from jaxcomp.policies._policies import CodecPolicy
+from jaxcomp.transform import _paths as paths
+from jaxcomp.transform._algebra import tangents_of
+from jaxcomp.transform._bounds import bounds
+from jaxcomp.transform._choice import Demand, Stored, choose, coefficients_returned
+from jaxcomp.transform._decisions import Asked, Decision, decide
+from jaxcomp.transform._derivatives import merge
+from jaxcomp.transform._graph import Graph, nbytes, plain_nbytes
+from jaxcomp.transform._programs import (
+    Linearized,
+    Program,
+    apply,
+    avals,
+    is_variable,
+    linearize,
+    read,
+    transpose,
+)
+from jaxcomp.transform._rewrites import with_alternatives
+
+
+@dataclasses.dataclass(frozen=True)
+class Coefficient:
+    """A coefficient of the backward program.
+
+    Attributes:
+        value: The variable of the forward program, or a literal.
+        codes: Which code of each stored value it is rebuilt from.
+    """
+
+    value: Any
+    codes: paths.Uses = ()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Scheme:
+    """A function's forward and backward programs, and what passes from one to the other.
+
+    Attributes:
+        graph: The forward program; its first results are the function's.
+        constants: The forward program's constants.
+        results: Number of the function's results.
+        active: The arguments that are differentiated.
+        smooth: The results that have cotangents.
+        stored: What waits for the backward pass.
+        decisions: What the policy said of each value.
+        roles: What the backward pass does with each value.
+        backward: From coefficients and cotangents to the arguments' cotangents.
+        coefficients: The backward program's coefficients.
+        biased: Whether non-linear steps are computed again from codes.
+    """
+
+    graph: Graph
+    constants: Sequence[Any]
+    results: int
+    active: tuple[int, ...]
+    smooth: tuple[int, ...]
+    stored: dict[Any, Stored]
+    decisions: dict[Any, Decision]
+    roles: dict[Any, str]
+    backward: Program
+    coefficients: list[Coefficient]
+    biased: bool
+
+
+def scheme(
+    program: Program,
+    active: Sequence[int],
+    coded: Collection[int],
+    asked: Asked,
+) -> Scheme:
+    """Decides what of a program waits for its backward pass.
+
+    Args:
+        program: The function, traced.
+        active: The arguments that are differentiated.
+        coded: The arguments that the policy may store in another form.
+        asked: The policy, which is told what it was asked.
+
+    Raises:
+        TypeError: If the policy answers what is no answer.
+    """
+    linearized = linearize(program, active)
+    before = _graph(linearized.forward, coded)
+    exact = before.free | before.statistics
+    linearized = merge(
+        linearized,
+        lambda v: (
+            is_variable(v)
+            and v not in exact
+            and v.aval.size > 1
+            and jnp.issubdtype(v.aval.dtype, jnp.floating)
+        ),
+    )
+    forward, same = with_alternatives(linearized.forward)
+    linearized = dataclasses.replace(linearized, forward=forward)
+    graph = _graph(forward, coded, same)
+    demand = Demand.of(linearized)
+    roles = graph.roles(demand.roles)
+    decisions = decide(graph, roles, asked)
+    biased = isinstance(asked.policy, CodecPolicy) and asked.policy.lossy_recomputation
+    stored = choose(graph, decisions, demand, biased=biased)
+    linearized, coefficients, copies, means = _number_codes(linearized, graph, stored, biased)
+    for value, storing in stored.items():
+        if storing.is_noisy:
+            stored[value] = _with_copies(value, storing, copies.get(value, 1), means.get(value))
+            if roles.get(value) == "derivative" and isinstance(stored[value].codec, Quantize):
+                stored[value] = dataclasses.replace(stored[value], bounds=bounds(graph, value))
+    return Scheme(
+        graph,
+        forward.consts,
+        linearized.results,
+        linearized.active,
+        linearized.smooth,
+        stored,
+        decisions,
+        roles,
+        transpose(linearized),
+        coefficients,
+        biased,
+    )
+
+
+def _graph(forward: Program, coded: Collection[int], same: Any = None) -> Graph:
+    held = {v for i, v in enumerate(forward.jaxpr.invars) if i not in coded}
+    return Graph(forward.jaxpr, held, same or {})
+
+
+def plain_bytes(program: Program, active: Sequence[int], coded: Collection[int]) -> int:
+    """Bytes that JAX itself declares to keep for a program's backward pass.
+
+    Those of the coefficients of `jax.linearize` that are neither held nor constants.
+    """
+    linearized = linearize(program, active)
+    graph = _graph(linearized.forward, coded)
+    constant = Graph(graph.jaxpr, set()).free
+    values = {v for v in linearized.coefficients if is_variable(v)}
+    return sum(plain_nbytes(v.aval) for v in values - constant - graph.held)
+
+
+def _number_codes(
+    linearized: Linearized, graph: Graph, stored: dict[Any, Stored], biased: bool
+) -> tuple[Linearized, list[Coefficient], dict[Any, int], dict[Any, int]]:
+    """Gives each use of a coefficient its own input of the linear program, with its codes."""
+    linear = linearized.linear.jaxpr
+    count = len(linearized.coefficients)
+    behind = dict(zip(linear.invars, linearized.coefficients, strict=False))
+    tangents = tangents_of(linear.eqns, linear.invars[count:])
+    roots = _roots(graph, stored)
+
+    def roots_of(atom: Any) -> Collection[Any]:
+        value: Any = behind.get(atom) if is_variable(atom) else None
+        return roots.get(value, ()) if is_variable(value) else ()
+
+    assignment = paths.Assignment({}, {})
+    if not biased:
+        assignment = paths.assign(linear, tangents, roots_of)
+    inputs: dict[tuple[Any, paths.Uses], None] = {}
+    for index, equation in enumerate(linear.eqns):
+        for position, atom in enumerate(equation.invars):
+            if is_variable(atom) and atom in behind:
+                inputs[atom, assignment.uses.get((index, position), ())] = None
+    returned = coefficients_returned(linear, behind)
+    inputs |= {(atom, ()): None for atom in returned}
+
+    def split(*given: Any) -> list[Any]:
+        coefficients = dict(zip(inputs, given, strict=False))
+        env = dict(zip(linear.invars[count:], given[len(inputs) :], strict=True))
+        for index, equation in enumerate(linear.eqns):
+            values = [
+                coefficients[atom, assignment.uses.get((index, position), ())]
+                if is_variable(atom) and atom in behind
+                else read(env, atom)
+                for position, atom in enumerate(equation.invars)
+            ]
+            env |= dict(zip(equation.outvars, apply(linear, equation, values), strict=True))
+        return [
+            coefficients[atom, ()] if is_variable(atom) and atom in behind else read(env, atom)
+            for atom in linear.outvars
+        ]
+
+    arguments = avals([*(atom for atom, _ in inputs), *linear.invars[count:]])
+    copies: dict[Any, int] = {}
+    for uses in assignment.uses.values():
+        for root, number in uses:
+            copies[root] = max(number + 1, copies.get(root, 1))
+    numbered = dataclasses.replace(linearized, linear=jax.make_jaxpr(split)(*arguments))
+    coefficients = [Coefficient(behind[atom], uses) for atom, uses in inputs]
+    return numbered, coefficients, copies, assignment.means
+
+
+def _roots(graph: Graph, stored: dict[Any, Stored]) -> dict[Any, list[Any]]:
+    """The codes that each value is rebuilt from."""
+    roots: dict[Any, list[Any]] = {}
+    for value in (*graph.jaxpr.invars, *graph.order):
+        if value in stored:
+            roots[value] = [value] if stored[value].is_noisy else []
+        else:
+            found = [roots.get(operand, []) for operand in graph.operands(value)]
+            roots[value] = list(dict.fromkeys(root for part in found for root in part))
+    return roots
+
+
+def _with_copies(value: Any, storing: Stored, copies: int, mean: int | None) -> Stored:
+    several = dataclasses.replace(storing, copies=copies)
+    if several.nbytes(value.aval) >= nbytes(value.aval):
+        return Stored(note=f"kept exactly: {copies} codes take no fewer bytes")
+    if mean is not None:
+        several = dataclasses.replace(
+            several,
+            note=f"comes twice on a path, across a mean of {mean}: bias of its variance / {mean}",
+        )
+    elif copies > 1:
+        several = dataclasses.replace(
+            several, note=f"comes {copies} times on a path: {copies} independent codes"
+        )
+    return several

@@ -1,0 +1,143 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxcomp as jc
+from jaxcomp.planning._strategies import Way
+from tests.helpers import normal, without_type_checks
+
+
+class Net(nnx.Module):
+    def __init__(self, codec):
+        rngs = nnx.Rngs(0)
+        self.conv = jc.nn.Conv(3, 4, (3, 3), rngs=rngs, codec=codec)
+        self.relu = jc.nn.ReLU()
+        self.head = jc.nn.Linear(4, 3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(self.relu(self.conv(x)).mean((1, 2)))
+
+
+def loss(model, batch):
+    x, y = batch
+    logits = model(x)
+    return -(jax.nn.log_softmax(logits)[jnp.arange(len(y)), y]).mean()
+
+
+# Neighbouring pixels are alike, and not their differences alone matter: pooling shows.
+BATCH = normal((16, 8, 8, 3)) + 0.5, jnp.arange(16) % 3
+
+
+def test_an_unbiased_code_shows_noise_alone():
+    report = jc.check_gradients(loss, Net(jc.Quantize(bits=2)), BATCH, draws=32)
+    low, high = report.coded.bias_interval
+    assert low == 0.0
+    assert report.coded.bias <= high
+    assert report.coded.noise > 0.01
+    np.testing.assert_allclose(report.coded.floor, report.coded.noise / 32**0.5)
+    assert report.noise_over_sgd == report.coded.noise / report.sgd_noise
+
+
+def test_a_biased_code_shows_its_bias():
+    report = jc.check_gradients(loss, Net(jc.AvgPool(window=4)), BATCH, draws=4)
+    low, high = report.coded.bias_interval
+    assert 0.01 < low <= report.coded.bias <= high
+    model, exact = Net(jc.AvgPool(window=4)), Net(None)
+    coded, wanted = (
+        np.concatenate([np.ravel(g) for g in jax.tree.leaves(nnx.grad(loss)(m, BATCH))])
+        for m in (model, exact)
+    )
+    bias = np.linalg.norm(coded - wanted) / np.linalg.norm(wanted)
+    np.testing.assert_allclose(report.coded.bias, bias, rtol=1e-3)
+
+
+def test_errors_of_each_parameter_are_parts_of_its_own_gradient():
+    model, exact = Net(jc.AvgPool(window=4)), Net(None)
+    report = jc.check_gradients(loss, model, BATCH, draws=4)
+    coded, wanted = nnx.grad(loss)(model, BATCH), nnx.grad(loss)(exact, BATCH)
+    found = dict(report.parameters)
+    assert list(found) == ["conv/bias", "conv/kernel", "head/bias", "head/kernel"]
+    difference = coded["conv"]["kernel"][...] - wanted["conv"]["kernel"][...]
+    bias = np.linalg.norm(difference) / np.linalg.norm(wanted["conv"]["kernel"][...])
+    np.testing.assert_allclose(found["conv/kernel"].bias, bias, rtol=1e-3)
+    assert bias > report.coded.bias > 100 * found["head/kernel"].bias
+
+
+def test_a_parameter_without_a_gradient_is_left_out():
+    def of_logits(model, batch):
+        return (model(batch[0]) ** 2).mean() + 0 * model.unused[...].sum()
+
+    model = Net(jc.Quantize(bits=2))
+    model.unused = nnx.Param(jnp.ones(3))
+    found = dict(jc.check_gradients(of_logits, model, BATCH, draws=4).parameters)
+    assert list(found) == ["conv/bias", "conv/kernel", "head/bias", "head/kernel"]
+
+
+def test_the_control_is_rounding():
+    report = jc.check_gradients(loss, Net(jc.Quantize(bits=2)), BATCH)
+    assert report.control.noise < 1e-5
+    assert report.control.bias < 1e-5
+
+
+class Blocks(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.blocks = nnx.List(nnx.Linear(16, 16, rngs=rngs) for _ in range(2))
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = x + jax.nn.gelu(block(x))
+        return x
+
+
+@pytest.mark.parametrize("way", ["compress:quantize:bits=2", "remat:quantize:bits=2"])
+def test_the_control_of_a_model_that_is_coded_as_a_whole_is_exact(way):
+    model = Way.parse(way)(Blocks())
+    batch = normal((1024, 16)), jnp.arange(1024) % 16
+    report = jc.check_gradients(loss, model, batch, draws=3)
+    assert report.coded.noise > 1e-3
+    assert report.control.noise < 1e-5
+    assert jc.check_gradients(loss, model, batch, draws=3) == report
+
+
+def test_sgd_noise_falls_with_the_batch():
+    def sgd_noise(examples):
+        x = normal((examples, 8, 8, 3))
+        y = jnp.asarray(np.random.default_rng(0).integers(0, 3, examples))
+        return jc.check_gradients(loss, Net(None), (x, y), draws=3, parts=8).sgd_noise
+
+    assert 2.5 < sgd_noise(64) / sgd_noise(1024) < 6  # 4, were the gradients' norms the same
+
+
+def test_the_layer_that_is_coded_has_the_variance():
+    report = jc.check_gradients(loss, Net(jc.Quantize(bits=1)), BATCH)
+    assert report.layers[0][0] == "conv/kernel"
+    assert report.layers[0][1] > 0.99
+    np.testing.assert_allclose(sum(share for _, share in report.layers), 1)
+    assert "conv/kernel" in str(report)
+
+
+def test_the_model_is_left_as_it_was():
+    model = Net(jc.Quantize(bits=2))
+    before = jax.tree.map(np.asarray, nnx.state(model))
+    jc.check_gradients(loss, model, BATCH, draws=3)
+    assert model.conv.codec == jc.Quantize(bits=2)
+    jax.tree.map(np.testing.assert_array_equal, before, nnx.state(model))
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"draws": 2}, "draws=2, parts=4: expected at least 3 and 2"),
+        ({"parts": 1}, "draws=16, parts=1: expected at least 3 and 2"),
+        ({"parts": 5}, "batch: expected arrays whose axis 0 is the same multiple of 5"),
+        ({"batch": (BATCH[0], BATCH[1][:8])}, "batch: expected arrays whose axis 0"),
+        ({"loss": lambda model, batch: 0 * model(batch[0]).sum()}, "exact gradient has the norm"),
+    ],
+)
+def test_bad_input(change, error):
+    arguments = {"loss": loss, "model": Net(jc.Quantize()), "batch": BATCH} | change
+    with without_type_checks(), pytest.raises(ValueError, match=error):
+        jc.check_gradients(**arguments)

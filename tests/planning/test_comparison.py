@@ -1,0 +1,182 @@
+import json
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import jaxcomp as jc
+from jaxcomp.memory import CompileError
+from jaxcomp.planning import _comparison as comparison
+from jaxcomp.planning import compare
+
+
+def block():
+    return nnx.Sequential(jc.nn.Linear(32, 32, rngs=nnx.Rngs(0)), jnp.sin)
+
+
+def make_step(transform, batch):
+    model = transform(nnx.eval_shape(lambda: nnx.Sequential(block(), block(), block())))
+    part = batch // transform.micro_batches
+
+    def step(model, x):
+        def gradient(x):
+            return nnx.grad(lambda model, x: model(x).sum())(model, x)
+
+        parts = (x[i : i + part] for i in range(0, batch, part))
+        return jax.tree.map(lambda *grads: sum(grads), *map(gradient, parts))
+
+    jitted = jax.jit(step, compiler_options=jc.compiler_options())
+    return jitted, (model, jax.ShapeDtypeStruct((batch, 32), jnp.float32))
+
+
+def test_rows_are_the_reports_of_their_steps():
+    names = ["plain", "remat", "accumulate:2", "quantize:bits=2"]
+    table = compare(make_step, names, batch=64, target="cpu", capacity=2**20)
+    assert [row.name for row in table.rows] == names
+    plain, remat, accumulate, quantize = (row.report for row in table.rows)
+    for row in table.rows:
+        step, arguments = make_step(jc.ways.Way.parse(row.name), 64)
+        alone = jc.memory.analyze(step, *arguments, target="cpu", capacity=2**20)
+        same = alone.to_dict() | {"compile_seconds": row.report.compile_seconds}
+        assert row.report.to_dict() == same
+    assert remat.flops > plain.flops
+    assert remat.declared_residual_bytes < plain.declared_residual_bytes
+    assert quantize.declared_residual_bytes < plain.declared_residual_bytes
+    assert accumulate.flops == plain.flops
+
+
+def test_table_json_and_verdict():
+    table = compare(make_step, ["plain", "remat"], batch=64, target="cpu", capacity=2**20)
+    text = str(table).splitlines()
+    assert text[0].startswith("| row ")
+    assert text[2].split("|")[6].strip() == "1.00"
+    assert text[-1] == "Cheapest row that fits the 1.0 MiB of cpu, by HBM traffic: plain"
+    rows = json.loads(table.to_json())["rows"]
+    wanted = (
+        "row target batch declared_residual_bytes argument_bytes temp_bytes peak_bytes total_bytes "
+        "hbm_traffic_bytes compile_seconds"
+    )
+    assert set(wanted.split()) <= set(rows[0])
+    assert (rows[1]["row"], rows[1]["batch"], rows[1]["target"]) == ("remat", 64, "cpu")
+
+
+def test_no_row_fits_or_nobody_knows():
+    table = compare(make_step, ["plain"], batch=64, target="cpu", capacity=10)
+    assert table.cheapest() is None
+    assert str(table).endswith("No row fits the 10 B of cpu.")
+    table = compare(make_step, ["plain"], batch=64, target="cpu")
+    assert str(table).endswith("What fits on cpu is not known: give a capacity.")
+
+
+def test_a_row_fits_whose_traffic_is_not_known(monkeypatch):
+    def unknown(*args, **kwargs):
+        report, timeline = analyze_step(*args, **kwargs)
+        return replace(report, hbm_traffic_bytes=None), timeline
+
+    analyze_step = comparison.analyze_step
+    monkeypatch.setattr(comparison, "analyze_step", unknown)
+    text = str(compare(make_step, ["plain"], batch=8, target="cpu", capacity=2**30))
+    assert text.endswith("Fit the 1.0 GiB of cpu, with HBM traffic that is not known: plain")
+
+
+def test_a_step_that_does_not_trace_is_an_error_of_its_row():
+    def broken(transform, batch):
+        step, arguments = make_step(transform, batch)
+        return step, arguments if transform.is_plain else (*arguments, jnp.ones(3))
+
+    plain, remat = compare(broken, ["plain", "remat"], batch=8, target="cpu").rows
+    assert plain.report and "argument" in remat.error
+    table = compare(broken, ["remat"], batch=8, target="cpu", capacity=2**30)
+    assert str(table).endswith("No row could be compiled.")
+
+
+def test_largest_batch():
+    table = compare(
+        make_step, ["plain", "remat"], batch=8, target="cpu", capacity=2**18, largest_batch=True
+    )
+    plain, remat = (row.max_batch for row in table.rows)
+    assert 8 < plain < remat
+    step, arguments = make_step(jc.ways.Way.parse("plain"), plain)
+    assert jc.memory.analyze(step, *arguments, target="cpu", capacity=2**18).fits
+
+
+def test_a_compiler_that_fails_is_an_error_of_its_row(monkeypatch):
+    def fail(step, *args, **kwargs):
+        raise CompileError("no such instruction")
+
+    monkeypatch.setattr(comparison, "analyze_step", fail)
+    table = compare(make_step, ["plain"], batch=8, target="cpu")
+    assert table.rows[0].report is None
+    assert "plain: no such instruction" in str(table)
+    assert table.to_dict()["rows"][0]["error"] == "no such instruction"
+
+
+def test_progress_sees_each_row():
+    seen = []
+
+    class Progress:
+        def __init__(self, name):
+            seen.append(name)
+
+        __enter__ = __exit__ = lambda self, *args: None
+
+    compare(make_step, ["plain", "remat"], batch=8, target="cpu", progress=Progress)
+    assert seen == ["plain", "remat"]
+
+
+def test_a_factory_that_ignores_the_way_is_found_out():
+    def ignore(transform, batch):
+        return make_step(jc.ways.Way.parse("plain"), batch)
+
+    def transform_only(transform, batch):
+        transform(nnx.Sequential(nnx.Linear(1, 1, rngs=nnx.Rngs(0))))
+        return ignore(transform, batch)
+
+    plain, accumulate = compare(
+        transform_only, ["plain", "accumulate:2"], batch=8, target="cpu"
+    ).rows
+    assert plain.report is not None
+    assert accumulate.report is None
+    assert "split the batch" in accumulate.error
+    _, dots = compare(transform_only, ["plain", "remat:dots"], batch=8, target="cpu").rows
+    assert dots.error == "made no difference to the step: leave the row out"
+    (row,) = compare(ignore, ["remat"], batch=8, target="cpu").rows
+    assert row.error == "make_step is expected to call transform(model)"
+
+
+def test_a_row_that_does_not_fit_the_model_leaves_the_others():
+    table = compare(make_step, ["plain", "avg_pool:window=2"], batch=8, target="cpu")
+    assert table.rows[0].report is not None
+    assert "avg_pool:window=2: " in str(table)
+    assert "matches nothing" in table.rows[1].error
+
+
+def test_without_plain_there_are_no_ratios():
+    assert "no plain row" in str(compare(make_step, ["remat"], batch=8, target="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch", "error"),
+    [
+        ([], 8, r"rows=\[\]: expected a list of at least one"),
+        (["plain", "plain"], 8, "expected a list of at least one, and each once"),
+        (["plane"], 8, "way='plane': expected plain"),
+        (["accumulate:3"], 8, "batch=8: expected a multiple of 3"),
+        ("plain", 8, "rows='plain': expected a list"),
+    ],
+)
+def test_bad_input(rows, batch, error):
+    with pytest.raises(ValueError, match=error):
+        compare(make_step, rows, batch=batch, target="cpu")
+
+
+def test_largest_batch_of_unknown_memory_is_an_error_at_once():
+    with pytest.raises(ValueError, match="its memory is not known; give a capacity"):
+        compare(make_step, ["plain"], batch=8, target="cpu", largest_batch=True)
+
+
+def test_unknown_target():
+    with pytest.raises(ValueError, match="target='h101' is unknown"):
+        compare(make_step, ["plain"], batch=8, target="h101")
