@@ -16,7 +16,7 @@ BITS = (2, 3, 4)
 SPAN = 4.0  # of a normalised value's code, in standard deviations
 HIGHEST_THRESHOLD = 2.0  # standard deviations
 
-Unit = typing.Literal["norm", "range"]
+ScaleSource = typing.Literal["norm", "range"]
 
 # `first` and `mantissa` of the levels: of those whose top real activations hardly pass (with 2 bits
 # 2% of their sum does), the ones of least mean square error.
@@ -47,14 +47,10 @@ class SignAware(Codec):
         bits: Bits of a code: 2, 3 or 4.
         signed: Whether codes tell negative values apart, as `ops.norm_act` has it for
             pre-activations; they take codes from the positive ones.
-        unit: "norm" or "range", what `ops.norm_act` measures by.
-        two_passes: Whether `ops.norm_act` reads a norm's input and what is added to it once for the
-            codes and again for the sum, which a GPU can then write over the residual. Less memory
-            where such a sum is at the peak, but more bytes move. Nothing where nothing is added or
-            the residual has a norm. With 4 bits a TPU makes sums so whose codes go to the host.
+        scale_source: "norm" or "range", what `ops.norm_act` measures by.
 
     Raises:
-        ValueError: If `bits`, `unit` or `two_passes` is none of these.
+        ValueError: If `bits` or `scale_source` is none of these.
 
     Example:
         >>> codec = SignAware(bits=4)
@@ -65,23 +61,21 @@ class SignAware(Codec):
 
     bits: int = 4
     signed: bool = False
-    unit: Unit = "norm"
-    two_passes: bool = False
+    scale_source: ScaleSource = "norm"
     name: typing.ClassVar[str] = "sign_aware"
     kinds = ("norm_act",)
 
     def __post_init__(self) -> None:
         if type(self.bits) is not int or self.bits not in BITS:
             raise ValueError(f"bits={self.bits!r}: expected one of {BITS}")
-        if self.unit not in typing.get_args(Unit):
-            raise ValueError(f"unit={self.unit!r}: expected one of {typing.get_args(Unit)}")
-        if type(self.two_passes) is not bool:
-            raise ValueError(f"two_passes={self.two_passes!r}: expected True or False")
+        if self.scale_source not in typing.get_args(ScaleSource):
+            expected = typing.get_args(ScaleSource)
+            raise ValueError(f"scale_source={self.scale_source!r}: expected one of {expected}")
 
     @property
     def unbiased(self) -> bool:  # type: ignore[override]
         """Whether a norm's backward pass is unbiased: with 3 or 4 bits of a range."""
-        return self.bits > 2 and self.unit == "range"
+        return self.bits > 2 and self.scale_source == "range"
 
     @property
     def fuses_decode_on_tpu(self) -> bool:  # type: ignore[override]
@@ -91,31 +85,33 @@ class SignAware(Codec):
     @property
     def levels(self) -> Levels:
         """What the codes stand for, in units."""
-        if self.unit == "range":
+        if self.scale_source == "range":
             (first, mantissa), negative = _OF_RANGE[self.bits], (_NEGATIVE[self.bits][0], -1.0)
         else:
             (first, mantissa), negative = _POSITIVE[self.bits], _NEGATIVE[self.bits]
         negatives, bottom = negative if self.signed else (1, 0.0)
         return Levels(negatives, 2**self.bits - negatives, first, mantissa, bottom)
 
-    def encode_scaled(self, x: Array, unit: Array, random: Array) -> Encoded:
+    def encode_scaled(self, x: Array, channel_scale: Array, random: Array) -> Encoded:
         """Encodes `x` in units that are known.
 
         Args:
             x: Array without negative values.
-            unit: Floats, broadcastable to `x`; the size of typical values.
+            channel_scale: Floats, broadcastable to `x`; the size of typical values.
             random: 32 random bits for each value, as `noise.words` draws them.
         """
-        t = x.astype(jnp.float32) / jnp.where(unit == 0, 1, unit).astype(jnp.float32)
+        t = x.astype(jnp.float32) / jnp.where(channel_scale == 0, 1, channel_scale).astype(
+            jnp.float32
+        )
         codes = self.levels.encode(t, x > 0, random)
-        arrays = *packing.pack(codes, self.bits), unit, jnp.zeros((1,) * x.ndim)
+        arrays = *packing.pack(codes, self.bits), channel_scale, jnp.zeros((1,) * x.ndim)
         return Encoded(arrays, x.shape, x.dtype)
 
-    def encode_activation(self, x: Array, unit: Array, random: Array) -> Encoded:
-        """As `encode_scaled`, which with `unit="range"` are the channel's own; NaN stays NaN."""
-        if self.unit == "range":
-            unit = self._greatest(x) + (0 * unit).astype(jnp.bfloat16)
-        return self.encode_scaled(x, unit, random)
+    def encode_activation(self, x: Array, channel_scale: Array, random: Array) -> Encoded:
+        """As `encode_scaled`, but "range" takes each channel's own scale; NaN stays NaN."""
+        if self.scale_source == "range":
+            channel_scale = self._greatest(x) + (0 * channel_scale).astype(jnp.bfloat16)
+        return self.encode_scaled(x, channel_scale, random)
 
     def _greatest(self, x: Array) -> Array:
         """The unit in which the greatest value of each channel of each sample is the top level."""
@@ -148,9 +144,9 @@ class SignAware(Codec):
         Their product is what `decode` returns. One number for each channel, if so many units were
         given.
         """
-        *packed, unit, _ = code.arrays
+        *packed, channel_scale, _ = code.arrays
         codes = packing.unpack(tuple(packed), code.shape, self.bits)
-        return self.levels.multiples(codes), self.levels.step * unit
+        return self.levels.multiples(codes), self.levels.step * channel_scale
 
     def encode_preactivation(
         self,
@@ -168,7 +164,7 @@ class SignAware(Codec):
             random: As in `encode_scaled`.
         """
         ends: tuple[Array, ...] = ()
-        if self.unit == "norm":
+        if self.scale_source == "norm":
             threshold = self._within(threshold)
             t = h - threshold
         else:
@@ -186,7 +182,7 @@ class SignAware(Codec):
     ) -> tuple[Float[Array, "*shape"], Bool[Array, "*shape"]]:
         """The float32 values that `encode_preactivation` stored, and which ReLU passes."""
         t, positive = self.levels.decode(packing.unpack(code.packed, shape, self.bits))
-        if self.unit == "norm":
+        if self.scale_source == "norm":
             return t + code.threshold, positive
         start, up, down = self._steps(code.ends, code.threshold)
         return start + t * jnp.where(positive, up, down), positive
@@ -219,7 +215,7 @@ class SignAware(Codec):
             h: The values, in float32.
             random: As in `encode_scaled`.
         """
-        ends: tuple[Array, ...] = () if self.unit == "norm" else _extremes(h)
+        ends: tuple[Array, ...] = () if self.scale_source == "norm" else _extremes(h)
         low, step = self._equidistant(ends)
         level = jnp.clip((h - low) / jnp.where(step == 0, 1, step), 0, 2**self.bits - 1)
         codes = jnp.floor(level + noise.fraction(random)).astype(jnp.int32)

@@ -14,9 +14,9 @@ from jaxcomp.nn._norm_act import Clipped, NormAct
 def clipped(model: nnx.Module, *inputs: Any) -> dict[str, float]:
     """Counts values that the codes of `SignAware` do not reach, which come back as the last level.
 
-    Other codecs' ranges are those of the values, and so are those of `unit="range"`. With 2 bits
-    negative values have one level, and in the norm's units most of what is counted are those below
-    it: the price of a mask that needs no bit of its own.
+    Other codecs' ranges are those of the values, and so are those of `scale_source="range"`. With 2
+    bits negative values have one level, and in the norm's units most of what is counted are those
+    below it: the price of a mask that needs no bit of its own.
 
     Args:
         model: A model in training mode, built of `nn.NormAct`; it is not changed.

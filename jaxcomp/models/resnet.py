@@ -10,12 +10,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxcomp import nn
-from jaxcomp.ops import Activation, value
+from jaxcomp.ops import CodedArray, value
 from jaxcomp.policies._rules import Rules
 from jaxcomp.transform._layers import apply
 
 # Of height, width and channels, which a layer may change; it may travel with its code.
-Features = Float[Array, "batch _ _ _"] | Activation
+Features = Float[Array, "batch _ _ _"] | CodedArray
 _INIT = nnx.initializers.variance_scaling(2.0, "fan_out", "normal")
 
 
@@ -82,9 +82,9 @@ class PadShortcut(nnx.Module):
         strided = value(x)[:, :: self.stride, :: self.stride]
         widths = [(0, 0), (0, 0), (0, 0), (0, self.new)]
         padded = jnp.pad(strided, widths)
-        if not isinstance(x, Activation):
+        if not isinstance(x, CodedArray):
             return padded
-        return Activation(padded, jnp.pad(x.unit, widths), None, x.codec)
+        return CodedArray(padded, jnp.pad(x.channel_scale, widths), None, x.codec)
 
 
 def _residual(

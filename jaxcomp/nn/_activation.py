@@ -12,7 +12,7 @@ from jaxcomp import ops
 from jaxcomp.codecs import Codec, Packed, SignAware
 from jaxcomp.codecs._offload import inner_codec, placed_like
 from jaxcomp.nn._coded import Coded, count_elements
-from jaxcomp.ops import Activation, Padding, encode_activation, value
+from jaxcomp.ops import CodedArray, Padding, encode_activation, value
 
 
 class ReLU(Coded, nnx.Module):
@@ -187,14 +187,14 @@ class MaxPool(Coded, nnx.Module):
         """Elements of what a call saves: an index for each element of its result."""
         return count_elements(result)
 
-    def __call__(self, x: Float[Array, "..."] | Activation) -> Float[Array, "..."] | Activation:
-        """Returns the maxima of the windows of `x`; of an `Activation` they have a code, too."""
-        if isinstance(x, Activation):
+    def __call__(self, x: Float[Array, "..."] | CodedArray) -> Float[Array, "..."] | CodedArray:
+        """Returns the maxima of the windows of `x`; of a `CodedArray` they have a code, too."""
+        if isinstance(x, CodedArray):
             unsigned = dataclasses.replace(
                 typing.cast(SignAware, inner_codec(x.codec)), signed=False
             )
             codec = placed_like(x.codec, unsigned)
-            return encode_activation(value(self(x.value)), x.unit, codec)
+            return encode_activation(value(self(x.value)), x.channel_scale, codec)
         if self.codec is None:
             return nnx.max_pool(x, *self.arguments)
         return ops.max_pool(x, *self.arguments, codec=self.codec)

@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from jaxcomp.codecs import Codec, noise
-from jaxcomp.ops import Activation, value
+from jaxcomp.ops import CodedArray, value
 
 
 class Sink(nnx.Variable[Array]):
@@ -65,8 +65,8 @@ class Coded:
 
 
 def count_elements(values: typing.Any) -> int:
-    """Elements of all arrays of a pytree, in which an `ops.Activation` is one array."""
-    leaves = jax.tree.leaves(values, is_leaf=lambda x: isinstance(x, Activation))
+    """Elements of all arrays of a pytree, in which a `ops.CodedArray` is one array."""
+    leaves = jax.tree.leaves(values, is_leaf=lambda x: isinstance(x, CodedArray))
     return sum(math.prod(value(leaf).shape) for leaf in leaves)
 
 
@@ -107,12 +107,12 @@ class CodedOp:
         return self.op(lhs, kernel, *args, codec=self.codec, seed=seed, **given, **kwargs)
 
 
-_Given = tuple[Activation | None, dict[str, typing.Any]]
+_Given = tuple[CodedArray | None, dict[str, typing.Any]]
 _GIVEN: contextvars.ContextVar[_Given] = contextvars.ContextVar("given", default=(None, {}))
 
 
 @contextlib.contextmanager
-def giving(activation: Activation | None, **arguments: typing.Any) -> Iterator[None]:
+def giving(activation: CodedArray | None, **arguments: typing.Any) -> Iterator[None]:
     """Gives a `CodedOp` that Flax's layer calls what that does not pass on.
 
     Args:

@@ -14,7 +14,7 @@ from jaxcomp import ops
 from jaxcomp.codecs import Codec, Exact, noise
 from jaxcomp.nn._affine import Affine
 from jaxcomp.nn._coded import Coded, CodedOp, giving
-from jaxcomp.ops import Activation, value
+from jaxcomp.ops import CodedArray, value
 
 
 class Conv(Coded, nnx.Conv):
@@ -41,10 +41,10 @@ class Conv(Coded, nnx.Conv):
         super().__init__(*args, conv_general_dilated=op, codec=codec, **kwargs)
 
     def __call__(
-        self, inputs: Float[Array, "..."] | Activation, out_sharding: typing.Any = None
+        self, inputs: Float[Array, "..."] | CodedArray, out_sharding: typing.Any = None
     ) -> Float[Array, "..."]:
-        """Convolves `inputs`; of an `Activation` with a code, that waits for the backward pass."""
-        activation = inputs if isinstance(inputs, Activation) and inputs.code is not None else None
+        """Convolves `inputs`; of a `CodedArray` with a code, that waits for the backward pass."""
+        activation = inputs if isinstance(inputs, CodedArray) and inputs.code is not None else None
         with giving(activation, **({} if activation else self.sink_argument())):
             return super().__call__(value(inputs), out_sharding)
 

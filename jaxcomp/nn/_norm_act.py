@@ -15,7 +15,7 @@ from jaxcomp.nn._coded import Coded, count_elements
 from jaxcomp.nn._linear import Conv
 from jaxcomp.nn._norm import BatchNorm
 
-Features = Float[Array, "batch ..."] | ops.Activation
+Features = Float[Array, "batch ..."] | ops.CodedArray
 Shortcut = Callable[[Features], Features]
 
 
@@ -31,7 +31,7 @@ class NormAct(Coded, nnx.Module):
         relu: Whether there is a ReLU.
         residual_norm: A norm like it, of the residual before it is added; None for none.
         pool: A max pool after the ReLU of a unit that adds nothing; None for none.
-        codec: `SignAware(bits=...)`, with which the result in training is an `ops.Activation`; None
+        codec: `SignAware(bits=...)`, with which the result in training is a `ops.CodedArray`; None
             leaves what is kept to the codecs of `norm`, `relu`, `residual_norm` and `pool`, which
             else have no say. Where `norm` uses running averages nothing is coded.
 
@@ -44,7 +44,7 @@ class NormAct(Coded, nnx.Module):
         >>> import jax
         >>> module = NormAct(BatchNorm(8, rngs=nnx.Rngs(0)), codec=SignAware(bits=4))
         >>> type(module(jax.numpy.ones((2, 4, 4, 8)))).__name__
-        'Activation'
+        'CodedArray'
     """
 
     kind = "norm_act"
@@ -112,7 +112,7 @@ class NormAct(Coded, nnx.Module):
         residual: Features | None = None,
         shortcut: Shortcut | None = None,
     ) -> Features:
-        """Returns the result, in training and with a codec as an `ops.Activation`.
+        """Returns the result, in training and with a codec as a `ops.CodedArray`.
 
         Args:
             x: What the norm takes.
@@ -177,7 +177,7 @@ class NormAct(Coded, nnx.Module):
 
 
 def _with_value(x: Features, value: Array) -> Features:
-    return dataclasses.replace(x, value=value) if isinstance(x, ops.Activation) else value
+    return dataclasses.replace(x, value=value) if isinstance(x, ops.CodedArray) else value
 
 
 def _affine(norm: BatchNorm) -> tuple[Array, Array]:
@@ -203,7 +203,7 @@ class ConvNormAct(NormAct):
     """`NormAct` after a convolution: one code for norm, ReLU and what reads them.
 
     Args:
-        conv: The convolution; of an `ops.Activation` it keeps the code that came with it.
+        conv: The convolution; of a `ops.CodedArray` it keeps the code that came with it.
         norm: As `NormAct`.
         relu: As `NormAct`.
         residual_norm: As `NormAct`.
@@ -235,5 +235,5 @@ class ConvNormAct(NormAct):
         residual: Features | None = None,
         shortcut: Shortcut | None = None,
     ) -> Features:
-        """Returns the result, in training and with a codec as an `ops.Activation`; as `NormAct`."""
+        """Returns the result, in training and with a codec as a `ops.CodedArray`; as `NormAct`."""
         return super().__call__(self.conv(x), residual, shortcut)

@@ -5,7 +5,7 @@ from jaxcomp.ops._activation import gelu as gelu
 from jaxcomp.ops._activation import relu as relu
 from jaxcomp.ops._activation import silu as silu
 from jaxcomp.ops._affine import affine as affine
-from jaxcomp.ops._coded_array import Activation as Activation
+from jaxcomp.ops._coded_array import CodedArray as CodedArray
 from jaxcomp.ops._coded_array import encode_activation as encode_activation
 from jaxcomp.ops._coded_array import value as value
 from jaxcomp.ops._conv import conv_general_dilated as conv_general_dilated

@@ -14,14 +14,14 @@ from jaxcomp._core.shard_map import match_varying
 from jaxcomp.codecs import Codec
 from jaxcomp.codecs._codec import Seed
 from jaxcomp.codecs._offload import inner_codec
-from jaxcomp.ops._coded_array import Activation
+from jaxcomp.ops._coded_array import CodedArray
 from jaxcomp.ops._linear import Reads, bilinear
 from jaxcomp.ops._pointwise import kernel_gradient
 from jaxcomp.ops._sensitivity import Sink
 
 
 def conv_general_dilated(
-    lhs: Float[Array, "..."] | Activation,
+    lhs: Float[Array, "..."] | CodedArray,
     rhs: Float[Array, "..."],
     window_strides: Sequence[int],
     padding: str | Sequence[tuple[int, int]],
@@ -48,7 +48,7 @@ def conv_general_dilated(
     smaller along each axis; nothing is unpooled.
 
     Args:
-        lhs: Input of 1 to 3 (or more) spatial dimensions; an `Activation` (channels last) brings
+        lhs: Input of 1 to 3 (or more) spatial dimensions; a `CodedArray` (channels last) brings
             its code with it, and `codec` is not asked.
         rhs: Kernel; kept exactly, as the caller holds it anyway.
         window_strides: As `lax.conv_general_dilated`, and so are the arguments that follow.
@@ -97,7 +97,7 @@ def conv_general_dilated(
         out_sharding=out_sharding,
     )
     code = None
-    if isinstance(lhs, Activation):
+    if isinstance(lhs, CodedArray):
         code, codec = lhs.code, codec if lhs.code is None else lhs.codec
         lhs = lhs.value
     if codec is None:
@@ -108,7 +108,7 @@ def conv_general_dilated(
     channels_last = (batch, *spatial, channel)
     if code is not None and (code.shape != lhs.shape or sorted(channels_last) != [*channels_last]):
         raise ValueError(
-            f"lhs: expected an Activation with its channels last; it is of shape {lhs.shape}, laid "
+            f"lhs: expected a CodedArray with its channels last; it is of shape {lhs.shape}, laid "
             f"out as {dimension_numbers}, with a code of shape {code.shape}"
         )
     restore = tuple(sorted(range(lhs.ndim), key=channels_last.__getitem__))

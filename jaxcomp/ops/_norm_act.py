@@ -12,9 +12,9 @@ from jaxcomp.codecs import Offload
 from jaxcomp.codecs._codec import Seed
 from jaxcomp.codecs._offload import inner_codec, placed_like
 from jaxcomp.codecs._sign_aware import SPAN, SignAware
-from jaxcomp.ops._coded_array import Activation, value
+from jaxcomp.ops._coded_array import CodedArray, value
 from jaxcomp.ops._norm import Norm
-from jaxcomp.ops._norm_act_rule import Input, Rule, sign, threshold
+from jaxcomp.ops._norm_act_vjp import Input, NormActVjp, sign, threshold
 from jaxcomp.ops._pooling import Padding, Window
 
 # One for each norm: of `x`, and of `residual` if that has one.
@@ -25,7 +25,7 @@ def norm_act(
     x: Float[Array, "batch ... features"],
     scale: Float[Array, " features"],
     bias: Float[Array, " features"],
-    residual: Float[Array, "batch ... features"] | Activation | None = None,
+    residual: Float[Array, "batch ... features"] | CodedArray | None = None,
     *,
     residual_norm: tuple[Float[Array, " features"], Float[Array, " features"]] | None = None,
     relu: bool = True,
@@ -36,15 +36,15 @@ def norm_act(
     axis_index_groups: typing.Any = None,
     codec: SignAware | Offload,
     seed: Seed = None,
-) -> tuple[Activation, Statistics, Statistics]:
+) -> tuple[CodedArray, Statistics, Statistics]:
     """`relu(batch_norm(x) + residual)` with one code for it all.
 
     The result is bit-identical to the operations' in turn. Without `residual`, one code of the
     pre-activation, in units of the norm, serves the norm's backward pass, is ReLU's mask, and goes
     on with the result to the convolutions that read it. With `residual`, the norm's own value has a
     uniform code of its own, and the result's code is the mask and goes on. No range is looked for:
-    the norm's statistics are the only metadata. With `SignAware(unit="range")` levels lie between
-    the extremes of each channel of each sample instead, which are stored, too.
+    the norm's statistics are the only metadata. With `SignAware(scale_source="range")` levels lie
+    between the extremes of each channel of each sample instead, which are stored, too.
 
     With `residual_norm` it is `relu(batch_norm(x) + batch_norm(residual))`, as where a network's
     shape changes: the codes of both norms are made where the sum is, and both backward passes share
@@ -66,8 +66,8 @@ def norm_act(
         x: A convolution's result, or another array with the features last; axis 0 is the batch.
         scale: Multiplies the normalised values.
         bias: Is added to them.
-        residual: Is added before ReLU. An array that is no `Activation` and has no norm costs a
-            pass that finds its unit.
+        residual: Is added before ReLU. An array that is no `CodedArray` and has no norm costs a
+            pass that finds its channel scale.
         residual_norm: Scale and bias of a batch norm of `residual`, whose options are the same.
         relu: Whether there is a ReLU. Without it the result has no code.
         pool: `window_shape`, `strides` and `padding` of `ops.max_pool`, after ReLU.
@@ -75,7 +75,7 @@ def norm_act(
         use_fast_variance: Whether the variance is E[x^2] - E[x]^2, in one pass.
         axis_name: Mesh or `vmap` axis over which statistics are averaged too, as `ops.batch_norm`.
         axis_index_groups: Groups of indices within that axis.
-        codec: Bits of every code, and their unit: `SignAware`, or `Offload` of it.
+        codec: Bits of every code, and their scale source: `SignAware`, or `Offload` of it.
         seed: Redraws the rounding noise.
 
     Returns:
@@ -111,10 +111,10 @@ def norm_act(
     if residual is not None and value(residual).shape != x.shape:
         raise ValueError(f"residual of shape {value(residual).shape}: expected {x.shape}, as x")
     by = typing.cast(SignAware, inner_codec(codec))
-    if by.unit == "range" and x.ndim < 3:
+    if by.scale_source == "range" and x.ndim < 3:
         raise ValueError(
             f"x of shape {x.shape}: expected axes between batch and features, along which "
-            'unit="range" has its ranges'
+            'scale_source="range" has its ranges'
         )
     window = None
     if pool is not None:
@@ -122,22 +122,24 @@ def norm_act(
     axes = tuple(range(x.ndim - 1))
     norm = Norm(axes, axes, epsilon, use_fast_variance, axis_name, axis_index_groups)
     by = dataclasses.replace(by, signed=relu and residual is None and window is None)
-    rule = Rule(norm, by, codec, x.shape, relu, window)
+    op = NormActVjp(norm, by, codec, x.shape, relu, window)
     inputs: tuple[Input, ...] = (Input(x, scale, bias),)
-    unit = jnp.hypot(norm.wide(scale), norm.wide(bias))
+    channel_scale = jnp.hypot(norm.wide(scale), norm.wide(bias))
     if residual is not None and residual_norm is not None:
         inputs += (Input(value(residual), *residual_norm),)
-        unit, residual = jnp.hypot(unit, jnp.hypot(*map(norm.wide, residual_norm))), None
-    elif isinstance(residual, Activation):
-        unit, residual = jnp.hypot(unit, residual.unit), residual.value
-    elif residual is not None and by.unit == "norm":
+        channel_scale = jnp.hypot(channel_scale, jnp.hypot(*map(norm.wide, residual_norm)))
+        residual = None
+    elif isinstance(residual, CodedArray):
+        channel_scale = jnp.hypot(channel_scale, residual.channel_scale)
+        residual = residual.value
+    elif residual is not None and by.scale_source == "norm":
         square = lax.square(residual.astype(jnp.float32))
-        unit = jnp.hypot(unit, jnp.sqrt(square.mean(axes, keepdims=True)))
-    unit = lax.stop_gradient(unit)
-    y, code, means, variances = rule(inputs, residual, unit, seed)
+        channel_scale = jnp.hypot(channel_scale, jnp.sqrt(square.mean(axes, keepdims=True)))
+    channel_scale = lax.stop_gradient(channel_scale)
+    y, code, means, variances = op(inputs, residual, channel_scale, seed)
     # A NaN travels on with a value that has no code, too.
-    unit += lax.stop_gradient(rule.unknown(variances))
-    return Activation(y, unit, code, placed_like(codec, by)), means, variances
+    channel_scale += lax.stop_gradient(op.unknown(variances))
+    return CodedArray(y, channel_scale, code, placed_like(codec, by)), means, variances
 
 
 def clipped(
@@ -146,7 +148,7 @@ def clipped(
     bias: Float[Array, " features"],
     means: Statistics,
     variances: Statistics,
-    activation: Activation,
+    activation: CodedArray,
     residual: Float[Array, "batch ... features"] | None = None,
     *,
     epsilon: float = 1e-5,
@@ -185,13 +187,13 @@ def clipped(
     scale, bias = norm.wide(scale), norm.wide(bias)
     codec = typing.cast(SignAware, inner_codec(activation.codec))
     outside = [jnp.zeros(x.shape, bool)]
-    if codec.unit == "norm" and codec.signed:
+    if codec.scale_source == "norm" and codec.signed:
         outside = [codec.clips(normalized[0] * sign(scale), threshold(scale, bias))]
-    elif codec.unit == "norm":
+    elif codec.scale_source == "norm":
         outside = [functools.reduce(jnp.logical_or, (jnp.abs(h) > SPAN for h in normalized))]
         if activation.code is not None:
-            *_, unit, _ = activation.code.arrays
-            above = activation.value > codec.levels.top * unit
+            *_, channel_scale, _ = activation.code.arrays
+            above = activation.value > codec.levels.top * channel_scale
             pooled = above.shape != x.shape
             outside = [*outside, above] if pooled else [outside[0] | above]
     unknown = sum((0.0 * h.mean() for h in normalized), jnp.zeros(()))

@@ -74,7 +74,7 @@ def _of_multiples(
     kernel: Array,
     precision: lax.PrecisionLike,
 ) -> WeightGradient:
-    """On a GPU the product is one of integers of 8 bits, then scaled by their channel's unit.
+    """On a GPU the product is one of integers of 8 bits, then scaled by their channel's scale.
 
     They are half as long as what they stand for in bfloat16, and XLA for GPUs converts them in the
     kernel of a matrix product, which it does with nothing else that decodes.
@@ -84,7 +84,7 @@ def _of_multiples(
     of_kernel = type_like(kernel)
 
     def of_integers(code: Encoded, cotangent: Array) -> Array:
-        multiples, unit = codec.multiples(code)
+        multiples, channel_scale = codec.multiples(code)
         cotangent = cotangent.transpose(batch, *spatial, channel)
         places = tuple(range(cotangent.ndim - 1))
         dkernel = lax.dot_general(
@@ -94,7 +94,7 @@ def _of_multiples(
             precision=precision,
             preferred_element_type=jnp.promote_types(cotangent.dtype, jnp.float32),
         )
-        dkernel = (dkernel * unit.reshape(-1, 1)).astype(kernel.dtype)
+        dkernel = (dkernel * channel_scale.reshape(-1, 1)).astype(kernel.dtype)
         return jnp.expand_dims(dkernel if inputs < features else dkernel.T, ones)
 
     def of_decoded(code: Encoded, cotangent: Array) -> Array:
@@ -103,10 +103,10 @@ def _of_multiples(
         return dkernel
 
     def gradient(code: Encoded, cotangent: Array) -> Array:
-        *_, unit, _ = code.arrays
+        *_, channel_scale, _ = code.arrays
         channels, rows = kernel.shape[inputs], cotangent.size // kernel.shape[features]
-        if unit.size != channels or math.prod(code.shape) != rows * channels:
-            return of_decoded(code, cotangent)  # units of each sample, or groups
+        if channel_scale.size != channels or math.prod(code.shape) != rows * channels:
+            return of_decoded(code, cotangent)  # scales of each sample, or groups
         return platforms.multiply_integers_on_gpu((code, cotangent), of_integers, of_decoded)
 
     return gradient

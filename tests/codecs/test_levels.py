@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from jaxcomp.codecs import noise
-from jaxcomp.codecs._sign_aware import SPAN, SignAware, Unit
+from jaxcomp.codecs._sign_aware import SPAN, ScaleSource, SignAware
 from tests.helpers import assert_unbiased, normal
 
 CODECS = [
-    SignAware(bits, signed, unit)
+    SignAware(bits, signed, scale_source)
     for bits in (2, 3, 4)
     for signed in (False, True)
-    for unit in typing.get_args(Unit)
+    for scale_source in typing.get_args(ScaleSource)
 ]
 DRAWS = 4096
 
@@ -71,10 +71,10 @@ def test_what_is_above_the_top_comes_back_as_the_top():
     np.testing.assert_array_equal(decoded, np.float32(levels.top))
 
 
-@pytest.mark.parametrize("unit", typing.get_args(Unit))
+@pytest.mark.parametrize("scale_source", typing.get_args(ScaleSource))
 @pytest.mark.parametrize("bits", [2, 3, 4])
-def test_normalized_values_are_unbiased_inside_their_span(bits, unit):
-    codec = SignAware(bits, unit=unit)
+def test_normalized_values_are_unbiased_inside_their_span(bits, scale_source):
+    codec = SignAware(bits, scale_source=scale_source)
     inside = np.linspace(-SPAN, SPAN, 15)[1:-1].astype(np.float32) + 0.1
     h = jnp.concatenate([inside, jnp.array([-9.0, 9.0])])[None, :, None]
 
@@ -83,9 +83,9 @@ def test_normalized_values_are_unbiased_inside_their_span(bits, unit):
 
     draws = np.asarray(jax.jit(jax.vmap(round_trip))(jnp.arange(DRAWS)))[:, 0, :, 0]
     assert_unbiased(draws[:, :-2], inside)
-    reach = SPAN if unit == "norm" else 9 * (1 + 2.0**-7)
+    reach = SPAN if scale_source == "norm" else 9 * (1 + 2.0**-7)
     assert np.abs(draws[:, :-2] - inside).max() < 2 * reach / (2**bits - 1)
-    if unit == "norm":
+    if scale_source == "norm":
         np.testing.assert_allclose(draws[:, -2:], [[-SPAN, SPAN]] * DRAWS, rtol=1e-6)
     else:
         np.testing.assert_allclose(draws[:, -2:].mean(0), [-9, 9], rtol=0.02)

@@ -23,21 +23,21 @@ def test_zeros_are_exact_and_bytes_are_declared(shape, dtype):
     assert encoded.nbytes == codec.nbytes(shape, dtype)
 
 
-def test_bytes_are_the_codes_a_unit_in_bfloat16_for_each_channel_and_an_offset_for_all():
+def test_bytes_are_the_codes_a_scale_in_bfloat16_for_each_channel_and_an_offset_for_all():
     expected = 8 * 16 * 16 * 32 // 2 + 8 * 32 * 2 + 4
     assert SignAware(4).nbytes((8, 16, 16, 32), jnp.bfloat16) == expected
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
-def test_unbiased_in_known_units(bits):
+def test_unbiased_with_known_scales(bits):
     codec = SignAware(bits)
     x = jnp.linspace(0.1, 0.9 * codec.levels.top, 24).reshape(2, 3, 4)
-    units = jnp.array([[[0.5, 1.0, 2.0, 4.0]]])
+    scales = jnp.array([[[0.5, 1.0, 2.0, 4.0]]])
 
     def draw(seed):
-        return codec.decode(codec.encode_scaled(x * units, units, noise.words(x, seed)))
+        return codec.decode(codec.encode_scaled(x * scales, scales, noise.words(x, seed)))
 
-    assert_unbiased(jax.jit(jax.vmap(draw))(jnp.arange(4096)), x * units)
+    assert_unbiased(jax.jit(jax.vmap(draw))(jnp.arange(4096)), x * scales)
 
 
 def test_a_nan_shows_in_its_channel_and_sample_only():
@@ -59,10 +59,13 @@ def test_other_bits_are_an_error(bits):
         SignAware(bits)
 
 
-@pytest.mark.parametrize("unit", ["sample", "", None])
-def test_other_units_are_an_error(unit):
-    with without_type_checks(), pytest.raises(ValueError, match=r"unit=.*expected one of \('norm'"):
-        SignAware(4, unit=unit)
+@pytest.mark.parametrize("source", ["sample", "", None])
+def test_other_scale_sources_are_an_error(source):
+    with (
+        without_type_checks(),
+        pytest.raises(ValueError, match=r"scale_source=.*expected one of \('norm'"),
+    ):
+        SignAware(4, scale_source=source)
 
 
 def test_signed_codes_are_not_made_alone():
@@ -73,7 +76,7 @@ def test_signed_codes_are_not_made_alone():
 @pytest.mark.parametrize("bits", [2, 3, 4])
 @pytest.mark.parametrize("value", [-1.002, 0.0, 3.0])
 def test_a_range_of_one_value_comes_back_as_it(value, bits):
-    codec = SignAware(bits, signed=True, unit="range")
+    codec = SignAware(bits, signed=True, scale_source="range")
     h = jnp.full((1, 1, 1, 1), value)
     for threshold in (-jnp.inf, -1.001, 0.5, 2.0, jnp.inf):
         limit = jnp.full((1, 1, 1, 1), threshold)
@@ -84,7 +87,7 @@ def test_a_range_of_one_value_comes_back_as_it(value, bits):
 
 
 def test_negative_values_just_below_the_threshold_stay_there():
-    codec = SignAware(2, signed=True, unit="range")
+    codec = SignAware(2, signed=True, scale_source="range")
     h = jnp.array([-1.002, 0.5, 1.0, 2.0]).reshape(1, 2, 2, 1)
     limit = jnp.full((1, 1, 1, 1), -1.001)
     code = codec.encode_preactivation(h, limit, h > limit, noise.words(h))

@@ -105,17 +105,6 @@ def test_norms_in_turn_need_less(capsys: pytest.CaptureFixture[str]) -> None:
     _saves_half_a_result("a block with a projection", reports, capsys)
 
 
-def test_two_passes_write_a_sum_over_the_residual(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("jax_cuda13_plugin")
-    stage = {"size": 56, "width": 64, "dtype": jnp.bfloat16}
-    once, twice = (
-        _report(f"fused:bits=2{option}", 4, 16, "h100", **stage)
-        for option in ("", ",two_passes=true")
-    )
-    reports = {"fused:bits=2": once, "in two passes": twice}
-    _saves_half_a_result("four blocks", reports, capsys)
-
-
 def test_a_tpus_step_needs_half_of_plains_and_less_time(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

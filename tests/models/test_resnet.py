@@ -107,7 +107,7 @@ NETWORKS: dict[str, typing.Any] = {
 EVERY_WAY = [("imagenet", spec) for spec in SPECS]
 EVERY_WAY += [("cifar", "quantize:bits=2"), ("pre-activation", "quantize:bits=2")]
 EVERY_WAY += [(network, "fused:bits=4") for network in NETWORKS]
-EVERY_WAY += [("imagenet", "fused:bits=3,unit=range")]
+EVERY_WAY += [("imagenet", "fused:bits=3,scale_source=range")]
 BATCH, CLASSES = 8, 3
 # All is compared to rounding only.
 FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -229,7 +229,7 @@ def test_mean_gradient_over_draws_is_near_the_exact_one() -> None:
     assert mean < one / 3
 
 
-@pytest.mark.parametrize("way", ["fused:bits=4", "fused:bits=4,unit=range"])
+@pytest.mark.parametrize("way", ["fused:bits=4", "fused:bits=4,scale_source=range"])
 def test_one_code_for_each_unit_is_unbiased_too(way: str) -> None:
     expected = _vector(_compile("imagenet", ())(IMAGES).gradients)
     step = _compile("imagenet", from_spec(way))

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxcomp import Offload, SignAware, ops
-from jaxcomp.codecs._sign_aware import Unit
+from jaxcomp.codecs._sign_aware import ScaleSource
 from tests.helpers import normal
 
 EPSILON = 1e-3
@@ -22,13 +22,12 @@ def norm_act(
     bias,
     residual=None,
     bits=4,
-    unit="norm",
-    two_passes=False,
+    scale_source="norm",
     signed=False,
     offload=False,
     **kwargs,
 ):
-    codec = SignAware(bits, signed=signed, unit=unit, two_passes=two_passes)
+    codec = SignAware(bits, signed=signed, scale_source=scale_source)
     codec = Offload(codec) if offload else codec
     return ops.norm_act(x, scale, bias, residual, epsilon=EPSILON, codec=codec, **kwargs)
 
@@ -44,7 +43,7 @@ def stock(x, scale, bias, residual=None, *, residual_norm=None, relu=True, pool=
     return y if pool is None else nnx.max_pool(y, *pool), means, variances
 
 
-UNITS = typing.get_args(Unit)
+SCALE_SOURCES = typing.get_args(ScaleSource)
 CASES = {
     "relu": {},
     "added": {},

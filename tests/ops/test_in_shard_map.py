@@ -98,7 +98,7 @@ def test_parameters_are_the_same_on_all_devices(operation, codec, parameters):
 
 @pytest.mark.parametrize(
     ("codec", "axis_name"),
-    [(SignAware(2), None), (SignAware(4), "batch"), (SignAware(3, unit="range"), "batch")],
+    [(SignAware(2), None), (SignAware(4), "batch"), (SignAware(3, scale_source="range"), "batch")],
 )
 def test_a_unit_and_a_residual_sum(codec, axis_name):
     check(functools.partial(unit, codec), KERNEL[:1, :1], SCALE, BIAS, axis_name=axis_name)

@@ -25,8 +25,8 @@ from tests.ops.norm_act_cases import (
     EPSILON,
     NHWC,
     POOLED,
+    SCALE_SOURCES,
     SHAPE,
-    UNITS,
     arguments,
     norm_act,
     of_case,
@@ -85,11 +85,11 @@ def surrogate(case, means, variances, exact):
     return fn
 
 
-@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("scale_source", SCALE_SOURCES)
 @pytest.mark.parametrize("bits", [2, 3, 4])
 @pytest.mark.parametrize("case", CASES)
-def test_backward_is_exact_at_the_decoded_values(case, bits, unit, monkeypatch):
-    coded, given = of_case(functools.partial(norm_act, bits=bits, unit=unit), case)
+def test_backward_is_exact_at_the_decoded_values(case, bits, scale_source, monkeypatch):
+    coded, given = of_case(functools.partial(norm_act, bits=bits, scale_source=scale_source), case)
     args = given(jnp.float32)
     decoded = []
 
@@ -121,14 +121,14 @@ def test_backward_is_exact_at_the_decoded_values(case, bits, unit, monkeypatch):
     assert_close(got, jax.vjp(fn, *at)[1](cotangents), 2e-5)
 
 
-@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("scale_source", SCALE_SOURCES)
 @pytest.mark.parametrize("case", ["relu", "added"])
-def test_code_is_the_mask_and_stands_for_the_value(case, unit):
+def test_code_is_the_mask_and_stands_for_the_value(case, scale_source):
     args = arguments(jnp.float32, case == "added")
 
     @jax.jit
     def run(seed):
-        y = norm_act(*args, unit=unit, seed=seed)[0]
+        y = norm_act(*args, scale_source=scale_source, seed=seed)[0]
         return y.value, levels_of(y)[1], y.codec.decode(y.code)
 
     draws = [run(seed) for seed in range(400)]
@@ -158,47 +158,51 @@ def test_one_code_is_stored_for_norm_mask_and_convolution():
     x, scale, bias = arguments(jnp.float32)
     kernel = normal((1, 1, 6, 6), seed=8)
 
-    def unit(x, scale, bias, kernel):
+    def layers(x, scale, bias, kernel):
         y = norm_act(x, scale, bias)[0]
         return ops.conv_general_dilated(y, kernel, (1, 1), "SAME", dimension_numbers=NHWC)
 
-    stored = stored_shapes(unit, x, scale, bias, kernel)
+    stored = stored_shapes(layers, x, scale, bias, kernel)
     assert [(s, d) for s, d in stored if s == SHAPE] == [(SHAPE, "uint4")]
 
 
-@pytest.mark.parametrize("unit", UNITS)
-def test_a_nan_is_visible_to_every_consumer(unit):
+@pytest.mark.parametrize("scale_source", SCALE_SOURCES)
+def test_a_nan_is_visible_to_every_consumer(scale_source):
     x, scale, bias = arguments(jnp.float32)
     x = x.at[0, 0, 0, 0].set(jnp.nan)
-    y = norm_act(x, scale, bias, unit=unit)[0]
+    y = norm_act(x, scale, bias, scale_source=scale_source)[0]
     decoded = np.asarray(y.codec.decode(y.code))
     assert np.isnan(decoded[..., 0]).all()
     assert np.isfinite(decoded[..., 1:]).all()
-    dx = jax.grad(lambda x: norm_act(x, scale, bias, unit=unit)[0].value[..., 0].sum())(x)
+    dx = jax.grad(
+        lambda x: norm_act(x, scale, bias, scale_source=scale_source)[0].value[..., 0].sum()
+    )(x)
     assert np.isnan(dx[..., 0]).all()
 
 
-@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("scale_source", SCALE_SOURCES)
 @pytest.mark.parametrize("place", ["x", "bias", "shortcut"])
-def test_a_nan_of_a_statistic_travels_with_what_has_no_code(place, unit):
+def test_a_nan_of_a_statistic_travels_with_what_has_no_code(place, scale_source):
     x, scale, bias, residual = arguments(jnp.float32, residual=True)
     x, bias, residual = (
         a.at[..., 0].set(jnp.nan) if name == place else a
         for name, a in zip(("x", "bias", "shortcut"), (x, bias, residual), strict=True)
     )
-    shortcut = norm_act(residual, scale, bias, relu=False, unit=unit)[0]
-    y = norm_act(x, scale, bias, shortcut, unit=unit)[0]
+    shortcut = norm_act(residual, scale, bias, relu=False, scale_source=scale_source)[0]
+    y = norm_act(x, scale, bias, shortcut, scale_source=scale_source)[0]
     assert np.isnan(np.asarray(y.codec.decode(y.code))[..., 0]).all()
     assert np.isfinite(np.asarray(y.codec.decode(y.code))[..., 1:]).all()
-    y = norm_act(x, scale, bias, unit=unit)[0]
+    y = norm_act(x, scale, bias, scale_source=scale_source)[0]
     decoded = np.asarray(y.codec.decode(y.code))
     assert np.isnan(decoded[..., 0]).all() == (place != "shortcut")
-    dscale = jax.grad(lambda s: norm_act(x, s, bias, unit=unit)[0].value.sum())(scale)
+    dscale = jax.grad(lambda s: norm_act(x, s, bias, scale_source=scale_source)[0].value.sum())(
+        scale
+    )
     assert np.isnan(dscale[0]) == (place != "shortcut")
 
 
-@pytest.mark.parametrize("unit", UNITS)
-def test_the_gradient_of_a_scale_of_zero_is_unbiased(unit):
+@pytest.mark.parametrize("scale_source", SCALE_SOURCES)
+def test_the_gradient_of_a_scale_of_zero_is_unbiased(scale_source):
     x, scale, bias = normal((64, 8, 8, 1)), jnp.zeros(1), jnp.full(1, 0.2)
     dy = normal(x.shape, seed=2)
 
@@ -206,7 +210,9 @@ def test_the_gradient_of_a_scale_of_zero_is_unbiased(unit):
         return lambda seed: jax.grad(lambda s: (fn(s, seed) * dy).sum())(scale)
 
     expected = dscale(lambda s, seed: stock(x, s, bias)[0])(0)
-    draw = dscale(lambda s, seed: norm_act(x, s, bias, unit=unit, seed=seed)[0].value)
+    draw = dscale(
+        lambda s, seed: norm_act(x, s, bias, scale_source=scale_source, seed=seed)[0].value
+    )
     draws = jax.jit(jax.vmap(draw))(jnp.arange(300))
     assert_unbiased(draws, expected)
 
@@ -234,13 +240,13 @@ def test_a_residual_of_another_dtype_has_a_gradient_of_its_own():
 
 def test_ranges_take_a_residual_whose_square_overflows():
     x, scale, bias, residual = arguments(jnp.float32, residual=True)
-    y = norm_act(x, scale, bias, 1e20 * residual, unit="range")[0]
+    y = norm_act(x, scale, bias, 1e20 * residual, scale_source="range")[0]
     assert np.isfinite(y.codec.decode(y.code)).all()
 
 
-def loss_of(case, unit="norm"):
+def loss_of(case, scale_source="norm"):
     """A scalar function of the case's arguments, which of each sample is a part of; and these."""
-    coded, given = of_case(functools.partial(norm_act, unit=unit), case)
+    coded, given = of_case(functools.partial(norm_act, scale_source=scale_source), case)
 
     def loss(*args):
         y = coded(*args)[0].value
@@ -252,10 +258,10 @@ def loss_of(case, unit="norm"):
 ADDED = ["added", "normed", "pooled"]
 
 
-@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("scale_source", SCALE_SOURCES)
 @pytest.mark.parametrize("case", ADDED)
-def test_under_vmap_scan_and_checkpoint_it_is_itself(case, unit):
-    grad, given = loss_of(case, unit)
+def test_under_vmap_scan_and_checkpoint_it_is_itself(case, scale_source):
+    grad, given = loss_of(case, scale_source)
     args = given(jnp.float32)
     expected = jax.jit(grad)(*args)
     assert_close(jax.jit(jax.checkpoint(grad))(*args), expected)
@@ -266,10 +272,10 @@ def test_under_vmap_scan_and_checkpoint_it_is_itself(case, unit):
     assert_close(jax.tree.map(lambda a: a[1], scanned), expected)
 
 
-@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("scale_source", SCALE_SOURCES)
 @pytest.mark.parametrize("case", ADDED)
-def test_sharded_it_has_the_same_codes_and_no_collective_but_the_norms(case, unit):
-    grad, given = loss_of(case, unit)
+def test_sharded_it_has_the_same_codes_and_no_collective_but_the_norms(case, scale_source):
+    grad, given = loss_of(case, scale_source)
     args = given(jnp.float32)
     spread = [shard(a) if a.shape == SHAPE else replicate(a) for a in args]
     assert_close(jax.jit(grad)(*spread), jax.jit(grad)(*args), 1e-4)
@@ -286,7 +292,7 @@ def test_of_a_range_positive_values_are_unbiased_and_negative_ones_are_on_averag
     @jax.jit
     @jax.vmap
     def run(seed):
-        y = norm_act(x, scale, bias, bits=bits, unit="range", seed=seed)[0]
+        y = norm_act(x, scale, bias, bits=bits, scale_source="range", seed=seed)[0]
         h, positive = levels_of(y)
         return h * jnp.where(scale < 0, -1, 1)[None, None, None], positive
 
@@ -339,10 +345,10 @@ def test_of_a_pool_there_are_codes_before_and_after_it_and_indices():
     assert maps == sorted([(SHAPE, "uint4"), (POOLED, "uint4"), (POOLED, "uint4")])
 
 
-@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("scale_source", SCALE_SOURCES)
 @pytest.mark.parametrize(("case", "place"), [("normed", 0), ("normed", 3), ("pooled", 0)])
-def test_a_nan_shows_behind_a_sum_or_a_pool(case, place, unit):
-    coded, given = of_case(functools.partial(norm_act, unit=unit), case)
+def test_a_nan_shows_behind_a_sum_or_a_pool(case, place, scale_source):
+    coded, given = of_case(functools.partial(norm_act, scale_source=scale_source), case)
     args = [*given(jnp.float32)]
     args[place] = args[place].at[0, 0, 0, 0].set(jnp.nan)
     y = coded(*args)[0]

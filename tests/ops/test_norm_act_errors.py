@@ -12,7 +12,7 @@ from tests.ops.norm_act_cases import SHAPE, arguments, norm_act
 def test_layout_without_channels_last_is_an_error():
     activation = norm_act(*arguments(jnp.float32))[0]
     layout = ("NCHW", "HWIO", "NCHW")
-    with pytest.raises(ValueError, match="lhs: expected an Activation with its channels last"):
+    with pytest.raises(ValueError, match="lhs: expected a CodedArray with its channels last"):
         ops.conv_general_dilated(
             activation, jnp.ones((1, 1, 5, 2)), (1, 1), "SAME", dimension_numbers=layout
         )
@@ -26,7 +26,7 @@ def test_residual_without_relu_is_an_error():
 def test_ranges_need_axes_to_lie_along():
     x, scale, bias = normal((8, 6)), jnp.ones(6), jnp.zeros(6)
     with pytest.raises(ValueError, match=r"x of shape \(8, 6\): expected axes between batch and"):
-        norm_act(x, scale, bias, unit="range")
+        norm_act(x, scale, bias, scale_source="range")
 
 
 def test_a_residual_of_another_shape_is_an_error():

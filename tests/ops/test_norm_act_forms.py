@@ -9,21 +9,9 @@ import pytest
 
 from jaxcomp import Offload, SignAware, ops
 from jaxcomp._core import barriers
-from jaxcomp.ops._norm_act_rule import Rule
+from jaxcomp.ops._norm_act_vjp import NormActVjp
 from tests.helpers import DTYPES, as_float, assert_same_bits, normal
-from tests.ops.norm_act_cases import NHWC, SHAPE, UNITS, norm_act, of_case
-
-
-def test_two_passes_make_the_same_codes_and_gradients():
-    (once, given), (twice, _) = (
-        of_case(functools.partial(norm_act, two_passes=two), "added") for two in (False, True)
-    )
-
-    def run(fn):
-        y, pull = jax.vjp(lambda *a: fn(*a)[0].value, *given(jnp.float32))
-        return y, fn(*given(jnp.float32))[0].code, pull(normal(y.shape, seed=9))
-
-    assert_same_bits(run(twice), run(once))
+from tests.ops.norm_act_cases import NHWC, SCALE_SOURCES, SHAPE, norm_act, of_case
 
 
 @pytest.mark.parametrize("bits", [2, 4])
@@ -79,18 +67,18 @@ def test_on_a_tpu_no_barrier_holds_four_bits_back(codec, fewer, as_on):
     assert barriers("cuda") - barriers("tpu") == fewer
 
 
-@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("scale_source", SCALE_SOURCES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_sums_over_a_map_are_those_over_the_windows_of_its_pool(dtype, unit, monkeypatch):
+def test_sums_over_a_map_are_those_over_the_windows_of_its_pool(dtype, scale_source, monkeypatch):
     call, given = of_case(norm_act, "pooled")
     args = given(dtype)
 
     def gradients():
-        y, pull = jax.vjp(lambda *args: call(*args, unit=unit)[0].value, *args)
+        y, pull = jax.vjp(lambda *args: call(*args, scale_source=scale_source)[0].value, *args)
         return pull(normal(y.shape, dtype, 7))
 
     expected = gradients()
-    monkeypatch.setattr(Rule, "_over_windows", Rule._over_map)
+    monkeypatch.setattr(NormActVjp, "_over_windows", NormActVjp._over_map)
     close = dict(rtol=1e-5, atol=1e-5) if dtype == jnp.float32 else dict(rtol=0.02, atol=0.05)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(as_float(a), as_float(b), **close),

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomp import SignAware, memory, ops
-from jaxcomp.ops._norm_act_rule import Rule
+from jaxcomp.ops._norm_act_vjp import NormActVjp
 
 
 def traffic(fn, *shapes, target="h100"):
@@ -46,7 +46,7 @@ def test_a_tpu_sums_over_the_map(monkeypatch):
         return ops.norm_act(x, s, b, pool=window, codec=SignAware(bits=4))[0].value
 
     found = traffic(pooled, x, row, row, target="v5e")
-    monkeypatch.setattr(Rule, "_over_map", Rule._over_windows)
+    monkeypatch.setattr(NormActVjp, "_over_map", NormActVjp._over_windows)
     expected = traffic(pooled, x, row, row, target="v5e")
     print(f"v5e, pooled norm: {found} bytes, {expected} with sums over the windows")
     assert 2 * found < expected
@@ -62,7 +62,7 @@ def test_an_h100_never_writes_what_is_pooled():
 
     def apart(x, s, b):
         y = ops.norm_act(x, s, b, codec=codec)[0]
-        return ops.encode_activation(ops.max_pool(y.value, *window), y.unit, y.codec).value
+        return ops.encode_activation(ops.max_pool(y.value, *window), y.channel_scale, y.codec).value
 
     found, expected = traffic(at_once, x, row, row), traffic(apart, x, row, row)
     print(f"h100, pooled norm: {found} bytes, {expected} with one after the other")

@@ -13,8 +13,8 @@ SHAPE = (4, 6, 6, 16)
 
 def activation(codec, x=None, shape=SHAPE):
     x = jax.nn.relu(normal(shape)) if x is None else x
-    unit = jnp.linspace(0.1, 1.5, x.shape[-1])[None, None, None]
-    return ops.encode_activation(x, unit, codec)
+    channel_scale = jnp.linspace(0.1, 1.5, x.shape[-1])[None, None, None]
+    return ops.encode_activation(x, channel_scale, codec)
 
 
 def gradient(x, kernel, layout=("NHWC", "HWIO", "NHWC"), **options):
@@ -30,10 +30,10 @@ def gradient(x, kernel, layout=("NHWC", "HWIO", "NHWC"), **options):
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_integers_times_their_unit_are_what_is_decoded(bits):
     x = activation(SignAware(bits=bits))
-    multiples, unit = x.codec.multiples(x.code)
+    multiples, channel_scale = x.codec.multiples(x.code)
     assert multiples.dtype == jnp.int8
     assert len(jnp.unique(multiples)) == 2**bits - 1  # two codes are zero
-    assert_close(multiples * unit, x.codec.decode(x.code), 1e-6)
+    assert_close(multiples * channel_scale, x.codec.decode(x.code), 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_integers_times_their_unit_are_what_is_decoded(bits):
         (("NHWC", "HWIO", "NHWC"), (1, 1, 16, 24), {"batch_group_count": 2}),
     ],
 )
-@pytest.mark.parametrize("codec", [SignAware(bits=2), SignAware(bits=4, unit="range")])
+@pytest.mark.parametrize("codec", [SignAware(bits=2), SignAware(bits=4, scale_source="range")])
 def test_on_a_gpu_it_is_the_gradient_at_the_decoded_input(layout, shape, options, codec, as_on):
     x, kernel = activation(codec), normal(shape, seed=1)
     expected = gradient(x, kernel, layout, **options)
@@ -66,9 +66,11 @@ def test_in_half_precision(dtype, as_on):
 
 def test_nan_and_overflow_stay_visible(as_on):
     x = jax.nn.relu(normal(SHAPE))
-    unit = jnp.ones((1, 1, 1, 16)).at[..., 3].set(jnp.nan)
+    channel_scale = jnp.ones((1, 1, 1, 16)).at[..., 3].set(jnp.nan)
     as_on("cuda")
-    got = gradient(ops.encode_activation(x, unit, SignAware(bits=4)), normal((1, 1, 16, 8)))
+    got = gradient(
+        ops.encode_activation(x, channel_scale, SignAware(bits=4)), normal((1, 1, 16, 8))
+    )
     assert jnp.isnan(got[0, 0, 3]).all()
     assert jnp.isfinite(got).sum() == 15 * 8
 

@@ -44,7 +44,7 @@ _Statistics = tuple[tuple[Array, ...], tuple[Array, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
+class NormActVjp:
     """The operation and its backward rule.
 
     Attributes:
@@ -64,10 +64,12 @@ class Rule:
     window: Window | None
 
     def __call__(
-        self, inputs: tuple[Input, ...], residual: Array | None, unit: Array, seed: Seed
+        self, inputs: tuple[Input, ...], residual: Array | None, channel_scale: Array, seed: Seed
     ) -> tuple[Array, Encoded | None, tuple[Array, ...], tuple[Array, ...]]:
         """The result, its code, means and variances."""
-        inputs, residual, unit, seed = match_varying((inputs, residual, unit, seed))
+        inputs, residual, channel_scale, seed = match_varying(
+            (inputs, residual, channel_scale, seed)
+        )
         like = jax.eval_shape(lambda *arguments: arguments, inputs, residual)
 
         @jax.custom_vjp
@@ -87,7 +89,7 @@ class Rule:
             return *jax.tree.map(lambda d, a: d.astype(a.dtype), found, like), None, None
 
         op.defvjp(forward, backward)
-        return op(inputs, residual, unit, seed)
+        return op(inputs, residual, channel_scale, seed)
 
     def unknown(self, variances: tuple[Array, ...]) -> Array:
         """NaN where a statistic is, else 0: for whoever reads the result's code to see."""
@@ -96,7 +98,7 @@ class Rule:
         )
 
     def _compute(
-        self, inputs: tuple[Input, ...], residual: Array | None, unit: Array, seed: Seed
+        self, inputs: tuple[Input, ...], residual: Array | None, channel_scale: Array, seed: Seed
     ) -> tuple[Array, Kept, tuple[Array, ...], tuple[Array, ...]]:
         """The result, what is kept, means and variances."""
         norm, codec = self.norm, self.codec
@@ -131,7 +133,7 @@ class Rule:
                 index = self.window.index.encode(self.window.argmax(y))
                 y = barriers.materialize(self.window.max(y))
                 random = [noise.words(y, seed)]
-            coded = codec.encode_activation(y, unit + unknown, random[0])
+            coded = codec.encode_activation(y, channel_scale + unknown, random[0])
             packed, affine = coded.arrays[:-2], coded.arrays[-2:]
         codes = packed, own, index
         (y, affine, after), codes = barriers.save_residual(
@@ -152,9 +154,6 @@ class Rule:
 
         if len(inputs) > 1 or self.window is not None:
             return made
-        if residual is not None and self.codec.two_passes:
-            # XLA writes over a residual if no barrier is between the sum and that.
-            return anew(made)
         offloaded = isinstance(self.stored_by, Offload)
         if self.codec.fuses_decode_on_tpu and (residual is None or offloaded):
             # On TPUs a value without a barrier is a part of what reads it, too. A sum's codes
