@@ -1,4 +1,9 @@
-"""What XLA keeps in memory for any JAX function, on a device that is here or not."""
+"""Reports the memory that XLA allocates for a JAX function, without running the function.
+
+The package works on any function that JAX can trace. It imports nothing else of jaxcomp. The target
+may be an absent device: the program is then compiled ahead of time for a GPU or TPU that is not
+attached.
+"""
 
 from ._analyze import analyze as analyze
 from ._batch import max_batch as max_batch

@@ -1,4 +1,4 @@
-"""`analyze`: what a JAX function needs of a device's memory, without running it."""
+"""`analyze`: reports the device memory that a JAX function needs, without running it."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -14,59 +14,69 @@ from ._targets import Target, resolve
 from ._tracing import TracedStep, trace
 from ._traffic import estimated_cycles, hbm_traffic
 
-# How a TPU's compiler says that a program does not fit; other compilers do not say so.
+# The TPU compiler's error for a program that does not fit. Other compilers do not raise one.
 _OUT_OF_HBM = "CompileTimeHbmOom"
 _POWERS = {"K": 10, "M": 20, "G": 30, "T": 40}
 
 
 def analyze(
-    fn: Callable[..., Any],
-    *args: Any,
+    fn: Callable[..., object],
+    *args: object,
     target: str | None = None,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
     capacity: int | None = None,
     xla_remat: bool = True,
 ) -> MemoryReport:
-    """Compiles `fn` for a device, here or not, and reports the memory that it needs.
+    """Compiles a function for a target and reports the memory that it needs.
 
-    Nothing is allocated or run. A program that does not fit is a report with `fits` False, also
-    where the compiler itself refuses it (TPU).
+    The function is traced and compiled. It is not run, and no device memory is allocated. The
+    target need not be attached: the program is then compiled ahead of time for an absent device.
 
-    Arrays that `fn` closes over are constants of the program, and what XLA says of a GPU leaves
-    constants out (`constant_bytes`): give parameters as arguments. Not in the figures either:
-    workspace of cuDNN, the CUDA context, fragmentation, and NCCL's buffers.
+    A program that does not fit gives a report with `fits=False`. A program that the TPU compiler
+    rejects for lack of memory gives such a report too.
+
+    The report excludes the workspace of cuDNN, the CUDA context, memory fragmentation and the
+    buffers of NCCL. Arrays that `fn` closes over are constants of the program. XLA for GPU may
+    exclude constants from its byte counts, so pass parameters as arguments instead. The size of
+    the constants is `constant_bytes`.
 
     Args:
-        fn: any function of arrays, plain or jitted by `jax.jit` or `nnx.jit`, whose
-            `compiler_options` go to the target's compiler (those of `jaxcomp.compiler_options()`
-            to the attached device's alone).
-        *args: its arguments: arrays, `jax.ShapeDtypeStruct`s, Flax NNX objects or pytrees of
-            them. For several devices they carry `NamedSharding`s over `mesh(target, ...)`.
-        target: one of `targets()`, such as `cpu`, `h100`, `h100:8`, `v5e:4x4`; the attached
-            device by default.
-        donate_argnums: which arguments the program may overwrite, as in `jax.jit`.
-        static_argnums: which arguments are compile-time constants, as in `jax.jit`.
-        capacity: bytes that the program may use. By default 75% of a GPU, which is what JAX
-            preallocates, and of a TPU what its compiler allows.
-        xla_remat: whether XLA may recompute values on its own where memory is short, as it does
-            by default. Without it, figures of different programs compare cleanly.
+        fn: a function of arrays. It may already be jitted by `jax.jit` or `nnx.jit`. Its jit's
+            `compiler_options` are passed to the target's compiler. For an absent device, the
+            options that `compiler_options()` returns are removed from them.
+        *args: the arguments of `fn`: arrays, `jax.ShapeDtypeStruct`s, Flax NNX objects, or
+            pytrees of them, of any shape and dtype. For a target of several devices, the arrays
+            need a `NamedSharding` over `mesh(target, ...)`.
+        target: a target's name, such as `cpu`, `h100`, `h100:8` or `v5e:4x4`. `targets()` lists
+            the names. The default is the attached device.
+        donate_argnums: positions of the arguments that the program may overwrite, as in
+            `jax.jit`.
+        static_argnums: positions of the arguments that are compile-time constants, as in
+            `jax.jit`.
+        capacity: bytes per device that the program may use. The default is 75% of an absent
+            GPU's memory (the fraction that JAX preallocates), the limit of the compiler for an
+            absent TPU, and the memory limit that JAX reports for an attached device.
+        xla_remat: whether XLA may recompute values on its own to save memory, which is its
+            default. Pass `False` to compare programs without this effect.
 
     Returns:
-        The report.
+        A report. Its byte counts are per device, unless the attribute says otherwise.
 
     Raises:
-        ValueError: if the target is unknown, the arguments' mesh is not the target's, or
-            `capacity` is not positive.
+        ValueError: if `target` is unknown, if the mesh of the arguments does not match the
+            target, if `capacity` is not a positive integer, or if `fn` is already jitted and
+            `donate_argnums` or `static_argnums` is given.
         ImportError: if the wheel with the target's compiler is not installed.
-        CompileError: if the compiler fails for another reason than memory.
+        CompileError: if the compilation fails for a reason other than lack of memory.
 
     Example:
         >>> import jax, jax.numpy as jnp
+        >>> from jaxcomp import memory
         >>> x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
-        >>> report = analyze(lambda x: x @ x + 1, x, target="cpu")
-        >>> report.argument_bytes, report.output_bytes, report.flops
-        (16384, 16384, 524288)
+        >>> report = memory.analyze(lambda x: x @ x + 1, x, target="cpu", capacity=10**6)
+        >>> report.argument_bytes, report.output_bytes, report.flops, report.fits
+        (16384, 16384, 524288, True)
     """
     where = resolve(target)
     step = trace(
@@ -86,9 +96,23 @@ def analyze_step(
     xla_remat: bool,
     with_timeline: bool = False,
 ) -> tuple[MemoryReport, Timeline | None]:
-    """`analyze` of a traced function, and of the same compilation its timeline.
+    """Analyzes a traced function, and reads its timeline from the same compilation.
 
-    Without `with_timeline`, or where the compiler refuses the program, there is no timeline.
+    Args:
+        step: the traced function.
+        where: the target to compile for.
+        capacity: bytes per device that the program may use; `None` for the target's default.
+        xla_remat: whether XLA may recompute values on its own to save memory.
+        with_timeline: whether to read the timeline.
+
+    Returns:
+        The report and the timeline. The timeline is `None` without `with_timeline`, and where
+        the compiler rejects the program for lack of memory.
+
+    Raises:
+        ValueError: if `capacity` is not a positive integer, or if the arguments do not match
+            the target.
+        CompileError: if the compilation fails for a reason other than lack of memory.
     """
     usable = usable_bytes(where, capacity)
     figures: dict[str, Any] = dict.fromkeys(field.name for field in fields(MemoryReport))
@@ -113,7 +137,8 @@ def analyze_step(
     except CompileError as error:
         if _OUT_OF_HBM not in str(error):
             raise
-        total = _bytes_needed(str(error))  # rounded, and what the compiler allows is its own affair
+        # The message rounds the total, so it may not exceed the usable bytes of a rejected program.
+        total = _bytes_needed(str(error))
         short = None if total is None or usable is None or total <= usable else usable - total
         figures |= {"total_bytes": total, "headroom_bytes": short, "fits": False}
     figures["roofline_seconds"] = _roofline(figures["hbm_traffic_bytes"], figures["flops"], where)
@@ -121,10 +146,17 @@ def analyze_step(
 
 
 def usable_bytes(target: Target, capacity: int | None) -> int | None:
-    """What a program may use: `capacity`, or else what is known of the target.
+    """Bytes per device that a program may use.
+
+    Args:
+        target: the target.
+        capacity: the caller's limit in bytes, or `None` for the target's own limit.
+
+    Returns:
+        `capacity` if it is given, else the target's limit; `None` if that is not known.
 
     Raises:
-        ValueError: if `capacity` is not a positive whole number.
+        ValueError: if `capacity` is not a positive integer.
     """
     if capacity is None:
         return target.usable_bytes
@@ -134,6 +166,7 @@ def usable_bytes(target: Target, capacity: int | None) -> int | None:
 
 
 def _declared(step: TracedStep) -> int | None:
+    """Declared residual bytes; `None` if the function is not differentiable."""
     try:
         return sum(residual.nbytes for residual in declared_residuals(step.traced.jaxpr))
     except NotDifferentiableError:
@@ -141,7 +174,7 @@ def _declared(step: TracedStep) -> int | None:
 
 
 def _roofline(traffic: int | None, flops: int | None, target: Target) -> float | None:
-    """Seconds of one run at the device's best; None where one of the figures is unknown."""
+    """Lower bound of the step time in seconds; `None` if one of its inputs is not known."""
     if traffic is None or flops is None:
         return None
     if target.bandwidth is None or target.flops_per_second is None:
@@ -150,15 +183,15 @@ def _roofline(traffic: int | None, flops: int | None, target: Target) -> float |
 
 
 def _compiled_figures(compiled: CompiledStep, target: Target) -> dict[str, Any]:
-    """What XLA says of a compiled program, under the report's names."""
+    """XLA's figures of a compiled program, by the names of the report's attributes."""
     given = compiled.memory
     arguments, outputs, aliased, temp = (
         given[f"{kind}_size_in_bytes"] for kind in ("argument", "output", "alias", "temp")
     )
     total = given.get("total_allocation_bytes", arguments + outputs - aliased + temp)
     peak = given.get("peak_memory_in_bytes")
-    # On a CPU the field is there, but is arguments + results whatever the program keeps. Where
-    # arrays lie on the host, it may count those.
+    # XLA for CPU sets the field to arguments + outputs. With arrays in host memory, the field may
+    # include them.
     if target.platform == "cpu" or (given["host_temp_size_in_bytes"] and (peak or 0) > total):
         peak = None
     return {
@@ -176,6 +209,6 @@ def _compiled_figures(compiled: CompiledStep, target: Target) -> dict[str, Any]:
 
 
 def _bytes_needed(message: str) -> int | None:
-    """The size that XLA's error for lack of memory names, such as `(17.31G)`."""
+    """Bytes that XLA's out-of-memory message states, for example as `(17.31G)`."""
     found = re.search(r"required for .*?\(([0-9.]+)([KMGT])\)", message)
     return found and round(float(found[1]) * 2 ** _POWERS[found[2]])

@@ -1,7 +1,7 @@
-"""What compilers said of programs for absent devices, kept for the next look.
+"""A disk cache for the results of compilations for absent devices.
 
-JAX's persistent compilation cache does not serve devices that are not there; the figures and the
-text of a program are kept in the same folder, if the user set one.
+JAX's persistent compilation cache does not serve absent devices. This cache stores the HLO text and
+the byte counts of such programs in the folder of JAX's cache, if the user has set one.
 """
 
 import gzip
@@ -20,12 +20,16 @@ _WHEELS = ("jaxlib", "libtpu", "jax-cuda13-pjrt", "jax-cuda12-pjrt")
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
 
-def answer_file(program: bytes, *rest: Any) -> Path | None:
-    """Where the answer for a program is kept; None without a folder for JAX's compilation cache.
+def answer_file(program: bytes, *rest: object) -> Path | None:
+    """The cache file of a program.
 
     Args:
-        program: the program's bytes, source lines with them, for the compiler's text has them too.
-        *rest: all else that the answer depends on, besides the compiler's versions and flags.
+        program: the serialized program with its source lines, which the HLO text contains too.
+        *rest: everything else that determines the result, except the compiler's versions and
+            flags, which the function reads itself. The `repr` of each is part of the key.
+
+    Returns:
+        The path, which need not exist; `None` if JAX's compilation cache has no folder.
     """
     folder = jax.config.values["jax_compilation_cache_dir"]
     if folder is None or not jax.config.values["jax_enable_compilation_cache"]:
@@ -38,7 +42,7 @@ def answer_file(program: bytes, *rest: Any) -> Path | None:
 
 
 def read(path: Path) -> dict[str, Any] | None:
-    """The answer that is kept there, if there is one."""
+    """Reads a cached result; returns `None` if the file does not exist."""
     if not path.exists():
         return None
     answer: dict[str, Any] = json.loads(gzip.decompress(path.read_bytes()))
@@ -46,7 +50,7 @@ def read(path: Path) -> dict[str, Any] | None:
 
 
 def write(path: Path, answer: dict[str, Any]) -> None:
-    """Keeps an answer, at once or not at all."""
+    """Writes a result atomically, and creates the folder if necessary."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}")
     unfinished.write_bytes(gzip.compress(json.dumps(answer).encode(), compresslevel=3))

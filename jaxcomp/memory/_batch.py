@@ -1,15 +1,14 @@
-"""`max_batch`: the largest batch whose training step fits a device."""
+"""`max_batch`: finds the largest batch whose training step fits a device."""
 
 from collections.abc import Callable
-from typing import Any
 
 from ._analyze import analyze
 from ._report import MemoryReport
 
-_FIRST = 8  # the first size tried, in multiples
-_STEPS = 4  # as many sizes of equal memory show that it does not depend on the batch
+_FIRST = 8  # The first size, in units of `multiple`.
+_STEPS = 4  # After this many sizes with equal memory, the step does not depend on the batch.
 
-MakeStep = Callable[[int], tuple[Callable[..., Any], tuple[Any, ...]]]
+MakeStep = Callable[[int], tuple[Callable[..., object], tuple[object, ...]]]
 
 
 def max_batch(
@@ -20,32 +19,42 @@ def max_batch(
     capacity: int | None = None,
     xla_remat: bool = False,
 ) -> int:
-    """Finds the largest batch whose step fits, by a few compilations.
+    """Finds the largest batch whose step fits a target, by a few compilations.
 
-    A line through two sizes tells the next one. The search ends when a batch fits and one larger
-    by 1% (or by `multiple`, if that is more) does not, both compiled.
+    The search compiles the step for several batch sizes. It extrapolates linearly from the memory
+    of two sizes to the next one. It ends when one batch fits and a slightly larger one does not.
+    The two differ by at most 1%, or by `multiple` if that is more.
 
     Args:
-        make_step: from a batch size to a function and its arguments, as `analyze` takes them.
-        target: as in `analyze`.
-        multiple: the batch must be a multiple of it, for example of the number of devices.
-        capacity: bytes that the program may use, as in `analyze`.
-        xla_remat: whether XLA may recompute values on its own where memory is short. With it a
-            larger batch may fit, but pays for it in time, and memory is no line.
+        make_step: a function that takes a batch size and returns the step and a tuple of its
+            arguments. Both are passed to `analyze`.
+        target: a target's name, as in `analyze`. The default is the attached device.
+        multiple: a positive integer that must divide the batch, for example the number of
+            devices.
+        capacity: bytes per device that the program may use. The default is the target's own
+            limit, as in `analyze`.
+        xla_remat: whether XLA may recompute values on its own to save memory. A larger batch may
+            then fit, but its step is slower. Memory is then not linear in the batch, and the
+            search may need more compilations.
 
     Returns:
-        The batch; 0 if not even `multiple` fits.
+        The largest batch that fits; 0 if a batch of `multiple` does not fit.
 
     Raises:
-        ValueError: if `multiple` is not positive, it is not known what the target can hold, or the
-            step does not depend on the batch.
-        CompileError: if the compiler fails for another reason than memory.
+        ValueError: if `multiple` is not positive, if the target's memory is not known and
+            `capacity` is not given, if the memory of the step does not depend on the batch, or
+            as `analyze`.
+        ImportError: if the wheel with the target's compiler is not installed.
+        CompileError: if the compilation fails for a reason other than lack of memory.
 
     Example:
+        The step needs 1000 bytes per example for its argument and 1000 bytes for its output.
+
         >>> import jax, jax.numpy as jnp
+        >>> from jaxcomp import memory
         >>> def make_step(batch):
         ...     return jnp.sin, (jax.ShapeDtypeStruct((batch, 250), jnp.float32),)
-        >>> max_batch(make_step, "cpu", capacity=1_000_000)  # the array and its sine
+        >>> memory.max_batch(make_step, "cpu", capacity=1_000_000)
         500
     """
     if multiple < 1:
@@ -83,7 +92,11 @@ def max_batch(
 
 
 def _on_the_line(totals: dict[int, int], usable: int | None) -> int | None:
-    """Where the line through the two sizes nearest the limit meets it; None without a line."""
+    """Extrapolates linearly, from the two sizes nearest the limit, to the size that fills it.
+
+    Returns:
+        The size; `None` with fewer than two sizes, without a limit, or if memory does not grow.
+    """
     if len(totals) < 2 or usable is None:
         return None
     one, two = sorted(totals, key=lambda units: abs(totals[units] - usable))[:2]

@@ -1,4 +1,4 @@
-"""Reads the files in which XLA writes down its buffer assignment."""
+"""Reads the files to which XLA dumps its buffer assignment."""
 
 import re
 from collections import defaultdict
@@ -11,7 +11,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from ._hlo import in_hbm
 
-Value = tuple[str, str]  # instruction and tuple index, such as ("while.3", "{2}")
+Value = tuple[str, str]  # The instruction and the tuple index, for example ("while.3", "{2}").
 
 _ALLOCATION = re.compile(r"allocation (\d+): size (\d+)(?:, color (\d+))?")
 _VALUE = re.compile(
@@ -23,16 +23,19 @@ _HEADING = re.compile(r"<\d+ ([^\s{]+)(\{[\d,]*\})?(?: \(phi\))? @\d+>$")
 
 
 def dump_options(directory: str | Path) -> dict[str, str | bool]:
-    """Compiler options that make XLA write what `read_timeline` reads."""
+    """Compiler options that make XLA dump its buffer assignment to a directory."""
     return {"xla_dump_to": str(directory), "xla_dump_hlo_as_text": True}
 
 
 @contextmanager
 def no_compilation_cache() -> Iterator[None]:
-    """Turns JAX's persistent compilation cache off: what comes from it is not dumped."""
+    """Turns JAX's persistent compilation cache off within the context.
+
+    XLA does not dump a program that comes from the cache.
+    """
     enabled = jax.config.values["jax_enable_compilation_cache"]
     jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # JAX looks at the setting once
+    compilation_cache.reset_cache()  # JAX reads the setting only once.
     try:
         yield
     finally:
@@ -41,7 +44,13 @@ def no_compilation_cache() -> Iterator[None]:
 
 
 def one_file(directory: str | Path, kind: str) -> str:
-    """The text of the dump's `*-{kind}.txt`: of several modules, that of the largest."""
+    """Reads the file `*-{kind}.txt` of a dump.
+
+    If the dump holds several modules, the largest file belongs to the program itself.
+
+    Raises:
+        RuntimeError: if there is no such file.
+    """
     found = sorted(Path(directory).glob(f"*-{kind}.txt"))
     if not found:
         raise RuntimeError(
@@ -52,7 +61,11 @@ def one_file(directory: str | Path, kind: str) -> str:
 
 
 def read_ranges(text: str) -> tuple[list[str], dict[Value, tuple[int, int]]]:
-    """The instructions in program order, and the first and last point of every value."""
+    """Reads a `live-range` file.
+
+    Returns:
+        The instructions' names in program order, and the first and last point of each value.
+    """
     head, _, tail = text.partition("  BufferLiveRange:\n")
     points = [_POINT.match(line) for line in head.splitlines()]
     ranges = {
@@ -64,7 +77,11 @@ def read_ranges(text: str) -> tuple[list[str], dict[Value, tuple[int, int]]]:
 
 
 def read_values(text: str, tiled: bool) -> Iterator[tuple[str, str, int, tuple[int, int], str]]:
-    """Name, tuple index, bytes, (allocation, offset) and shape of every value in device memory."""
+    """Reads the values in device memory from a `buffer-assignment` file.
+
+    Yields:
+        Name, tuple index, bytes, (allocation, offset) and shape of each value.
+    """
     allocation, here = 0, True
     for line in text.splitlines():
         if opening := _ALLOCATION.match(line):
@@ -77,7 +94,12 @@ def read_values(text: str, tiled: bool) -> Iterator[tuple[str, str, int, tuple[i
 
 
 def read_places(text: str) -> tuple[dict[Value, list[Value]], dict[Value, list[str]]]:
-    """The places that every value passes through (tuples, loops), and the instructions it feeds."""
+    """Reads a `buffer-assignment-values` file.
+
+    Returns:
+        For each value, its positions (it may pass through tuples and loops) and the names of the
+        instructions that use it.
+    """
     positions: dict[Value, list[Value]] = defaultdict(list)
     uses: dict[Value, list[str]] = defaultdict(list)
     key, section = ("", ""), ""

@@ -1,7 +1,7 @@
-"""Child process that compiles one exported program for devices that are not there.
+"""Child process that compiles one exported program for absent devices.
 
-Run as a script: it reads a pickled request on standard input and writes a pickled answer to the
-file named by its argument. It imports nothing of jaxcomp, so that it starts as fast as JAX does.
+The module runs as a script. It reads a pickled request from standard input and writes a pickled
+answer to the file that its argument names. It imports nothing of jaxcomp, to start quickly.
 """
 
 import pickle
@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 
 def compile_request(request: dict[str, Any]) -> dict[str, Any]:
-    """Compiles the request's exported program for the request's topology."""
+    """Compiles the exported program of a request for the topology of the request."""
     exported = request["exported"]
     topology = topologies.get_topology_desc(platform=request["platform"], **request["topology"])
     arguments = [
@@ -32,7 +32,11 @@ def compile_request(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def compile_lowered(lowered: Any, compiler_options: dict[str, Any]) -> dict[str, Any]:
-    """Compiles, and returns what is to be known of it: HLO text, XLA's byte counts, seconds."""
+    """Compiles a lowered program.
+
+    Returns:
+        The optimized HLO text, XLA's byte counts by name, and the compilation time in seconds.
+    """
     started = time.monotonic()
     compiled = lowered.compile(compiler_options=compiler_options)
     seconds = time.monotonic() - started
@@ -46,7 +50,10 @@ def compile_lowered(lowered: Any, compiler_options: dict[str, Any]) -> dict[str,
 
 
 def _own_names(hlo_text: str, argument_names: Sequence[str]) -> str:
-    """The text with the program's own scopes and arguments, not those of the call around it."""
+    """Restores the names of scopes and arguments that the exported program had.
+
+    The call of the exported program adds a scope and renames the arguments.
+    """
 
     def own(match: re.Match[str]) -> str:
         return f'op_name="{argument_names[int(match[1])]}"'.replace("'", "\\'")
@@ -56,7 +63,7 @@ def _own_names(hlo_text: str, argument_names: Sequence[str]) -> str:
 
 
 def _shardings(exported: Any, topology: Any, mesh: Any) -> list[jax.sharding.Sharding]:
-    """One sharding for each argument: the exported one, on the topology's devices."""
+    """The sharding of each argument: the exported one, on the devices of the topology."""
     if mesh is None:
         return [SingleDeviceSharding(topology.devices[0])] * len(exported.in_avals)
     devices = topologies.make_mesh(topology, mesh.axis_sizes, mesh.axis_names).devices
@@ -67,9 +74,9 @@ def _shardings(exported: Any, topology: Any, mesh: Any) -> list[jax.sharding.Sha
 
 if __name__ == "__main__":
     task = pickle.load(sys.stdin.buffer)
-    jax.config.update("jax_enable_x64", True)  # the program's types are settled, keep them
+    jax.config.update("jax_enable_x64", True)  # Keeps the dtypes of the traced program.
     jax.config.update("jax_compiler_enable_remat_pass", task["xla_remat"])
-    # JAX can write, but not read, a cache entry for a device that is not there.
+    # JAX can write a cache entry for an absent device, but cannot read it.
     jax.config.update("jax_enable_compilation_cache", False)
     try:
         answer = compile_request(task)

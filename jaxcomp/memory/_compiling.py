@@ -1,10 +1,10 @@
-"""From a Python function to what XLA made of it, for any target, without running it.
+"""Compiles a traced function for any target, without running it.
 
-For an attached target the compiler runs here. For any other the traced program is exported
-(`jax.export`, which keeps scopes, source lines and optimisation barriers) and compiled by a child
-process, so that a compiler that aborts ends the child, a plugin's start-up and libtpu's lock stay
-out of the caller's process, and only the child's environment is changed. The byte counts are the
-same both ways.
+For an attached target, the compiler runs in this process. For an absent device, the traced program
+is exported by `jax.export`, which keeps scopes, source lines and optimization barriers. A child
+process compiles it. A compiler that aborts then ends only the child. The start-up of a plugin, the
+lock of libtpu and the changed environment are confined to the child too. The byte counts do not
+depend on where the compiler runs.
 """
 
 import dataclasses
@@ -32,17 +32,32 @@ from ._tracing import TracedStep, inner_jaxprs
 
 
 class CompileError(RuntimeError):
-    """XLA could not compile a program: its own message, or how its process ended."""
+    """The compilation of a program failed.
+
+    The message is that of XLA. If the compiler's process aborted, the message has its exit status
+    and the end of its log.
+
+    Example:
+        >>> import jax
+        >>> from jaxcomp import memory
+        >>> step = jax.jit(lambda x: 2 * x, compiler_options={"xla_no_such_option": "1"})
+        >>> try:
+        ...     memory.analyze(step, 1.0, target="cpu")
+        ... except memory.CompileError as error:
+        ...     print("xla_no_such_option" in str(error))
+        True
+    """
 
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """What XLA made of a function.
+    """A compiled function.
 
     Attributes:
-        hlo_text: the optimised, scheduled HLO module.
-        memory: fields of XLA's `CompiledMemoryStats` in bytes; which there are depends on jaxlib.
-        compile_seconds: wall time of the compilation alone.
+        hlo_text: the text of the optimized, scheduled HLO module.
+        memory: the fields of XLA's `CompiledMemoryStats` in bytes. The set of fields depends on
+            the version of jaxlib.
+        compile_seconds: wall time of the compilation alone, in seconds.
     """
 
     hlo_text: str
@@ -61,17 +76,17 @@ def compile_step(
 
     Args:
         step: the traced function.
-        target: what to compile for.
-        xla_remat: whether XLA may recompute values on its own where memory is short.
-        dump_dir: folder for XLA's dump of this compilation (buffer assignment, live ranges).
+        target: the target to compile for.
+        xla_remat: whether XLA may recompute values on its own to save memory.
+        dump_dir: folder to which XLA dumps the buffer assignment and the live ranges.
 
     Returns:
-        The compiled program's text and figures.
+        The compiled program's HLO text and byte counts.
 
     Raises:
-        ValueError: if the arguments' mesh is not the target's, or, for an attached target, if an
-            argument lies on another platform's device.
-        CompileError: if XLA fails, also for lack of memory on a TPU.
+        ValueError: if the mesh of the arguments does not match the target, or if the target is
+            attached and an argument lies on a device of another platform.
+        CompileError: if the compilation fails, also for lack of memory on a TPU.
         OSError: if `dump_dir` cannot be written.
     """
     options: dict[str, Any] = {}
@@ -119,7 +134,7 @@ def _compile_in_child(
         "xla_remat": xla_remat,
     }
     rest = {name: part for name, part in request.items() if name != "exported"}
-    # A dump is made by compiling alone.
+    # Only a compilation writes a dump, so a request for one bypasses the cache.
     kept = None if options else answers.answer_file(exported.mlir_module_serialized, rest)
     answer = answers.read(kept) if kept else None
     if answer is None:
@@ -130,7 +145,7 @@ def _compile_in_child(
 
 
 def _ask_child(request: dict[str, Any], target: Target) -> dict[str, Any]:
-    """What the compiler for a target, in a process of its own, says of a program."""
+    """Compiles a program in a child process; returns the fields of a `CompiledStep`."""
     environment = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
@@ -158,7 +173,7 @@ def _ask_child(request: dict[str, Any], target: Target) -> dict[str, Any]:
 
 
 def _place(leaf: Any) -> str | None:
-    """The platform of the devices that an argument is bound to; None if it may go anywhere."""
+    """The platform of an argument's devices; `None` if the argument is not committed to any."""
     sharding = getattr(leaf, "sharding", None)
     if sharding is None or not getattr(leaf, "committed", True):
         return None
@@ -168,7 +183,7 @@ def _place(leaf: Any) -> str | None:
 
 
 class _TracedFunction(jax.stages.Wrapped):
-    """What `jax.export` asks of a jitted function, for one that is traced already."""
+    """Presents a traced function to `jax.export` as a jitted one."""
 
     def __init__(self, traced: jax.stages.Traced) -> None:
         self._traced = traced
@@ -178,17 +193,20 @@ class _TracedFunction(jax.stages.Wrapped):
 
 
 def _export(step: TracedStep, platform: str) -> export.Exported:
-    """The program with flat arguments and results, ready for pickle.
+    """Exports a program with flat arguments and results, so that it can be pickled.
 
-    `Exported.serialize` is not used: it knows neither 2-bit types nor unregistered pytrees.
+    `Exported.serialize` supports neither 2-bit dtypes nor unregistered pytrees, so it is not used.
+
+    Raises:
+        CompileError: if the program calls back to Python.
     """
     for name in _callbacks(step.jaxpr):
         raise CompileError(
             f"the program calls back to Python ({name}), which cannot be compiled for a device "
-            "that is not attached: leave it out (jax.debug.print is one)"
+            "that is not attached; remove the callback (jax.debug.print is also one)"
         )
-    function = _TracedFunction(step.traced)  # type: ignore[abstract]  # it is only traced
-    # A Pallas kernel's form may change with JAX; here the same JAX compiles it.
+    function = _TracedFunction(step.traced)  # type: ignore[abstract]  # only traced
+    # The format of a Pallas kernel may change between JAX versions. The child has the same JAX.
     kernels = [export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")]
     exported = export.export(function, platforms=[platform], disabled_checks=kernels)()
     return dataclasses.replace(
@@ -200,6 +218,7 @@ def _export(step: TracedStep, platform: str) -> export.Exported:
 
 
 def _callbacks(jaxpr: Jaxpr) -> Iterator[str]:
+    """Names of the primitives that call back to Python."""
     for equation in jaxpr.eqns:
         if "callback" in equation.primitive.name or equation.primitive.name == "debug_print":
             yield equation.primitive.name
@@ -208,24 +227,30 @@ def _callbacks(jaxpr: Jaxpr) -> Iterator[str]:
 
 
 def _mesh(step: TracedStep, devices: int, target: Target) -> AbstractMesh | None:
-    """The one mesh that the arguments' shardings name; None for a single device.
+    """The mesh of the arguments' shardings; `None` for a single device.
 
-    `devices` is for how many the program was made.
+    Args:
+        step: the traced function.
+        devices: the number of devices that the program was exported for.
+        target: the target.
+
+    Raises:
+        ValueError: if the shardings have no mesh, several meshes, or a mesh of another size.
     """
     shardings = [getattr(leaf, "sharding", None) for leaf in step.arguments]
     meshes = {s.mesh.abstract_mesh for s in shardings if isinstance(s, NamedSharding)}
     if not meshes and devices > 1:
         raise ValueError(
-            f"target={target.name!r}: fn is made for {devices} devices, but no argument has a "
-            "sharding; expected NamedShardings over jaxcomp.memory.mesh(target, ...) of the "
-            "arguments, not of jax.jit(in_shardings=...) alone"
+            f"target={target.name!r}: fn is compiled for {devices} devices, but no argument has a "
+            "sharding; expected arguments with NamedShardings over jaxcomp.memory.mesh(target, "
+            "...), not only jax.jit(in_shardings=...)"
         )
     if target.devices == 1 and not meshes:
         return None
     if len(meshes) != 1 or next(iter(meshes)).size != target.devices:
         raise ValueError(
             f"target={target.name!r} has {target.devices} devices, but the arguments' shardings "
-            f"name the meshes {[dict(mesh.shape) for mesh in meshes]}; expected NamedShardings "
+            f"have the meshes {[dict(mesh.shape) for mesh in meshes]}; expected NamedShardings "
             "over jaxcomp.memory.mesh(target, ...)"
         )
     return meshes.pop()

@@ -1,4 +1,4 @@
-"""Floating point operations of a JAX program, counted from its jaxpr."""
+"""Counts the floating-point operations of a JAX program from its jaxpr."""
 
 from collections.abc import Callable
 from math import prod
@@ -11,24 +11,29 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from ._tracing import inner_jaxprs
 
 
-def flops(fn: Callable[..., Any], *args: Any) -> int | None:
-    """FLOPs of the matrix products and convolutions of `fn(*args)`; nothing is run.
+def flops(fn: Callable[..., object], *args: object) -> int | None:
+    """Counts the FLOPs of the matrix products and convolutions of a function.
 
-    A multiply and an add are two operations. Multiplications with padding and with the zeros of
-    a dilated (transposed) convolution are left out, as in XLA's own count. Scan bodies count by
-    their length, of a `cond` the largest branch, of a `platform_dependent` the attached
-    platform's, Pallas kernels by their grid, and `shard_map` bodies by the number of devices: the
-    figure is that of the whole program.
+    The function is traced, not run. The count is that of the whole program, over all devices.
 
-    Not counted: elementwise work, reductions, FFTs, linear algebra beyond products, and foreign
-    functions. What XLA adds or removes later (its own rematerialisation, dead code) is not seen.
+    A multiplication and an addition are two operations. Multiplications by padding, or by the
+    zeros of a dilated (transposed) convolution, are excluded, as in XLA's own count. The body of
+    a `scan` counts once per iteration, a Pallas kernel once per grid point, and the body of a
+    `shard_map` once per device. A `cond` counts its largest branch. A `platform_dependent` counts
+    the branch of the default platform.
+
+    The count excludes elementwise operations, reductions, FFTs, linear algebra other than
+    products, and foreign functions. It does not include what XLA adds (its own recomputation) or
+    exclude what XLA removes (dead code).
 
     Args:
-        fn: any function that JAX can trace.
-        *args: its arguments: arrays or `ShapeDtypeStruct`s.
+        fn: a function that JAX can trace.
+        *args: the arguments of `fn`: arrays, `jax.ShapeDtypeStruct`s or pytrees of them, of any
+            shape and dtype.
 
     Returns:
-        FLOPs; None if a `while_loop` whose trip count depends on data holds some of them.
+        The number of FLOPs; `None` if some of them are inside a `while_loop`, because its trip
+        count depends on data.
 
     Example:
         >>> import jax.numpy as jnp
@@ -39,7 +44,15 @@ def flops(fn: Callable[..., Any], *args: Any) -> int | None:
 
 
 def jaxpr_flops(jaxpr: Jaxpr, platform: str) -> int | None:
-    """`flops` of a program already traced: `jax.jit(fn).trace(*args).jaxpr.jaxpr`."""
+    """Counts the FLOPs of a traced program, such as `jax.make_jaxpr(fn)(*args).jaxpr`.
+
+    Args:
+        jaxpr: the program.
+        platform: the platform whose branch of a `platform_dependent` counts.
+
+    Returns:
+        The number of FLOPs, or `None`, as `flops`.
+    """
     parts = [_equation_flops(equation, platform) for equation in jaxpr.eqns]
     known = [p for p in parts if p is not None]
     return sum(known) if len(known) == len(parts) else None
@@ -66,12 +79,12 @@ def _equation_flops(equation: JaxprEqn, platform: str) -> int | None:
 
 
 def _holds(platforms: tuple[str, ...] | None, platform: str) -> bool:
-    """Whether a branch of a `platform_dependent` is this platform's; None is the default."""
+    """Whether a branch of a `platform_dependent` is for a platform; `None` is the default."""
     return platforms is None or platform in platforms
 
 
 def _repeats(equation: JaxprEqn) -> int:
-    """How often the body of an equation runs, over all devices."""
+    """How many times the body of an equation runs, summed over all devices."""
     params = equation.params
     if equation.primitive.name == "scan":
         return int(params["length"])
@@ -117,7 +130,7 @@ def _convolution_flops(equation: JaxprEqn) -> int:
 def _products(
     size: int, taps: int, outputs: int, stride: int, pad: int, left_dilation: int, dilation: int
 ) -> int:
-    """Along one axis: pairs of output and tap that meet an element of the input."""
+    """Number of (output, tap) pairs along one axis that read an element of the input."""
     position = np.arange(outputs)[:, None] * stride + np.arange(taps) * dilation - pad
     inside = (position >= 0) & (position <= (size - 1) * left_dilation)
     return int(np.sum(inside & (position % left_dilation == 0)))

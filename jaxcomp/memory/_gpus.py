@@ -1,14 +1,14 @@
-"""NVIDIA GPUs as records of their public device properties, for compiling without the device.
+"""Public device properties of NVIDIA GPUs, for ahead-of-time compilation without the device.
 
-To add a GPU, append a `Gpu` to `GPUS`. Its fields are what the CUDA sample `deviceQuery` prints
-on one (and NVIDIA's data sheet of it says), times the units named below:
+To add a GPU, append a `Gpu` to `GPUS`. The CUDA sample `deviceQuery` prints most of its fields. The
+bandwidth and the tensor throughput are in NVIDIA's data sheet. For example:
 
     Gpu("rtx3090", "NVIDIA GeForce RTX 3090", (8, 6), cores=82, fpus_per_core=128, clock_ghz=1.695,
         memory_bytes=25_447_170_048, bandwidth=936_096_000_000, l2_bytes=6 * 2**20,
         tensor_tflops=71.2),
 
-What belongs to the compute capability (threads and shared memory of a core) comes from the CUDA
-programming guide's table of technical specifications and stands in `_CAPABILITIES`.
+`_CAPABILITIES` holds the limits of each compute capability: threads and shared memory of a
+multiprocessor. They are in the table of technical specifications of the CUDA programming guide.
 """
 
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Gpu:
-    """Public properties of a GPU, of those that XLA's compiler asks for.
+    """The public properties of a GPU that XLA's compiler needs.
 
     Attributes:
         name: the target's name.
-        device_kind: the name that the driver gives.
+        device_kind: the name that the driver reports.
         capability: CUDA compute capability, (major, minor).
         cores: streaming multiprocessors.
         fpus_per_core: FP32 units of one multiprocessor.
@@ -28,8 +28,8 @@ class Gpu:
         memory_bytes: device memory that CUDA reports, in bytes.
         bandwidth: peak memory bandwidth in bytes per second.
         l2_bytes: L2 cache in bytes.
-        tensor_tflops: dense bfloat16 (float16 before Ampere) products with float32 sums, in 10^12
-            operations per second.
+        tensor_tflops: peak throughput of dense bfloat16 matrix products with float32
+            accumulation, in 10^12 operations per second. It is that of float16 before Ampere.
     """
 
     name: str
@@ -46,7 +46,14 @@ class Gpu:
 
 @dataclass(frozen=True)
 class _Capability:
-    """Limits that all GPUs of one compute capability share; shared memory in bytes."""
+    """The limits of all GPUs of one compute capability.
+
+    Attributes:
+        threads_per_core: threads of one multiprocessor.
+        shared_per_core: shared memory of one multiprocessor in bytes.
+        shared_per_block: shared memory of one block in bytes, if the kernel opts in.
+        features: XLA's name of the feature extension.
+    """
 
     threads_per_core: int
     shared_per_core: int
@@ -62,7 +69,8 @@ _CAPABILITIES = {
     (9, 0): _Capability(2048, 233472, 232448, "ACCELERATED_FEATURES"),
 }
 
-# Memory is what CUDA reports on Linux, but of RTX 4060s what `nvidia-smi` does, a little more.
+# The memory is that reported by CUDA on Linux. For the RTX 4060s it is that of `nvidia-smi`, which
+# is slightly more.
 GPUS = (
     Gpu("h100", "NVIDIA H100 80GB HBM3", (9, 0), cores=132, fpus_per_core=128, clock_ghz=1.98,
         memory_bytes=84_942_979_072, bandwidth=3_352_320_000_000, l2_bytes=50 * 2**20,
@@ -101,7 +109,9 @@ GPUS = (
 
 
 def target_config(gpu: Gpu) -> str:
-    """The GPU as a text of XLA's `GpuTargetConfigProto`, as `jax.experimental.topologies` reads it.
+    """Writes a GPU as the text of XLA's `GpuTargetConfigProto`.
+
+    `jax.experimental.topologies` accepts this text as its option `target_config`.
 
     Example:
         >>> "core_count: 132" in target_config(GPUS[0])

@@ -1,7 +1,7 @@
-"""Reads the text of an optimised HLO module: computations, instructions, shapes, source lines.
+"""Parses the text of an optimized HLO module: computations, instructions, shapes, source lines.
 
-Only what the memory instruments need, and only what XLA's printer writes for a compiled module
-(`compiled.as_text()`), on CPU, GPU and TPU.
+The parser supports only what this package needs of the text that XLA prints for a compiled module
+(`compiled.as_text()`) on CPU, GPU and TPU.
 """
 
 import re
@@ -30,11 +30,12 @@ class Array:
     """One array of an instruction's result.
 
     Attributes:
-        dtype: XLA's name, e.g. `f32`, `bf16`, `u4`, `pred`.
-        dims: logical dimensions.
-        elements: number of elements, without padding.
-        bits: bits in memory, with the padding of a tiled (TPU) layout.
-        in_hbm: False for arrays in host memory, and in VMEM, SMEM or semaphores of a TPU.
+        dtype: XLA's name of the dtype, for example `f32`, `bf16`, `u4` or `pred`.
+        dims: the logical dimensions.
+        elements: the number of elements, without padding.
+        bits: the size in memory in bits, with the padding of a tiled (TPU) layout.
+        in_hbm: whether the array is in device memory. It is false for arrays in host memory, and
+            in VMEM, SMEM or the semaphores of a TPU.
     """
 
     dtype: str
@@ -45,13 +46,23 @@ class Array:
 
     @property
     def bytes(self) -> int:
-        """Bytes in memory, rounded up to whole bytes."""
+        """The size in memory, rounded up to whole bytes."""
         return -(-self.bits // 8)
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """One HLO instruction: `%name = type opcode(operands), attributes`."""
+    """One HLO instruction: `%name = type opcode(operands), attributes`.
+
+    Attributes:
+        name: the name, unique in a module.
+        opcode: the operation, for example `fusion`.
+        arrays: the arrays of the result.
+        operands: the names of the operands.
+        arguments: the text between the parentheses.
+        attributes: the text after the parentheses.
+        is_root: whether the computation returns the result.
+    """
 
     name: str
     opcode: str
@@ -63,13 +74,13 @@ class Instruction:
 
     @cached_property
     def op_name(self) -> str:
-        """JAX's name stack and primitive, or "" if XLA made the instruction itself."""
+        """JAX's name stack and primitive, or "" if XLA created the instruction."""
         found = re.search(r'op_name="([^"]*)"', self.attributes)
         return found.group(1) if found else ""
 
     @cached_property
     def called(self) -> dict[str, tuple[str, ...]]:
-        """Names of called computations, by attribute (`calls`, `body`, `condition`, ...)."""
+        """Names of the called computations by attribute (`calls`, `body`, `condition`, ...)."""
         return {
             key: (one,) if one else tuple(re.findall(r"[\w.\-]+", many))
             for key, one, many in _CALLED.findall(self.attributes)
@@ -88,7 +99,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Computation:
-    """A named list of instructions, in program order when the module is scheduled."""
+    """A named sequence of instructions, in program order if the module is scheduled."""
 
     name: str
     instructions: dict[str, Instruction]
@@ -118,10 +129,10 @@ class Module:
     """A parsed HLO module.
 
     Attributes:
-        computations: all of them, by name.
-        entry: the one that runs.
-        tiled: whether layouts are tiled, as on a TPU.
-        tables: the rows of the file, function, location and stack frame tables.
+        computations: all computations by name.
+        entry: the entry computation.
+        tiled: whether the layouts are tiled, as on a TPU.
+        tables: the rows of the tables of files, functions, locations and stack frames.
     """
 
     computations: dict[str, Computation]
@@ -131,11 +142,11 @@ class Module:
 
     @cached_property
     def instructions(self) -> dict[str, Instruction]:
-        """Every instruction by name; names are unique in a module."""
+        """All instructions by name."""
         return {n: i for c in self.computations.values() for n, i in c.instructions.items()}
 
     def source(self, instruction: Instruction) -> str:
-        """`file:line` of the innermost frame outside installed packages, or "" if unknown."""
+        """`file:line` of the innermost frame of user code, or "" if it is not known."""
         direct = _SOURCE.search(instruction.attributes)
         if direct:
             return f"{direct.group(1)}:{direct.group(2)}"
@@ -150,14 +161,17 @@ class Module:
             location = self.tables["FileLocations"][_field("file_location_id", frame)]
             file = self.tables["FileNames"][_field("file_name_id", location)].strip('"')
             yield f"{file}:{_field('line', location)}"
-            frame_id = _field("parent_frame_id", frame) - 1  # XLA prints the parent plus one
+            frame_id = _field("parent_frame_id", frame) - 1  # XLA prints the parent plus one.
 
 
 def parse(text: str) -> Module:
     """Parses the text of a compiled HLO module.
 
     Args:
-        text: what `compiled.as_text()` gives.
+        text: the text of the module, `compiled.as_text()`.
+
+    Returns:
+        The parsed module.
 
     Raises:
         ValueError: if `text` has no entry computation.
@@ -192,14 +206,14 @@ def parse(text: str) -> Module:
 
 
 def _is_library(file: str) -> bool:
-    """Whether a file is not the user's own; a model of this package is as good as theirs."""
+    """Whether a file is library code. The models of this package count as user code."""
     if Path(file).is_relative_to(_PACKAGE):
         return not Path(file).is_relative_to(_PACKAGE / "models")
     return _INSTALLED.search(file) is not None
 
 
 def in_hbm(memory_space: int, tiled: bool) -> bool:
-    """Whether a memory space of XLA is device memory: on TPU (tiled layouts) only 0 is."""
+    """Whether a memory space of XLA is device memory. On TPU (tiled layouts) only space 0 is."""
     return memory_space == 0 or (not tiled and memory_space != _HOST_MEMORY)
 
 
@@ -222,7 +236,10 @@ def _instruction(name: str, rest: str, is_root: bool, tiled: bool) -> Instructio
 
 
 def _array(dtype: str, dims_text: str, layout: str, tiled: bool) -> Array:
-    """`bf16[8,300]{1,0:T(8,128)(2,1)S(1)}`: dtype, dimensions, layout, tiles, memory space."""
+    """Parses a shape: dtype, dimensions, layout, tiles and memory space.
+
+    The shape `bf16[8,300]{1,0:T(8,128)(2,1)S(1)}` has all of them.
+    """
     dims = tuple(int(d) for d in re.findall(r"\d+", dims_text))
     order, _, annotations = layout.partition(":")
     padded = [dims[int(axis)] for axis in order.split(",")[::-1] if axis] or list(dims)
@@ -244,15 +261,15 @@ def _array(dtype: str, dims_text: str, layout: str, tiled: bool) -> Array:
 
 
 def _bits(dtype: str) -> int:
-    """Bits of one element: 8 of `pred`, else the number in the name (`u4`, `bf16`, `f8e4m3fn`)."""
+    """Bits per element: 8 for `pred`, else the number in the name (`u4`, `bf16`, `f8e4m3fn`)."""
     if dtype == "pred":
         return 8
     found = re.search(r"\d+", dtype)
-    return int(found.group()) if found else 0  # tokens and opaque values hold no data
+    return int(found.group()) if found else 0  # Tokens and opaque values hold no data.
 
 
 def _closing(text: str, start: int) -> int:
-    """Position of the parenthesis that closes the one at `start`."""
+    """The position of the parenthesis that closes the one at `start`."""
     depth = 0
     for found in re.compile(r"[()]").finditer(text, start):
         depth += 1 if found.group() == "(" else -1

@@ -1,4 +1,4 @@
-"""The bytes alive at each point of a compiled program, from XLA's own buffer assignment."""
+"""The live bytes at each point of a compiled program, from XLA's buffer assignment."""
 
 import tempfile
 from collections import defaultdict
@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from ._buffer_assignment import (
     no_compilation_cache,
@@ -31,12 +30,15 @@ class Buffer:
 
     Attributes:
         name: XLA's name of the value.
-        bytes: its size.
-        shape: dtype and dimensions, e.g. `bf16[128,56,56,256]`.
-        origin: the scope, operation, phase and source line that made it.
-        start, end: the first and last point of the program at which it is alive.
+        bytes: its size in bytes.
+        shape: its dtype and dimensions, for example `bf16[128,56,56,256]`.
+        origin: the scope, operation, phase and source line that computed it.
+        start: the first point of the program at which it is alive.
+        end: the last point of the program at which it is alive.
         reads: the points at which an instruction reads it.
-        allocation, offset: where it lies; buffers may share a place, one after the other.
+        allocation: the number of XLA's allocation that holds it.
+        offset: its offset in the allocation in bytes. Several buffers may share an offset at
+            different times.
     """
 
     name: str
@@ -50,25 +52,36 @@ class Buffer:
     offset: int
 
     def label(self) -> str:
-        """Scope and operation, or XLA's own name where JAX gave none."""
+        """The scope and the operation that computed the value, or XLA's name of the value."""
         parts = [p for p in (self.origin.scope, self.origin.operation) if p]
         return " · ".join(parts) if self.origin is not _UNKNOWN else f"{self.name} (made by XLA)"
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """Live bytes over program order.
+    """The live bytes of one device at each point of a program.
 
-    A loop's body appears once. Bytes that two buffers share at one point count once.
+    A point is the position of an instruction in program order. The body of a loop appears once.
+    Bytes that two buffers share at one point count once.
 
     Attributes:
         points: the name of the instruction at each point.
-        phases: its phase: `argument`, `forward`, `recomputed`, `backward` or `other`.
-        encodes: whether it makes a stored code: forward work in a scope with `jaxcomp/`, or a
-            forward conversion to integers.
-        live_bytes: device bytes alive at each point, arguments and outputs with them.
-        buffers: every value in device memory.
-        backward_start: the point at which the backward pass starts; None if there is none.
+        phases: the phase of each instruction: `forward`, `recomputed`, `backward` or `other`.
+        encodes: whether each instruction encodes a residual. Such an instruction belongs to the
+            forward pass, and either converts to integers or has a scope with `jaxcomp/`.
+        live_bytes: the bytes alive at each point in device memory, including arguments and
+            outputs.
+        buffers: all values in device memory. A buffer has the attributes `name`, `bytes`,
+            `shape`, `origin`, `start`, `end`, `reads`, `allocation` and `offset`.
+        backward_start: the point at which the backward pass starts; `None` if there is none.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from jaxcomp import memory
+        >>> x = jax.ShapeDtypeStruct((1024,), jnp.float32)
+        >>> live = memory.timeline(jnp.sin, x, target="cpu")
+        >>> live.live_bytes, live.phases  # the argument, then the argument and the output
+        ((4096, 8192), ('other', 'other'))
     """
 
     points: tuple[str, ...]
@@ -80,19 +93,52 @@ class Timeline:
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes alive at once, results from when they are written on.
+        """The largest number of bytes that are alive at one point.
 
-        `MemoryReport.total_bytes` is more: it has a place for results throughout, and gaps.
+        An output counts from the point at which it is written. `MemoryReport.total_bytes` is
+        larger: it includes the outputs throughout the program, and gaps between buffers.
+
+        Example:
+            >>> import jax, jax.numpy as jnp
+            >>> from jaxcomp import memory
+            >>> x = jax.ShapeDtypeStruct((1024,), jnp.float32)
+            >>> memory.timeline(jnp.sin, x, target="cpu").peak_bytes
+            8192
         """
         return max(self.live_bytes)
 
     @property
     def peak_point(self) -> int:
-        """The first point at which the most bytes are alive."""
+        """The first point at which `peak_bytes` are alive.
+
+        Example:
+            >>> import jax, jax.numpy as jnp
+            >>> from jaxcomp import memory
+            >>> x = jax.ShapeDtypeStruct((1024,), jnp.float32)
+            >>> memory.timeline(jnp.sin, x, target="cpu").peak_point
+            1
+        """
         return self.live_bytes.index(self.peak_bytes)
 
     def alive(self, point: int) -> list[Buffer]:
-        """The buffers alive at a point, largest first; of those that share a place, the newest."""
+        """Lists the buffers that are alive at a point.
+
+        If several buffers share an allocation and an offset, the list has only the newest one.
+
+        Args:
+            point: a position in `points`.
+
+        Returns:
+            The buffers, the largest first.
+
+        Example:
+            >>> import jax, jax.numpy as jnp
+            >>> from jaxcomp import memory
+            >>> x = jax.ShapeDtypeStruct((1024,), jnp.float32)
+            >>> live = memory.timeline(jnp.sin, x, target="cpu")
+            >>> [(buffer.shape, buffer.bytes) for buffer in live.alive(0)]
+            [('f32[1024]', 4096)]
+        """
         places: dict[tuple[int, int], Buffer] = {}
         for buffer in self.buffers:
             if buffer.start <= point <= buffer.end:
@@ -102,7 +148,28 @@ class Timeline:
         return sorted(places.values(), key=lambda b: (-b.bytes, b.start, b.name))
 
     def table(self, rows: int = 15) -> str:
-        """The largest buffers at the peak, as text."""
+        """Formats the largest buffers that are alive at the peak as a table.
+
+        Args:
+            rows: the number of buffers to list, at least 1.
+
+        Returns:
+            The table: a line for the peak, a header, one line per buffer, and one line for the
+            sum of the buffers that are not listed.
+
+        Raises:
+            ValueError: if `rows` is less than 1.
+
+        Example:
+            >>> import jax, jax.numpy as jnp
+            >>> from jaxcomp import memory
+            >>> x = jax.ShapeDtypeStruct((1024,), jnp.float32)
+            >>> print(memory.timeline(jnp.sin, x, target="cpu").table(rows=1))
+            peak 8.0 KiB at point 1 of 2, 2 buffers alive
+                  size  pass        shape                       made by  (source)
+               4.0 KiB  argument    f32[1024]                   x · argument
+               4.0 KiB  in 1 smaller buffers
+        """
         if rows < 1:
             raise ValueError(f"rows: expected at least 1, got {rows}")
         alive = self.alive(self.peak_point)
@@ -125,36 +192,49 @@ class Timeline:
 
 
 def timeline(
-    fn: Callable[..., Any],
-    *args: Any,
+    fn: Callable[..., object],
+    *args: object,
     target: str | None = None,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
     xla_remat: bool = True,
 ) -> Timeline:
-    """Compiles a function for a device, here or not, and reads which buffers are alive when.
+    """Compiles a function for a target and reads which buffers are alive at each point.
+
+    The function is not run. The target need not be attached. XLA dumps its buffer assignment to
+    a temporary folder, and JAX's compilation cache is off during the compilation.
 
     Args:
-        fn: any function of arrays, and all else, as `analyze` takes it.
-        *args: its arguments.
-        target: what to compile for; the attached device by default.
-        donate_argnums: which arguments the program may overwrite.
-        static_argnums: which arguments are compile-time constants.
-        xla_remat: whether XLA may recompute values on its own where memory is short.
+        fn: a function of arrays, plain or jitted, as in `analyze`.
+        *args: the arguments of `fn`, as in `analyze`: arrays, `jax.ShapeDtypeStruct`s, Flax NNX
+            objects, or pytrees of them, of any shape and dtype.
+        target: a target's name, such as `h100`. The default is the attached device.
+        donate_argnums: positions of the arguments that the program may overwrite, as in
+            `jax.jit`.
+        static_argnums: positions of the arguments that are compile-time constants, as in
+            `jax.jit`.
+        xla_remat: whether XLA may recompute values on its own to save memory.
 
     Returns:
-        The timeline of one device's program.
+        The timeline of the program of one device, in bytes.
 
     Raises:
-        RuntimeError: if this backend writes no buffer assignment.
-        ValueError, ImportError, CompileError: as `analyze`; a TPU's compiler that refuses a
-            program for lack of memory too.
+        RuntimeError: if the backend does not dump its buffer assignment.
+        ValueError: if `target` is unknown, if the mesh of the arguments does not match the
+            target, or if `fn` is already jitted and `donate_argnums` or `static_argnums` is
+            given.
+        ImportError: if the wheel with the target's compiler is not installed.
+        CompileError: if the compilation fails, also for lack of memory on a TPU.
 
     Example:
         >>> import jax, jax.numpy as jnp
+        >>> from jaxcomp import memory
+        >>> def step(x):
+        ...     return jax.grad(lambda x: jnp.sum(jnp.sin(x) ** 2))(x)
         >>> x = jax.ShapeDtypeStruct((1024,), jnp.float32)
-        >>> timeline(lambda x: jnp.sum(jnp.sort(x) * x), x, target="cpu").peak_bytes >= 2 * 4096
-        True
+        >>> live = memory.timeline(step, x, target="cpu")
+        >>> live.peak_bytes >= 2 * 4096, "backward" in live.phases
+        (True, True)
     """
     where = resolve(target)
     step = trace(
@@ -170,20 +250,23 @@ def timeline(
 def compile_with_timeline(
     step: TracedStep, target: Target, *, xla_remat: bool
 ) -> tuple[CompiledStep, Timeline]:
-    """`compile_step`, with the timeline of the compiled program."""
+    """Compiles a traced function, as `compile_step`, and reads the timeline of the program."""
     with no_compilation_cache(), tempfile.TemporaryDirectory() as directory:
         compiled = compile_step(step, target, xla_remat=xla_remat, dump_dir=directory)
         return compiled, read_timeline(directory, compiled.hlo_text)
 
 
 def read_timeline(directory: str | Path, hlo_text: str) -> Timeline:
-    """Reads a timeline from what a compile with `dump_options(directory)` wrote.
+    """Reads a timeline from the dump of a compilation with `dump_options(directory)`.
 
-    A compile served from JAX's compilation cache writes nothing: use `no_compilation_cache()`.
+    A compilation that JAX serves from its cache writes no dump. Use `no_compilation_cache()`.
 
     Args:
-        directory: where XLA wrote its dump, of one compile only.
-        hlo_text: the compiled module, `compiled.as_text()`.
+        directory: the folder of the dump of a single compilation.
+        hlo_text: the text of the compiled module, `compiled.as_text()`.
+
+    Returns:
+        The timeline.
 
     Raises:
         RuntimeError: if the dump has no buffer assignment.
@@ -199,7 +282,7 @@ def read_timeline(directory: str | Path, hlo_text: str) -> Timeline:
         one_file(directory, "buffer-assignment"), module.tiled
     ):
         if (name, index) not in ranges or size == 0:
-            continue  # scratch of a reduction, or an empty workspace
+            continue  # It is scratch memory of a reduction, or an empty workspace.
         start, end = ranges[name, index]
         found = (origins.of(*at) for at in [(name, index), *positions[name, index]])
         buffers.append(
@@ -227,7 +310,12 @@ def read_timeline(directory: str | Path, hlo_text: str) -> Timeline:
 
 
 def format_bytes(count: int) -> str:
-    """`5767168` as `5.5 MiB`."""
+    """Formats a number of bytes with a binary unit.
+
+    Example:
+        >>> format_bytes(5767168)
+        '5.5 MiB'
+    """
     size, unit = float(count), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if abs(size) < 1024:
@@ -237,7 +325,7 @@ def format_bytes(count: int) -> str:
 
 
 def _work(module: Module, name: str) -> list[Instruction]:
-    """An instruction, and what is fused into it; empty for XLA's own asynchronous steps."""
+    """An instruction and those fused into it; empty for a name that is not in the HLO text."""
     instruction = module.instructions.get(name)
     if instruction is None:
         return []
@@ -247,6 +335,7 @@ def _work(module: Module, name: str) -> list[Instruction]:
 
 
 def _encodes(instruction: Instruction) -> bool:
+    """Whether a forward instruction encodes a residual, by its scope or its dtype."""
     if phase(instruction.op_name) != "forward":
         return False
     to_integer = instruction.opcode == "convert" and instruction.arrays[0].dtype[0] in "us"
@@ -254,7 +343,7 @@ def _encodes(instruction: Instruction) -> bool:
 
 
 def _live_bytes(buffers: list[Buffer], points: int) -> list[int]:
-    """Bytes alive at each point: per allocation, the length of the union of what is alive."""
+    """Bytes alive at each point: the union of the live buffers of each allocation, summed."""
     by_allocation: dict[int, list[Buffer]] = defaultdict(list)
     for buffer in buffers:
         by_allocation[buffer.allocation].append(buffer)

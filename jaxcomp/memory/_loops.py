@@ -1,4 +1,4 @@
-"""Trip counts of the while loops of an HLO module."""
+"""Finds the trip counts of the while loops of an HLO module."""
 
 import re
 
@@ -6,7 +6,12 @@ from ._hlo import Computation, Instruction, Module
 
 
 def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
-    """How often a while loop runs: what XLA recorded, or `(bound - start) / step` if constant."""
+    """The trip count of a while loop.
+
+    Returns:
+        The count that XLA recorded; else `(bound - start) / step`, if these are constants; else
+        `None`.
+    """
     recorded = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.attributes)
     if recorded:
         return int(recorded.group(1))
@@ -24,7 +29,7 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
 
 
 def _counter_and_bound(module: Module, condition: Computation) -> tuple[int, int] | None:
-    """Of a condition `state[counter] < bound`: the two numbers."""
+    """The numbers `counter` and `bound` of a condition `state[counter] < bound`."""
     compare, operands = _unwrapped(module, condition, condition.root)
     if compare.opcode != "compare" or "direction=LT" not in compare.attributes:
         return None
@@ -37,7 +42,7 @@ def _counter_and_bound(module: Module, condition: Computation) -> tuple[int, int
 def _unwrapped(
     module: Module, computation: Computation, instruction: Instruction
 ) -> tuple[Instruction, list[Instruction]]:
-    """An instruction and its operands, where it may be alone in a fusion."""
+    """An instruction and its operands. For a fusion, the instruction is the root inside it."""
     if instruction.opcode != "fusion":
         return instruction, [computation.instructions[name] for name in instruction.operands]
     inside = module.computations[instruction.called["calls"][0]]
@@ -51,7 +56,7 @@ def _unwrapped(
 
 
 def _element(computation: Computation, tuple_name: str, index: int) -> Instruction:
-    """The instruction that made element `index` of a tuple."""
+    """The instruction that computed element `index` of a tuple."""
     made = computation.instructions[tuple_name]
     if made.opcode != "tuple":
         return made
@@ -59,14 +64,14 @@ def _element(computation: Computation, tuple_name: str, index: int) -> Instructi
 
 
 def _constant(computation: Computation, instruction: Instruction) -> int | None:
-    """The integer that an instruction holds, if it is a constant or a copy of one."""
+    """The integer value of a constant or of a copy of a constant; else `None`."""
     while instruction.opcode in ("copy", "bitcast"):
         instruction = computation.instructions[instruction.operands[0]]
     return int(instruction.arguments) if instruction.opcode == "constant" else None
 
 
 def _step(module: Module, body: Computation, counter: int) -> int | None:
-    """What a loop body adds to its counter."""
+    """The constant that a loop body adds to its counter; `None` if it is not found."""
     if body.root.opcode != "tuple":
         return None
     next_count = body.instructions[body.root.operands[counter]]

@@ -1,4 +1,4 @@
-"""Names a value of a compiled program by what a user knows: model scope, pass and source line."""
+"""Traces values of a compiled program back to the model scope, the pass and the source line."""
 
 import re
 from collections import deque
@@ -19,14 +19,14 @@ _NEAR = 64
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value of the compiled program comes from.
+    """The origin of a value of the compiled program.
 
     Attributes:
-        scope: path of modules or named scopes, or the layer of the nearest weight where the
-            program has no scopes (plain NNX), or the argument's name.
-        operation: JAX primitive, e.g. `conv_general_dilated`; "argument" for arguments.
-        phase: `argument`, `forward`, `recomputed`, `backward` or `other` (outside of any gradient).
-        source: `file:line` in the user's own code, or "".
+        scope: the path of modules or named scopes. In a program without scopes (plain NNX) it is
+            the layer of the nearest weight. For an argument it is the argument's name.
+        operation: the JAX primitive, for example `conv_general_dilated`, or "argument".
+        phase: `argument`, `forward`, `recomputed`, `backward`, or `other` outside any gradient.
+        source: `file:line` in user code, or "" if it is not known.
     """
 
     scope: str
@@ -36,10 +36,14 @@ class Origin:
 
 
 class Origins:
-    """Finds the origin of every value of a module."""
+    """Finds the origins of the values of a module.
+
+    Args:
+        module: the parsed HLO module.
+    """
 
     def __init__(self, module: Module) -> None:
-        """Indexes where each instruction lives and which loop runs each body."""
+        """Indexes the computation of each instruction and the loop of each body."""
         self._module = module
         self._home: dict[str, Computation] = {}
         self._loops: dict[str, Instruction] = {}
@@ -51,11 +55,14 @@ class Origins:
                         self._loops[name] = instruction
 
     def of(self, name: str, index: str) -> Origin | None:
-        """The origin of an instruction's result; None if XLA made it up.
+        """The origin of an instruction's result.
 
         Args:
-            name: the instruction.
-            index: which element of a tuple, as XLA prints it: `{}`, `{1}`, `{0,1}`.
+            name: the name of the instruction.
+            index: the tuple index of the result as XLA prints it: `{}`, `{1}` or `{0,1}`.
+
+        Returns:
+            The origin; `None` if no operation of the JAX program corresponds to the value.
         """
         if name not in self._home:
             return None
@@ -72,7 +79,7 @@ class Origins:
         return Origin(scope or self._nearest_layer(name), operation, phase(op_name), source)
 
     def _made_by(self, name: str, index: int, seen: set[tuple[str, int]]) -> Instruction | None:
-        """The instruction with JAX's metadata that computed a value, through copies and loops."""
+        """The instruction with JAX metadata that computed a value, through copies and loops."""
         if (name, index) in seen:
             return None
         seen.add((name, index))
@@ -91,7 +98,7 @@ class Origins:
         return next((found for found in operands if found), None)
 
     def _passed_on(self, name: str, index: int) -> Iterator[tuple[str, int]]:
-        """The values that an instruction merely hands on, best first."""
+        """The values that an instruction forwards unchanged, the most specific first."""
         computation = self._home[name]
         instruction = computation.instructions[name]
         operands = instruction.operands
@@ -115,7 +122,7 @@ class Origins:
     def _inside(
         self, fusion: Instruction, index: int, seen: set[tuple[str, int]]
     ) -> Instruction | None:
-        """What a fusion's result is: for an update in place, what it is updated with."""
+        """The instruction that computed a fusion's result. For an in-place update, the update."""
         fused = self._module.computations[fusion.called["calls"][0]]
         inner = fused.root
         if inner.opcode == "tuple":
@@ -134,21 +141,21 @@ class Origins:
         return named[-1]
 
     def _nearest_layer(self, name: str) -> str:
-        """The layer whose weight is the nearest in the computation before an instruction."""
+        """The layer whose weight is nearest upstream of an instruction in its computation."""
         computation = self._home[name]
         queue, seen = deque([name]), {name}
         while queue and len(seen) < _NEAR:
             instruction = computation.instructions[queue.popleft()]
             if instruction.opcode == "parameter" and (layer := layer_of(instruction.op_name)):
                 return layer
-            # A product's weight is its last operand; prefer it where two are equally near.
+            # The weight of a product is its last operand, so the last operand comes first.
             queue.extend(o for o in reversed(instruction.operands) if o not in seen)
             seen.update(instruction.operands)
         return ""
 
 
 def split_op_name(op_name: str) -> tuple[str, str]:
-    """Scope and primitive of JAX's name stack, without JAX's own machinery.
+    """Splits JAX's name stack into scope and primitive, and drops the scopes of transformations.
 
     Example:
         >>> split_op_name("jit(step)/transpose(jvp(Net))/while/body/block/conv1/add")
@@ -162,7 +169,7 @@ def split_op_name(op_name: str) -> tuple[str, str]:
 
 
 def layer_of(argument: str) -> str:
-    """The layer that owns a weight, by the argument's name; "" if it does not tell.
+    """The layer that owns a weight, from the argument's name; "" if the name has no layer.
 
     Example:
         >>> layer_of("state[0]['block1']['conv']['kernel'].value")

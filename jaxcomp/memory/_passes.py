@@ -1,4 +1,4 @@
-"""Which pass of a training step an instruction belongs to, and where the backward pass starts."""
+"""Finds the pass of each instruction of a training step, and the start of the backward pass."""
 
 from collections.abc import Sequence
 
@@ -8,10 +8,13 @@ _NEARLY = 0.9
 
 
 def phase(op_name: str) -> str:
-    """Which pass of a training step an operation belongs to, by JAX's name stack.
+    """The pass of a training step that an operation belongs to, from JAX's name stack.
+
+    Args:
+        op_name: the name stack and the primitive.
 
     Returns:
-        `forward`, `recomputed` (by `jax.checkpoint`), `backward`, or `other` outside of gradients.
+        `forward`, `recomputed` (by `jax.checkpoint`), `backward`, or `other` outside any gradient.
 
     Example:
         >>> phase("jit(step)/transpose(jvp(Net))/conv1/conv_general_dilated")
@@ -25,15 +28,19 @@ def phase(op_name: str) -> str:
 
 
 def backward_start(module: Module, sequence: Sequence[str]) -> int | None:
-    """The point at which the backward pass starts; None if there is none.
+    """The point at which the backward pass starts.
 
-    XLA may schedule what a backward rule needs (a decoded residual) long before any cotangent is
-    there. So it is the first backward instruction that depends on (nearly) as long a chain of
-    forward instructions as any.
+    XLA may schedule some backward instructions, such as the decoding of a residual, long before
+    the first cotangent. The depth of an instruction is the length of the longest chain of forward
+    instructions that it depends on. The start is the first backward instruction with at least 90%
+    of the greatest depth.
 
     Args:
         module: the compiled program.
-        sequence: names of its instructions in program order, loop bodies before their loops.
+        sequence: the names of its instructions in program order, loop bodies before their loops.
+
+    Returns:
+        A position in `sequence`; `None` if there is no backward pass.
     """
     depths: dict[str, int] = {}
     backward: dict[int, int] = {}
@@ -45,7 +52,7 @@ def backward_start(module: Module, sequence: Sequence[str]) -> int | None:
         if instruction is None:
             continue
         if name in inner or instruction.opcode in ("while", "conditional", "call"):
-            depth = deepest  # a loop waits for all that comes before it
+            depth = deepest  # A loop is taken to depend on all earlier instructions.
         else:
             depth = max((depths.get(operand, 0) for operand in instruction.operands), default=0)
         kind = phase(instruction.op_name)

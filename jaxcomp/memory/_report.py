@@ -1,10 +1,9 @@
-"""What is known of a program's memory on one target, as a record and as a table."""
+"""`MemoryReport`: the memory of a program on one target, as a record and as a table."""
 
 import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from ._live_bytes import format_bytes
 
@@ -13,34 +12,47 @@ NOT_GIVEN = "not given by this backend"
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Memory and work of one compiled program, on each device of the target.
+    """The memory and the work of one compiled program.
 
-    A figure that the backend does not give is None. Bytes are plain integers.
+    Byte counts are integers per device, unless the attribute says otherwise. A figure that is not
+    known is `None`. `print(report)` prints a table with readable units.
 
     Attributes:
-        target: the target's name.
-        argument_bytes: arguments (parameters, state, batch).
-        output_bytes: results.
-        alias_bytes: results that take the place of donated arguments.
-        temp_bytes: XLA's scratch memory, where residuals live.
-        host_temp_bytes: scratch memory in the host, where offloaded residuals live.
-        peak_bytes: largest sum of live buffers; on a TPU with those in VMEM.
-        total_bytes: what the program needs: arguments + results - aliased + temp.
-        constant_bytes: arrays that the function closes over. Of a GPU XLA may leave them out of the
-            other figures: give them as arguments.
-        declared_residual_bytes: what the program means to keep for its backward pass, summed
-            over devices (see `declared_residual_bytes`); None for what has no gradient.
+        target: the name of the target.
+        argument_bytes: size of the arguments (parameters, state, batch).
+        output_bytes: size of the outputs.
+        alias_bytes: size of the outputs that reuse the memory of donated arguments.
+        temp_bytes: size of XLA's temporary memory, which holds the saved residuals.
+        host_temp_bytes: size of XLA's temporary host memory, which holds offloaded residuals.
+        peak_bytes: the largest sum of live buffers. On a TPU it includes the buffers in VMEM.
+        total_bytes: device memory that the program needs. It is arguments + outputs - aliased +
+            temp, unless XLA reports a total itself.
+        constant_bytes: size of the arrays that the function closes over. XLA for GPU may exclude
+            them from the other figures. Pass them as arguments to include them.
+        declared_residual_bytes: bytes that the program intends to save for its backward pass,
+            summed over devices, as `jaxcomp.memory.declared_residual_bytes`. `None` if the
+            function is not differentiable.
         capacity_bytes: memory of one device.
-        usable_bytes: what the program may use of it.
-        headroom_bytes: usable bytes that the program leaves; negative if it does not fit.
-        fits: whether it fits.
-        hbm_traffic_bytes: read from and written to memory by one run.
-        flops: multiplications and additions of one run in products and convolutions, summed
-            over devices.
-        estimated_cycles: XLA's own estimate for a TPU.
-        roofline_seconds: an estimate of one run, at best: the longer of what the traffic takes at
-            the device's bandwidth and the FLOPs at its bfloat16 rate.
-        compile_seconds: wall time of the compilation.
+        usable_bytes: bytes that the program may use.
+        headroom_bytes: usable bytes minus total bytes. It is negative if the program does not fit.
+        fits: whether the program fits.
+        hbm_traffic_bytes: bytes that one run reads from and writes to device memory. `None` if
+            the trip count of a loop depends on data.
+        flops: multiplications and additions of one run in matrix products and convolutions,
+            summed over devices. `None` if the trip count of a loop depends on data.
+        estimated_cycles: XLA's estimate of the cycles of one run. Only a TPU has it.
+        roofline_seconds: a lower bound of the time of one run in seconds. It is the larger of
+            traffic / bandwidth and FLOPs / peak bfloat16 throughput. `None` for an attached
+            device.
+        compile_seconds: wall time of the compilation in seconds.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from jaxcomp import memory
+        >>> x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+        >>> report = memory.analyze(lambda x: x + 1, x, target="cpu", capacity=2**20)
+        >>> report.total_bytes, report.headroom_bytes, report.fits
+        (32768, 1015808, True)
     """
 
     target: str
@@ -63,16 +75,46 @@ class MemoryReport:
     roofline_seconds: float | None
     compile_seconds: float | None
 
-    def to_dict(self) -> dict[str, Any]:
-        """All figures by name."""
+    def to_dict(self) -> dict[str, str | int | float | None]:
+        """Converts the report to a dictionary.
+
+        Returns:
+            The value of each attribute by its name.
+
+        Example:
+            >>> import jax, jax.numpy as jnp
+            >>> from jaxcomp import memory
+            >>> x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+            >>> memory.analyze(jnp.sin, x, target="cpu").to_dict()["argument_bytes"]
+            16384
+        """
         return dataclasses.asdict(self)
 
     def to_json(self) -> str:
-        """`to_dict` as JSON."""
+        """Converts the report to JSON.
+
+        Returns:
+            A JSON object with the value of each attribute. Unknown figures are `null`.
+
+        Example:
+            >>> import jax, jax.numpy as jnp
+            >>> from jaxcomp import memory
+            >>> x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+            >>> memory.analyze(jnp.sin, x, target="cpu").to_json()[:42]
+            '{"target": "cpu", "argument_bytes": 16384,'
+        """
         return json.dumps(self.to_dict())
 
     def __str__(self) -> str:
-        """A table of two columns with human units."""
+        """Formats the report as a table of two columns with readable units.
+
+        Example:
+            >>> import jax, jax.numpy as jnp
+            >>> from jaxcomp import memory
+            >>> x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+            >>> print(str(memory.analyze(jnp.sin, x, target="cpu")).splitlines()[1])
+            arguments           16.0 KiB
+        """
         rows = [
             ("target", self.target),
             ("arguments", _bytes(self.argument_bytes)),
@@ -99,12 +141,12 @@ class MemoryReport:
 
 
 def format_seconds(seconds: float | None) -> str:
-    """Milliseconds, or that there is no figure."""
+    """Formats seconds in milliseconds; `None` gives `NOT_GIVEN`."""
     return NOT_GIVEN if seconds is None else f"{1e3 * seconds:.3g} ms"
 
 
 def _residual_bytes(count: int | None) -> str:
-    return "it has no gradient" if count is None else format_bytes(count)
+    return "not differentiable" if count is None else format_bytes(count)
 
 
 def _bytes(count: int | None) -> str:
@@ -112,7 +154,7 @@ def _bytes(count: int | None) -> str:
 
 
 def known(value: int | None, to_text: Callable[[int], str]) -> str:
-    """What this library counts itself; a loop whose turns depend on data leaves it unknown."""
+    """Formats a figure that this package counts; `None` gives "not known"."""
     return "not known" if value is None else to_text(value)
 
 

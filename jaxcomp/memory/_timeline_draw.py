@@ -1,4 +1,4 @@
-"""Draws timelines one above the other, as one self-contained HTML page."""
+"""Draws timelines as one self-contained HTML page."""
 
 import html
 import json
@@ -11,26 +11,39 @@ from ._live_bytes import Timeline
 
 PHASES = {
     "argument": ("arguments", "#a9b1bd"),
-    "other": ("outside of the gradient", "#7c6fb0"),
-    "forward": ("of the forward pass", "#2f6fde"),
+    "other": ("outside the gradient", "#7c6fb0"),
+    "forward": ("forward pass", "#2f6fde"),
     "recomputed": ("recomputed", "#eda12f"),
-    "backward": ("of the backward pass", "#d9475b"),
+    "backward": ("backward pass", "#d9475b"),
 }
 
 
 def draw_html(path: str | Path, timelines: Mapping[str, Timeline]) -> None:
-    """Writes timelines one above the other, at one scale, as one HTML page without dependencies.
+    """Draws timelines as one HTML page.
 
-    Pointing at a chart lists the largest buffers alive there; below each chart is the table of
-    the buffers at its peak.
+    The page has one chart for each timeline, all at the same scale. Pointing at a chart lists the
+    largest buffers alive at that point. A table lists the buffers that are alive at each peak. The
+    page loads no other file.
 
     Args:
-        path: the file to write.
-        timelines: title and timeline of each panel, from the top.
+        path: the file to write. An existing file is overwritten.
+        timelines: the timelines by title, from top to bottom.
 
     Raises:
         ValueError: if `timelines` is empty.
         OSError: if `path` cannot be written.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> import jax, jax.numpy as jnp
+        >>> from jaxcomp import memory
+        >>> x = jax.ShapeDtypeStruct((1024,), jnp.float32)
+        >>> live = memory.timeline(jnp.sin, x, target="cpu")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     page = pathlib.Path(folder) / "timeline.html"
+        ...     memory.draw_html(page, {"sin": live})
+        ...     page.read_text().splitlines()[0]
+        '<!doctype html>'
     """
     if not timelines:
         raise ValueError("timelines: expected at least one, got none")
@@ -46,7 +59,7 @@ def draw_html(path: str | Path, timelines: Mapping[str, Timeline]) -> None:
 
 
 def bytes_by_phase(timeline: Timeline) -> dict[str, list[int]]:
-    """Live bytes at each point, by the pass that made them."""
+    """Live bytes at each point, by the phase in which the buffers were computed."""
     totals = {phase: [0] * len(timeline.points) for phase in PHASES}
     for point in range(len(timeline.points)):
         for buffer in timeline.alive(point):
@@ -55,6 +68,7 @@ def bytes_by_phase(timeline: Timeline) -> dict[str, list[int]]:
 
 
 def _page_data(title: str, timeline: Timeline) -> dict[str, Any]:
+    """The data of one chart, by the names that the script of the page reads."""
     return {
         "title": title,
         "points": timeline.points,

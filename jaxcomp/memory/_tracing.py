@@ -1,4 +1,4 @@
-"""From a Python function and the shapes of its arguments to a traced program."""
+"""Traces a Python function for the shapes of its arguments."""
 
 import contextlib
 import functools
@@ -16,11 +16,11 @@ from ._targets import Target
 
 @dataclass(frozen=True)
 class TracedStep:
-    """A function traced for its arguments' shapes.
+    """A function that is traced for the shapes of its arguments.
 
     Attributes:
-        traced: JAX's own object.
-        arguments: leaves of the arguments.
+        traced: the traced function of JAX.
+        arguments: the leaves of the arguments.
     """
 
     traced: jax.stages.Traced
@@ -28,50 +28,52 @@ class TracedStep:
 
     @property
     def jaxpr(self) -> Jaxpr:
-        """The program, without its constants."""
+        """The jaxpr of the function, without its constants."""
         return open_jaxpr(self.traced.jaxpr)
 
     @property
     def constant_bytes(self) -> int:
-        """Bytes of the arrays that the function closes over."""
+        """Size of the arrays that the function closes over, in bytes."""
         return sum(int(constant.nbytes) for constant in _constants(self.traced.jaxpr).values())
 
     @property
     def compiler_options(self) -> dict[str, Any]:
-        """What the function's own jit tells the compiler."""
+        """The compiler options of the function's jit."""
         return dict(self.traced._params["compiler_options_kvs"])
 
     @property
     def donated(self) -> tuple[int, ...]:
-        """Which of the program's flat arguments are donated."""
+        """The positions of the donated arguments among the flat arguments."""
         infos = jax.tree.leaves(self.traced.args_info)
         return tuple(i for i, info in enumerate(infos) if info.donated)
 
 
 def trace(
-    fn: Callable[..., Any],
-    *args: Any,
+    fn: Callable[..., object],
+    *args: object,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
     target: Target | None = None,
 ) -> TracedStep:
-    """Traces a function; nothing is allocated or run.
+    """Traces a function. Nothing is run, and no device memory is allocated.
 
     Args:
-        fn: any function of arrays, plain or jitted by `jax.jit` or `nnx.jit`; of a
-            `functools.partial` of a jitted one (a jitted method of an object, too), that.
-        *args: its arguments: arrays, `jax.ShapeDtypeStruct`s, Flax NNX objects (abstract ones
-            from `nnx.eval_shape` too; what `fn` changes in them is part of the program), or
-            pytrees of arrays.
-        donate_argnums: which arguments the program may overwrite, as in `jax.jit`.
-        static_argnums: which arguments are compile-time constants, as in `jax.jit`.
-        target: what it is traced for, where that is known.
+        fn: a function of arrays, plain or jitted by `jax.jit` or `nnx.jit`. It may be a
+            `functools.partial` of a jitted function, such as a jitted method.
+        *args: the arguments of `fn`: arrays, `jax.ShapeDtypeStruct`s, Flax NNX objects, or
+            pytrees of them. NNX objects may be abstract, from `nnx.eval_shape`. The updates of
+            their state by `fn` are part of the program.
+        donate_argnums: positions of the arguments that the program may overwrite, as in
+            `jax.jit`.
+        static_argnums: positions of the arguments that are compile-time constants, as in
+            `jax.jit`.
+        target: the target of the compilation, if it is known.
 
     Returns:
-        The traced program.
+        The traced function.
 
     Raises:
-        ValueError: if `fn` is jitted already and argument numbers are given here.
+        ValueError: if `fn` is already jitted and `donate_argnums` or `static_argnums` is given.
     """
     jitted: Any
     keywords: dict[str, Any] = {}
@@ -80,8 +82,8 @@ def trace(
     if isinstance(fn, jax.stages.Wrapped):
         if donate_argnums != () or static_argnums != ():
             raise ValueError(
-                f"donate_argnums={donate_argnums}, static_argnums={static_argnums}: fn is jitted "
-                "already; give them to its own jit"
+                f"donate_argnums={donate_argnums}, static_argnums={static_argnums}: expected () "
+                "for both, because fn is jitted already; pass them to its own jit"
             )
         jitted = fn
     elif any(isinstance(leaf, nnx.Pytree) for leaf in jax.tree.leaves(args, is_leaf=_is_object)):
@@ -97,7 +99,7 @@ def trace(
 def _tracing_for(
     target: Target | None, leaves: list[Any]
 ) -> contextlib.AbstractContextManager[Any]:
-    """Tells Pallas which absent GPU its kernels are for, which JAX asks from version 0.12 on."""
+    """Tells Pallas the absent GPU that its kernels are for. JAX 0.12 and later require this."""
     meshes = any(isinstance(getattr(leaf, "sharding", None), NamedSharding) for leaf in leaves)
     if target is None or target.device_kind is None or meshes:
         return contextlib.nullcontext()
@@ -110,7 +112,7 @@ def _is_object(value: Any) -> bool:
 
 
 def _constants(program: Any) -> dict[int, Any]:
-    """Arrays that a program and those that it calls close over, each once."""
+    """The arrays that a program and its inner programs close over, by `id`."""
     found = {id(constant): constant for constant in getattr(program, "consts", ())}
     for equation in open_jaxpr(program).eqns:
         for inner in _inner_programs(equation):
@@ -119,12 +121,15 @@ def _constants(program: Any) -> dict[int, Any]:
 
 
 def open_jaxpr(program: Any) -> Any:
-    """A jaxpr without its constants, whichever way this JAX writes closed ones."""
+    """The jaxpr of a closed jaxpr. Any other value is returned unchanged.
+
+    Some JAX versions have no separate class for closed jaxprs, so the class is not checked.
+    """
     return getattr(program, "jaxpr", program)
 
 
 def inner_jaxprs(equation: JaxprEqn) -> Iterator[Jaxpr]:
-    """The programs that an equation's parameters hold, without their constants."""
+    """The jaxprs in the parameters of an equation, without their constants."""
     return map(open_jaxpr, _inner_programs(equation))
 
 

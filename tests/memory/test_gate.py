@@ -12,12 +12,12 @@ import jaxcomp as jc
 from experiments.bench.stage import step_factory
 from jaxcomp.memory import MemoryReport, analyze
 from jaxcomp.models.resnet import Bottleneck, Layers
-from jaxcomp.planning._strategies import Way
+from jaxcomp.planning import Strategy
 
 
 def _report(spec: str, blocks: int, batch: int, target: str, **stage: typing.Any) -> MemoryReport:
     """Of a step of gradient descent on bottleneck blocks, which are all that it keeps."""
-    step, arguments = step_factory(blocks, **stage)(Way.parse(spec), batch)
+    step, arguments = step_factory(blocks, **stage)(Strategy.parse(spec), batch)
     return analyze(step, *arguments, target=target, xla_remat=False)
 
 
