@@ -1,6 +1,6 @@
-"""Trains the same model several ways and puts the results side by side.
+"""Trains the same model by several strategies and puts the results side by side.
 
-    python -m experiments.compare --way plain --way quantize:bits=2 --epochs 2 --out results/two
+    python -m experiments.compare --strategy plain --strategy quantize:bits=2 --epochs 2 --out results/two
 
 Interrupted, the same command goes on where it stopped; finished runs are kept.
 """
@@ -21,22 +21,22 @@ from experiments.config import TrainConfig
 from experiments.data import load
 from experiments.figure import draw
 from experiments.measure import measure
-from experiments.options import DataDir, Dtype, Out, TrainedWays, usage_errors
+from experiments.options import DataDir, Dtype, Out, TrainedStrategies, usage_errors
 from experiments.planning import quantized_bits
 from experiments.record import describe_environment, make_folder, write_json
 from experiments.rows import Row
 from experiments.train import METRICS, train
 
-WAYS = (
+STRATEGIES = (
     "plain",
     "remat",
     "accumulate:2",
-    "avg_pool:window=2",
+    "pooling:window=2",
     "quantize:bits=4",
     "quantize:bits=2",
 )
 HEADER = (
-    "way",
+    "strategy",
     "test accuracy",
     "declared residuals",
     "bits / element",
@@ -47,22 +47,22 @@ HEADER = (
 
 def compare(
     config: TrainConfig,
-    ways: Sequence[str],
+    strategies: Sequence[str],
     seeds: Sequence[int],
     runs: Path,
     *,
     rounds: int = 10,
     tensorboard: bool = False,
 ) -> list[Row] | None:
-    """Trains every way with every seed, one after another, and measures their steps.
+    """Trains every strategy with every seed, one after another, and measures their steps.
 
     Args:
-        config: of all runs, but for the way and the seed; ``plan_steps`` is of ways that quantize.
-        ways: the rows; the first must be ``plain``.
+        config: of all runs, but for the strategy and the seed; ``plan_steps`` is of strategies that quantize.
+        strategies: the rows; the first must be ``plain``.
         seeds: of the runs.
         runs: directory for the runs' own directories. What is finished there is not trained again,
             what is not goes on.
-        rounds: timed steps of each way.
+        rounds: timed steps of each strategy.
         tensorboard: whether the runs write TensorBoard scalars.
 
     Returns:
@@ -71,29 +71,31 @@ def compare(
     Raises:
         ValueError: an argument is wrong, or ``runs`` has runs of another configuration.
     """
-    if config.plan_steps is not None and not any(map(quantized_bits, ways)):
-        raise ValueError(f"plan_steps={config.plan_steps}: expected a way that quantizes in {ways}")
+    if config.plan_steps is not None and not any(map(quantized_bits, strategies)):
+        raise ValueError(
+            f"plan_steps={config.plan_steps}: expected a strategy that quantizes in {strategies}"
+        )
     dataset = load(config.dataset, config.data_dir)
-    measured = measure(config, ways, dataset, rounds)
+    measured = measure(config, strategies, dataset, rounds)
     rows = []
-    for way in ways:
+    for strategy in strategies:
         finished = []
         for seed in seeds:
-            plan_steps = config.plan_steps if quantized_bits(way) else None
-            run_config = replace(config, way=way, seed=seed, plan_steps=plan_steps)
-            metrics = _finish(run_config, run_folder(runs, way, seed), tensorboard)
+            plan_steps = config.plan_steps if quantized_bits(strategy) else None
+            run_config = replace(config, strategy=strategy, seed=seed, plan_steps=plan_steps)
+            metrics = _finish(run_config, run_folder(runs, strategy, seed), tensorboard)
             if metrics is None:
                 return None
             finished.append(metrics)
         accuracies = [metrics["test_accuracy"][-1] for metrics in finished]
         loss = [round(x, 4) for x in finished[0]["loss"]]
-        rows.append(Row(way, accuracies, loss, measured[way]))
+        rows.append(Row(strategy, accuracies, loss, measured[strategy]))
     return rows
 
 
-def run_folder(runs: Path, way: str, seed: int) -> Path:
+def run_folder(runs: Path, strategy: str, seed: int) -> Path:
     """The directory of a run."""
-    name = re.sub(r"[^\w.=,-]+", "_", way)
+    name = re.sub(r"[^\w.=,-]+", "_", strategy)
     return runs / f"{name}-{seed}"
 
 
@@ -113,7 +115,9 @@ def report(config: TrainConfig, seeds: Sequence[int], rows: Sequence[Row], out: 
     """Prints the comparison and writes comparison.json, comparison.md and comparison.png."""
     table = Table(title=f"{config.model} on {config.dataset}, batch {config.batch}")
     for name in HEADER:
-        table.add_column(name, justify="left" if name == "way" else "right", no_wrap=name == "way")
+        table.add_column(
+            name, justify="left" if name == "strategy" else "right", no_wrap=name == "strategy"
+        )
     for row in rows:
         table.add_row(*row.cells())
     console = Console()
@@ -133,20 +137,20 @@ def report(config: TrainConfig, seeds: Sequence[int], rows: Sequence[Row], out: 
 
 
 def compare_seeds(
-    config: TrainConfig, ways: Sequence[str], seeds: Sequence[int], out: Path
+    config: TrainConfig, strategies: Sequence[str], seeds: Sequence[int], out: Path
 ) -> list[Row]:
     """Compares with several seeds and reports, for a command line; runs are under ``out / "runs"``.
 
     Raises:
-        ValueError: the first way is not ``plain``, or there is one seed.
+        ValueError: the first strategy is not ``plain``, or there is one seed.
         typer.Exit: Ctrl-C stopped a run.
     """
-    if len(seeds) < 2 or len({*seeds}) != len(seeds) or ways[0] != "plain":
+    if len(seeds) < 2 or len({*seeds}) != len(seeds) or strategies[0] != "plain":
         raise ValueError(
-            f"way={ways}, seed={seeds}: expected plain first, 2 or more seeds, each once"
+            f"strategy={strategies}, seed={seeds}: expected plain first, 2 or more seeds, each once"
         )
     make_folder(out)
-    return _reported(compare(config, ways, seeds, out / "runs"), config, seeds, out)
+    return _reported(compare(config, strategies, seeds, out / "runs"), config, seeds, out)
 
 
 def _reported(
@@ -175,7 +179,7 @@ def notes(rows: Sequence[Row]) -> list[str]:
 def main(
     out: Out,
     runs: Annotated[Path | None, typer.Option(help="Of the runs; default OUT/runs.")] = None,
-    way: TrainedWays = None,
+    strategy: TrainedStrategies = None,
     seed: Annotated[list[int] | None, typer.Option(help="Repeat for more. Default: 0.")] = None,
     model: str = TrainConfig.model,
     dataset: str = TrainConfig.dataset,
@@ -184,10 +188,10 @@ def main(
     batch: int = TrainConfig.batch,
     lr: float = TrainConfig.lr,
     dtype: Dtype = TrainConfig.dtype,
-    rounds: Annotated[int, typer.Option(help="Timed steps of each way.")] = 10,
+    rounds: Annotated[int, typer.Option(help="Timed steps of each strategy.")] = 10,
     tensorboard: bool = True,
 ) -> None:
-    """Trains a model several ways and compares; the same command again goes on."""
+    """Trains a model by several strategies and compares; the same command again goes on."""
     seeds = seed or [0]
     config = TrainConfig(
         model=model,
@@ -201,7 +205,7 @@ def main(
     make_folder(out)
     rows = compare(
         config,
-        way or WAYS,
+        strategy or STRATEGIES,
         seeds,
         runs or out / "runs",
         rounds=rounds,

@@ -17,7 +17,7 @@ class TrainConfig:
         model: name of a model, as ``jaxcomp.models.catalog.create`` takes it.
         dataset: name of a data set, as ``experiments.data.load`` takes it.
         data_dir: where the full data sets are; None is TFDS's own default.
-        way: what the step stores, as :meth:`experiments.ways.Way.parse` takes it.
+        strategy: what the step stores, as :meth:`experiments.strategies.Strategy.parse` takes it.
         epochs: passes over the training split, shuffled anew for each.
         epoch_steps: steps of an epoch; None is as many as there are whole batches.
         batch: images in a batch, over all devices.
@@ -31,7 +31,7 @@ class TrainConfig:
         label_smoothing: weight of the uniform distribution in the targets.
         augment: whether training images are augmented.
         dtype: of the computation; parameters, optimiser and batch statistics are float32.
-        plan_steps: steps between two plans of the bits of a way that quantizes
+        plan_steps: steps between two plans of the bits of a strategy that quantizes
             (`jaxcomp.diagnostics._bits.BitPlanner`); None is no plan.
         seed: of the parameters, the order of the data and the augmentation, 0 or more.
 
@@ -42,7 +42,7 @@ class TrainConfig:
     model: str = "resnet20"
     dataset: str = "fashion_mnist_embedded"
     data_dir: Path | None = None
-    way: str = "plain"
+    strategy: str = "plain"
     epochs: int = 10
     epoch_steps: int | None = None
     batch: int = 128

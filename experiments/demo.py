@@ -1,4 +1,4 @@
-"""A small ResNet trained on real images six ways, side by side, in a few minutes.
+"""A small ResNet trained on real images by six strategies, side by side, in a few minutes.
 
 python -m experiments.demo
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 import typer
 
 from experiments.cache import compilation_cache
-from experiments.compare import WAYS, compare, report
+from experiments.compare import STRATEGIES, compare, report
 from experiments.config import TrainConfig
 from experiments.options import Out, usage_errors
 from experiments.record import make_folder
@@ -29,12 +29,12 @@ CONFIG = TrainConfig(
 def main(
     out: Out = Path("experiments/results/demo"),
 ) -> None:
-    """Trains a ResNet six ways; prints a table, writes a picture and a JSON file."""
+    """Trains a ResNet by six strategies; prints a table, writes a picture and a JSON file."""
     make_folder(out)
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         with compilation_cache(scratch / "compiled"):
-            rows = compare(CONFIG, WAYS, [CONFIG.seed], scratch / "runs", rounds=5)
+            rows = compare(CONFIG, STRATEGIES, [CONFIG.seed], scratch / "runs", rounds=5)
     if rows is None:
         typer.echo("stopped")
         raise typer.Exit(130)

@@ -17,7 +17,7 @@ SMOOTHING = 0.1  # weight of the newest step in the moving average of the loss
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Writes the figure of at most seven ways as a PNG; makes its folder."""
+    """Writes the figure of at most seven strategies as a PNG; makes its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with mpl.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(12, 4.6), layout="constrained")
@@ -29,10 +29,10 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 def _loss_curves(axes: Axes, rows: Sequence[Row]) -> None:
     for row, color in zip(rows, COLORS, strict=False):
-        label = f"{row.way}: {np.mean(row.test_accuracy):.1%}"
+        label = f"{row.strategy}: {np.mean(row.test_accuracy):.1%}"
         axes.plot(np.arange(1, len(row.loss) + 1), _smooth(row.loss), color=color, label=label)
     axes.set(title="Training loss (moving average)", xlabel="step", ylabel="cross-entropy")
-    axes.legend(title="way: test accuracy", frameon=False)
+    axes.legend(title="strategy: test accuracy", frameon=False)
     axes.grid(alpha=0.25)
 
 
@@ -57,7 +57,7 @@ def _memory_bars(axes: Axes, rows: Sequence[Row]) -> None:
         bars = axes.barh(positions + offset, values, height=0.34, **style)
         axes.bar_label(bars, fmt="%.1f", padding=3)
     axes.set(title="Memory of one training step", xlabel="MiB", yticks=positions)
-    axes.set_yticklabels([row.way for row in rows])
+    axes.set_yticklabels([row.strategy for row in rows])
     axes.invert_yaxis()
     axes.margins(x=0.12)
     grey = "#666666"

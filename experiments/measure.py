@@ -1,4 +1,4 @@
-"""Memory and step times of training steps that differ in their way only."""
+"""Memory and step times of training steps that differ in their strategy only."""
 
 import math
 import statistics
@@ -19,7 +19,7 @@ from jaxcomp import memory
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a training step of one way costs.
+    """What a training step of one strategy costs.
 
     Attributes:
         declared_residual_bytes: what the step declares to keep from its forward to its backward
@@ -30,7 +30,7 @@ class Measurement:
         target: the device that the step was compiled for.
         temp_bytes: XLA's scratch memory in the compiled step, where residuals live.
         step_seconds: median time of a step.
-        step_time_ratio: median, over rounds in which each way takes one step, of the step's time
+        step_time_ratio: median, over rounds in which each strategy takes one step, of the step's time
             to the plain step's.
     """
 
@@ -43,23 +43,23 @@ class Measurement:
 
 
 def measure(
-    config: TrainConfig, ways: Sequence[str], dataset: Dataset, rounds: int
+    config: TrainConfig, strategies: Sequence[str], dataset: Dataset, rounds: int
 ) -> dict[str, Measurement]:
-    """Compiles and times the training step of each way, on random parameters and one batch.
+    """Compiles and times the training step of each strategy, on random parameters and one batch.
 
     Args:
-        config: of the step, all but the way.
-        ways: what to compare; the first must be ``plain``.
+        config: of the step, all but the strategy.
+        strategies: what to compare; the first must be ``plain``.
         dataset: where the batch is from.
-        rounds: how many timed steps each way takes, in turns, so that all share the machine's
+        rounds: how many timed steps each strategy takes, in turns, so that all share the machine's
             other load.
 
     Raises:
-        ValueError: the first way is not ``plain``, or ``rounds`` is less than 1.
+        ValueError: the first strategy is not ``plain``, or ``rounds`` is less than 1.
     """
-    if ways[0] != "plain":
+    if strategies[0] != "plain":
         raise ValueError(
-            f"ways={list(ways)!r}: expected plain first; the others are held against it"
+            f"strategies={list(strategies)!r}: expected plain first; the others are held against it"
         )
     if rounds < 1:
         raise ValueError(f"rounds={rounds}: expected 1 or more")
@@ -70,7 +70,7 @@ def measure(
             )
         )
     )
-    runs = [build(replace(config, way=way), dataset) for way in ways]
+    runs = [build(replace(config, strategy=strategy), dataset) for strategy in strategies]
     reports = [memory.analyze(run.train_step, run.state, *batch) for run in runs]
     plain = runs[0].train_step.trace(runs[0].state, *batch).jaxpr
     elements = sum(
@@ -83,7 +83,7 @@ def measure(
 
     declared = [report.declared_residual_bytes or 0 for report in reports]
     return {
-        way: Measurement(
+        strategy: Measurement(
             declared_residual_bytes=nbytes,
             bits_per_element=8 * nbytes / elements,
             target=report.target,
@@ -91,7 +91,9 @@ def measure(
             step_seconds=statistics.median(times),
             step_time_ratio=ratio(times, seconds[0]),
         )
-        for way, report, nbytes, times in zip(ways, reports, declared, seconds, strict=True)
+        for strategy, report, nbytes, times in zip(
+            strategies, reports, declared, seconds, strict=True
+        )
     }
 
 

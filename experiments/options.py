@@ -8,10 +8,10 @@ from typing import Annotated, Literal
 import typer
 
 Out = Annotated[Path, typer.Option(help="Directory of the results.")]
-Ways = Annotated[
+Strategies = Annotated[
     list[str] | None, typer.Option(help="A row; repeat for more. Default: those of the table.")
 ]
-TrainedWays = Annotated[
+TrainedStrategies = Annotated[
     list[str] | None,
     typer.Option(help="A row; repeat for more, plain first. Default: those of the table."),
 ]

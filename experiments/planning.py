@@ -7,16 +7,17 @@ from flax import nnx
 from experiments.config import TrainConfig
 from experiments.data import Dataset
 from experiments.run import Run, cross_entropy, of_model
-from jaxcomp import Quantize
-from jaxcomp.diagnostics._bits import BitPlanner
+from jaxcomp import Policy, Quantize
+from jaxcomp.diagnostics import BitPlanner
 from jaxcomp.models import training
-from jaxcomp.planning._strategies import Way
+from jaxcomp.planning import Strategy
 
 
-def quantized_bits(way: str) -> list[int]:
-    """The bits of each rule of a way that quantizes, and so can be planned."""
-    codecs = [rule.codec for rule in Way.parse(way).rules]
-    return [codec.bits for codec in codecs if isinstance(codec, Quantize)]
+def quantized_bits(strategy: str) -> list[int]:
+    """The bits of each rule of a strategy that quantizes, and so can be planned."""
+    policy = Strategy.parse(strategy).policy
+    rules = policy.rules if isinstance(policy, Policy) else ()
+    return [rule.action.bits for rule in rules if isinstance(rule.action, Quantize)]
 
 
 class Planner:
@@ -31,13 +32,14 @@ class Planner:
         """Goes on from ``plans``, a record by step, which grows with each plan.
 
         Raises:
-            ValueError: plans are asked for, and the way does not quantize.
+            ValueError: plans are asked for, and the strategy does not quantize.
         """
         self.config, self.dataset, self.plans = config, dataset, plans
-        bits = quantized_bits(config.way)
+        bits = quantized_bits(config.strategy)
         if config.plan_steps is not None and not bits:
             raise ValueError(
-                f"plan_steps={config.plan_steps}: expected a way that quantizes, not {config.way}"
+                f"plan_steps={config.plan_steps}: expected a strategy that quantizes, "
+                f"not {config.strategy}"
             )
         self.planner = BitPlanner(
             cross_entropy, bits=max(bits, default=2), every=config.plan_steps or 1

@@ -8,16 +8,16 @@ from experiments.measure import Measurement
 
 @dataclass(frozen=True)
 class Row:
-    """One way in the comparison.
+    """One strategy in the comparison.
 
     Attributes:
-        way: its spec.
+        strategy: its spec.
         test_accuracy: at the end, one for each seed.
         loss: of each training step, of the first seed's run.
         measurement: what a step costs.
     """
 
-    way: str
+    strategy: str
     test_accuracy: list[float]
     loss: list[float]
     measurement: Measurement
@@ -29,7 +29,7 @@ class Row:
             accuracy += f" ± {statistics.stdev(self.test_accuracy):.2%}"
         cost = self.measurement
         return (
-            self.way,
+            self.strategy,
             accuracy,
             mebibytes(cost.declared_residual_bytes),
             f"{cost.bits_per_element:.2f}",

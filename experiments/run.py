@@ -12,7 +12,7 @@ from experiments.config import DTYPES, TrainConfig
 from experiments.data import Dataset
 from experiments.devices import abstract_batch, replicate, shard
 from jaxcomp.models import catalog, training
-from jaxcomp.planning._strategies import Way
+from jaxcomp.planning import Strategy
 
 
 class Run(NamedTuple):
@@ -60,13 +60,13 @@ def build(config: TrainConfig, dataset: Dataset) -> Run:
     """Makes the model and the functions of a run, and traces its training step.
 
     Raises:
-        ValueError: the model or the way is unknown, or the batch does not divide over the way's
-            micro-batches and the devices, or is larger than the data set, or the way cannot store
+        ValueError: the model or the strategy is unknown, or the batch does not divide over the strategy's
+            micro-batches and the devices, or is larger than the data set, or the strategy cannot store
             one of the step's arrays.
     """
-    way = Way.parse(config.way)
-    way.check_batch(config.batch, jax.device_count())
-    model = way(
+    strategy = Strategy.parse(config.strategy)
+    strategy.check_batch(config.batch, jax.device_count())
+    model = strategy(
         catalog.create(
             config.model,
             num_classes=dataset.num_classes,
@@ -89,7 +89,7 @@ def of_model(
         ValueError: as :func:`build`.
     """
     loss_fn = training.make_loss(model, config.label_smoothing)
-    micro_batches = Way.parse(config.way).micro_batches
+    micro_batches = Strategy.parse(config.strategy).micro_batches
     train_step = training.make_train_step(loss_fn, _optimizer(config, dataset), micro_batches)
     train_step.trace(state, *abstract_batch(config.batch, dataset.image_shape))
     return Run(model, state, loss_fn, train_step, training.make_eval_step(model))

@@ -1,6 +1,6 @@
-"""Trains a ResNet on real images, its activations stored as the chosen way says.
+"""Trains a ResNet on real images, its activations stored as the chosen strategy says.
 
-    python -m experiments.train --model resnet20 --way quantize:bits=2 --out runs/quantize2
+    python -m experiments.train --model resnet20 --strategy quantize:bits=2 --out runs/quantize2
 
 Ctrl-C saves and stops; the same command with ``--resume`` goes on, and ends with the bits that the
 unbroken run ends with. (On a GPU set ``XLA_FLAGS=--xla_gpu_deterministic_ops=true`` for that: some
@@ -120,7 +120,9 @@ def train(
 
     with (
         deferred_interrupt() as interrupted,
-        Monitor(config.way, taken, config.epochs * epoch_steps, config.batch, writer) as monitor,
+        Monitor(
+            config.strategy, taken, config.epochs * epoch_steps, config.batch, writer
+        ) as monitor,
     ):
 
         def read_metrics() -> None:
@@ -176,7 +178,7 @@ def main(
     model: str = TrainConfig.model,
     dataset: str = TrainConfig.dataset,
     data_dir: DataDir = None,
-    way: Annotated[str, typer.Option(help="plain, remat, accumulate:N, or a codec")] = "plain",
+    strategy: Annotated[str, typer.Option(help="plain, remat, accumulate:N, or a codec")] = "plain",
     epochs: int = TrainConfig.epochs,
     epoch_steps: Annotated[int | None, typer.Option(help="Default: all batches.")] = None,
     batch: Annotated[int, typer.Option(help="Images in a batch.")] = TrainConfig.batch,
@@ -204,7 +206,7 @@ def main(
         model=model,
         dataset=dataset,
         data_dir=data_dir,
-        way=way,
+        strategy=strategy,
         epochs=epochs,
         epoch_steps=epoch_steps,
         batch=batch,

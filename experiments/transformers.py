@@ -1,6 +1,6 @@
 """A decoder language model and a vision transformer in plain Flax NNX, and their training steps.
 
-    jaxcomp memory experiments.transformers:lm plain remat compress:transformer:bits=4 --batch 8 \\
+    jaxcomp memory experiments.transformers:lm plain remat transformer:bits=4 --batch 8 \\
         --target h100
 
 They are written as users write them and know nothing of jaxcomp: what their steps store is the
@@ -17,7 +17,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxcomp.models import training
-from jaxcomp.planning._strategies import Way
+from jaxcomp.planning import Strategy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,56 +197,58 @@ def _step(
     make: Callable[[], nnx.Module],
     inputs: Any,
     labels: Any,
-    way: Way,
+    strategy: Strategy,
     batch: int,
     *,
     unroll: bool = True,
 ) -> Step:
     """A step of a model, of whose batch `inputs` and `labels` are one example."""
-    model = way(nnx.eval_shape(make))
+    model = strategy(nnx.eval_shape(make))
     optimizer = training.adamw(lambda count: 1e-3, weight_decay=0.1)
     loss_fn = training.make_loss(model, label_smoothing=0.0)
-    step = training.make_train_step(loss_fn, optimizer, way.micro_batches, unroll=unroll)
+    step = training.make_train_step(loss_fn, optimizer, strategy.micro_batches, unroll=unroll)
     state = jax.eval_shape(lambda: training.init_state(model, optimizer))
     arrays = (jax.ShapeDtypeStruct((batch, *a.shape), a.dtype) for a in (inputs, labels))
     return step, (state, *arrays)
 
 
-def _lm(length: int, queries: int, way: Way, batch: int) -> Step:
+def _lm(length: int, queries: int, strategy: Strategy, batch: int) -> Step:
     tokens = jax.ShapeDtypeStruct((length,), jnp.int32)
     shape = Shape(queries=queries)
-    return _step(lambda: LM(256, length, shape, rngs=nnx.Rngs(0)), tokens, tokens, way, batch)
+    return _step(lambda: LM(256, length, shape, rngs=nnx.Rngs(0)), tokens, tokens, strategy, batch)
 
 
-def lm(way: Way, batch: int) -> Step:
+def lm(strategy: Strategy, batch: int) -> Step:
     """A step of a language model of bytes, six blocks of 768 features, on 1024 tokens."""
-    return _lm(1024, 1024, way, batch)
+    return _lm(1024, 1024, strategy, batch)
 
 
-def scanned_lm(way: Way, batch: int) -> Step:
+def scanned_lm(strategy: Strategy, batch: int) -> Step:
     """A step of the same model with its blocks under `scan`; `remat` is around the loop's body."""
-    if way.boundary is not None:
-        raise ValueError(f"way={way.spec!r}: expected none that codes the inputs of blocks")
+    if strategy.block_codec is not None:
+        raise ValueError(f"strategy={strategy.spec!r}: expected none that encodes blocks' inputs")
     tokens = jax.ShapeDtypeStruct((1024,), jnp.int32)
 
     def around(body: Body) -> Body:
-        return nnx.remat(body, policy=way.policy) if way.remat else body
+        return nnx.remat(body, policy=strategy.remat_policy) if strategy.remat else body
 
     def make() -> nnx.Module:
         return ScannedLM(256, 1024, around=around, rngs=nnx.Rngs(0))
 
-    way = dataclasses.replace(way, remat=False)
-    return _step(make, tokens, tokens, way, batch, unroll=False)
+    strategy = dataclasses.replace(strategy, remat=False)
+    return _step(make, tokens, tokens, strategy, batch, unroll=False)
 
 
-def long_lm(way: Way, batch: int) -> Step:
+def long_lm(strategy: Strategy, batch: int) -> Step:
     """A step of the same model on 8192 tokens."""
-    return _lm(8192, 512, way, batch)
+    return _lm(8192, 512, strategy, batch)
 
 
-def vit_b16(way: Way, batch: int) -> Step:
+def vit_b16(strategy: Strategy, batch: int) -> Step:
     """A step of ViT-B/16 on images of 224 pixels of 1000 classes."""
     images = jax.ShapeDtypeStruct((224, 224, 3), jnp.bfloat16)
     labels = jax.ShapeDtypeStruct((), jnp.int32)
     shape = Shape(depth=12)
-    return _step(lambda: ViT(1000, 224, 16, shape, rngs=nnx.Rngs(0)), images, labels, way, batch)
+    return _step(
+        lambda: ViT(1000, 224, 16, shape, rngs=nnx.Rngs(0)), images, labels, strategy, batch
+    )

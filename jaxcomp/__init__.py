@@ -1,37 +1,63 @@
-"""jaxcomp: training with compressed activations in JAX."""
+"""jaxcomp: training with compressed activations in JAX.
 
-from jaxcomp import memory as memory
-from jaxcomp import models as models
-from jaxcomp import nn as nn
-from jaxcomp import ops as ops
-from jaxcomp import planning as planning
-from jaxcomp import policies as policies
-from jaxcomp.codecs import AvgPool as AvgPool
-from jaxcomp.codecs import BlockSparse as BlockSparse
-from jaxcomp.codecs import Cast as Cast
-from jaxcomp.codecs import Codec as Codec
-from jaxcomp.codecs import DualPrecision as DualPrecision
-from jaxcomp.codecs import Encoded as Encoded
-from jaxcomp.codecs import Exact as Exact
-from jaxcomp.codecs import Offload as Offload
-from jaxcomp.codecs import Packed as Packed
-from jaxcomp.codecs import PerSample as PerSample
-from jaxcomp.codecs import Quantize as Quantize
-from jaxcomp.codecs import SignAware as SignAware
-from jaxcomp.diagnostics._bits import BitPlanner as BitPlanner
-from jaxcomp.diagnostics._bits import plan_bits as plan_bits
-from jaxcomp.diagnostics._clipping import clipped as clipped
-from jaxcomp.diagnostics._gradients import check_gradients as check_gradients
-from jaxcomp.diagnostics._storage import Storage as Storage
-from jaxcomp.diagnostics._storage import storage as storage
-from jaxcomp.memory import compiler_options as compiler_options
-from jaxcomp.models import training as training
-from jaxcomp.policies import recipes as recipes
-from jaxcomp.policies._rules import Rule as Rule
-from jaxcomp.policies._rules import Rules as Rules
-from jaxcomp.transform import CheckpointPlan as CheckpointPlan
-from jaxcomp.transform import checkpoint as checkpoint
-from jaxcomp.transform import compress as compress
-from jaxcomp.transform import plan as plan
-from jaxcomp.transform._layers import Plan as Plan
-from jaxcomp.transform._layers import apply as apply
+- `compress` and `uncompress`: Flax NNX models; `checkpoint`: any JAX function.
+- `plan`: what is saved for the backward pass; `check_gradients`: bias and noise of the gradient;
+  `compare`: the memory of a training step by several strategies.
+- `Policy` and `Rule`: what is saved, and how; `recipes`: policies for whole models.
+- Codecs: `Quantize`, `SignAware`, `AvgPool`, `DualPrecision`, `BlockSparse`, `Cast`, `Offload`, ...
+- `nn`, `ops`: layers and operations; `memory`: what XLA needs for a step; `models`: networks.
+"""
+
+from jaxcomp import codecs, diagnostics, memory, models, nn, ops, planning, policies
+from jaxcomp.codecs import (
+    AvgPool,
+    BlockSparse,
+    Cast,
+    Codec,
+    DualPrecision,
+    Exact,
+    Offload,
+    Packed,
+    PerSample,
+    Quantize,
+    SignAware,
+)
+from jaxcomp.diagnostics import check_gradients, plan
+from jaxcomp.planning import compare
+from jaxcomp.policies import Policy, Rule, recipes
+from jaxcomp.transform import checkpoint, compress, uncompress
+
+__all__ = (
+    "AvgPool",
+    "BlockSparse",
+    "Cast",
+    "Codec",
+    "DualPrecision",
+    "Exact",
+    "Offload",
+    "Packed",
+    "PerSample",
+    "Policy",
+    "Quantize",
+    "Rule",
+    "SignAware",
+    "check_gradients",
+    "checkpoint",
+    "codecs",
+    "compare",
+    "compress",
+    "diagnostics",
+    "memory",
+    "models",
+    "nn",
+    "ops",
+    "plan",
+    "planning",
+    "policies",
+    "recipes",
+    "uncompress",
+)
+
+
+def __dir__() -> tuple[str, ...]:
+    return __all__

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from jaxcomp import memory, planning
 from jaxcomp.models import steps
-from jaxcomp.planning._comparison import MakeStep
+from jaxcomp.planning import MakeStep
 
 app = typer.Typer(help="Training with compressed activations in JAX.", add_completion=False)
 ROWS_OF_ANY_MODEL = ("plain", "remat", "remat:dots")
@@ -36,7 +36,7 @@ def memory_command(
         list[str] | None,
         typer.Argument(
             metavar="[ROW]...",
-            help="plain, remat, remat:dots, offload, accumulate:N, compress:transformer:bits=4 "
+            help="plain, remat, remat:dots, offload, accumulate:N, transformer:bits=4 "
             "(any model), or a codec such as quantize:bits=2. "
             f"Default: {' '.join(ROWS)}; of your own factory "
             f"{' '.join(ROWS_OF_ANY_MODEL)}.",
@@ -65,7 +65,7 @@ def memory_command(
         Path | None, typer.Option(help="Write a page with the rows' timelines here.")
     ] = None,
 ) -> None:
-    """What XLA keeps of a whole training step, made several ways, on a device here or not."""
+    """What XLA keeps of a whole training step, by several strategies, on a device here or not."""
     rows = rows or list(ROWS if ":" not in model else ROWS_OF_ANY_MODEL)
     try:
         for file in (json, html):

@@ -53,7 +53,7 @@ def test_a_model_by_name(run):
         (["resnet51"], "name='resnet51': expected one of"),
         (["my_factory:number"], "has no function 'number'"),
         (["no_such_module:f"], "No module named 'no_such_module'"),
-        (["my_factory:make_step", "plane"], "way='plane'"),
+        (["my_factory:make_step", "plane"], "strategy='plane'"),
         (["my_factory:make_step", "plain", "--target", "h101"], "target='h101' is unknown"),
         (["my_factory:make_step", "plain", "--json", "no/t.json"], "expected a file in a folder"),
         (["resnet20", "plain", "--image", "0"], "image=0"),

@@ -37,7 +37,7 @@ BLOCKS = ((8, 8), (32, 8), (256, 8))
 DENSITIES = (0.1, 0.25, 0.5)
 RUN_BATCH = 8  # of the timed matrices, float32
 
-Gradient = Callable[[jc.Encoded, jax.Array], jax.Array]
+Gradient = Callable[[jc.codecs.Encoded, jax.Array], jax.Array]
 
 
 def gradient(
@@ -58,7 +58,7 @@ def compiled(
 
     # What is declared is found by differentiation, which the kernel has no rule for.
     @jax.custom_vjp
-    def run(code: jc.Encoded, g: jax.Array) -> jax.Array:
+    def run(code: jc.codecs.Encoded, g: jax.Array) -> jax.Array:
         return gradient(codec, product, x, columns)(code, g)
 
     run.defvjp(lambda code, g: (run(code, g), None), lambda _, dw: (None, None))

@@ -80,24 +80,24 @@ BLOCKS: dict[str, tuple[Block, tuple[int, ...], Shapes]] = {
 }
 
 CODEC = jc.Quantize(bits=4)
-WAYS: dict[str, tuple[Callable[[Block], Block], Callable[[Any], Any]]] = {
+STRATEGIES: dict[str, tuple[Callable[[Block], Block], Callable[[Any], Any]]] = {
     "plain": (lambda block: block, lambda stack: stack),
     "remat": (jax.checkpoint, lambda stack: stack),
     "each": (lambda block: jc.checkpoint(block, CODEC, coded_argnums=0), lambda stack: stack),
     "whole": (lambda block: block, lambda stack: jc.checkpoint(stack, CODEC)),
     "boundary, 8 bits": (
         lambda block: jc.checkpoint(
-            block, jc.policies.boundary(jc.Quantize(bits=8)), coded_argnums=0
+            block, jc.recipes.boundary(jc.Quantize(bits=8)), coded_argnums=0
         ),
         lambda stack: stack,
     ),
 }
 
 
-def measure(kind: str, way: str, target: str | None) -> dict[str, Any]:
+def measure(kind: str, strategy: str, target: str | None) -> dict[str, Any]:
     """What one more block declares, keeps and moves, in bytes."""
     block, shape, shapes = BLOCKS[kind]
-    around_block, around_stack = WAYS[way]
+    around_block, around_stack = STRATEGIES[strategy]
     ready = around_block(block)
 
     def stack(x: jax.Array, blocks: Any) -> jax.Array:
@@ -134,22 +134,22 @@ def measure(kind: str, way: str, target: str | None) -> dict[str, Any]:
 
 @usage_errors()
 def main(out: Out, target: Target = None) -> None:
-    """Compiles every block in every way; writes checkpoint.json and checkpoint.md."""
-    cases = [(kind, way) for kind in BLOCKS for way in WAYS]
+    """Compiles every block in every strategy; writes checkpoint.json and checkpoint.md."""
+    cases = [(kind, strategy) for kind in BLOCKS for strategy in STRATEGIES]
     rows = [
-        {"block": kind, "way": way, **measure(kind, way, target)}
-        for kind, way in track(cases, "compiling")
+        {"block": kind, "strategy": strategy, **measure(kind, strategy, target)}
+        for kind, strategy in track(cases, "compiling")
     ]
     content = describe_environment() | {"target": target, "rows": rows}
     write_json(out / "checkpoint.json", content)
     sizes = "declared MiB", "compiled MiB", "compiled / declared", "traffic MiB"
-    table = [["block", "way", *sizes]]
+    table = [["block", "strategy", *sizes]]
     for row in rows:
         declared, compiled, traffic = (
             row[f"{kind}_bytes"] / 2**20 for kind in ("declared", "compiled", "hbm_traffic")
         )
         cells = f"{declared:.2f}", f"{compiled:.2f}", f"{compiled / declared:.2f}", f"{traffic:.1f}"
-        table.append([row["block"], row["way"], *cells])
+        table.append([row["block"], row["strategy"], *cells])
     title = f"One more block, bfloat16, compiled for {target}, {CODEC} where not said otherwise:"
     typer.echo(write_table(out / "checkpoint.md", title, table, content["command"]))
 

@@ -2,7 +2,7 @@
 
     python -m experiments.bench.device --out experiments/results/device
 
-Each way is compiled in a process of its own, and run in another, which finds the program in JAX's
+Each strategy is compiled in a process of its own, and run in another, which finds the program in JAX's
 compilation cache: a process tells its largest use of memory alone, a compiler's trials of kernels
 among it. The steps are then timed in one process, in turns, so that all share the device's other
 load. Parameters and images are random.
@@ -24,19 +24,19 @@ from rich.progress import track
 from experiments.cache import compilation_cache
 from experiments.config import DTYPES
 from experiments.measure import in_turns, ratio
-from experiments.options import Dtype, Image, Out, Ways, usage_errors
+from experiments.options import Dtype, Image, Out, Strategies, usage_errors
 from experiments.record import describe_environment, make_folder, write_json, write_table
 from jaxcomp import memory
 from jaxcomp.models import steps
-from jaxcomp.planning._strategies import Way
+from jaxcomp.planning import Strategy
 
-WAYS = "plain", "remat", "accumulate:4", "quantize:bits=2", "fused:bits=4", "fused:bits=2"
+STRATEGIES = "plain", "remat", "accumulate:4", "quantize:bits=2", "fused:bits=4", "fused:bits=2"
 Step = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
-def make_step(way: str, model: str, image: int, dtype: str, batch: int) -> Step:
-    """A way's step and the shapes of its arguments."""
-    return steps.classifier(model, image, DTYPES[dtype])(Way.parse(way), batch)
+def make_step(strategy: str, model: str, image: int, dtype: str, batch: int) -> Step:
+    """A strategy's step and the shapes of its arguments."""
+    return steps.classifier(model, image, DTYPES[dtype])(Strategy.parse(strategy), batch)
 
 
 def filled(shapes: Any) -> Any:
@@ -85,26 +85,26 @@ def alone(cache: str, task: Callable[..., Any], *arguments: Any) -> Any:
 @usage_errors()
 def main(
     out: Out,
-    way: Ways = None,
+    strategy: Strategies = None,
     model: str = "resnet50",
     batch: int = 128,
     image: Image = 224,
     dtype: Dtype = "bfloat16",
-    rounds: Annotated[int, typer.Option(help="Timed steps of each way.", min=1)] = 20,
+    rounds: Annotated[int, typer.Option(help="Timed steps of each strategy.", min=1)] = 20,
 ) -> None:
-    """Compiles, runs and times the step of each way; writes device.json and device.md."""
-    ways = way or list(WAYS)
-    for name in ways:
-        Way.parse(name)
+    """Compiles, runs and times the step of each strategy; writes device.json and device.md."""
+    strategies = strategy or list(STRATEGIES)
+    for name in strategies:
+        Strategy.parse(name)
     make_folder(out)
-    rows: list[dict[str, Any]] = [{"row": name} for name in ways]
+    rows: list[dict[str, Any]] = [{"row": name} for name in strategies]
     with tempfile.TemporaryDirectory() as folder:
         for row in track(rows, "compiling and running"):
             described = row["row"], model, image, dtype, batch
             row |= alone(folder, compiled, *described)
             row["in_use_bytes"] = alone(folder, most_in_use, *described)
         with compilation_cache(Path(folder)):
-            runs = [make_step(name, model, image, dtype, batch) for name in ways]
+            runs = [make_step(name, model, image, dtype, batch) for name in strategies]
             _, (_, *arrays) = runs[0]
             ready = [(step, filled(state)) for step, (state, *_) in runs]
             seconds = in_turns(ready, filled(arrays), rounds)

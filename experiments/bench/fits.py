@@ -1,9 +1,9 @@
-"""The largest batch of a ResNet's training step that GPUs hold, several ways.
+"""The largest batch of a ResNet's training step that GPUs hold, by several strategies.
 
     python -m experiments.bench.fits --out experiments/results/fits-resnet50
     python -m experiments.bench.fits --model resnet152 --part h100 --out OUT
 
-Each way is compiled for one GPU at two batches, and the line through them tells about which batch
+Each strategy is compiled for one GPU at two batches, and the line through them tells about which batch
 is the largest that a part holds, of whose memory JAX preallocates 75%. That of the largest part is
 compiled too; the line through it and the larger of the two tells the largest batch of each part.
 """
@@ -14,18 +14,18 @@ from typing import Annotated, Any
 import typer
 from rich.progress import track
 
-from experiments.options import Add, Out, Ways, usage_errors
+from experiments.options import Add, Out, Strategies, usage_errors
 from experiments.record import describe_environment, read_table, write_json, write_table
 from jaxcomp import memory
 from jaxcomp.memory._targets import resolve
 from jaxcomp.models import steps
-from jaxcomp.planning._strategies import Way
+from jaxcomp.planning import Strategy
 
-WAYS = (
+STRATEGIES = (
     "plain",
     "remat",
     "accumulate:4",
-    "avg_pool:window=2",
+    "pooling:window=2",
     "quantize:bits=4",
     "quantize:bits=2",
     "fused:bits=4",
@@ -39,7 +39,7 @@ STEP = 8  # largest batches are multiples of it
 @usage_errors()
 def main(
     out: Out,
-    way: Ways = None,
+    strategy: Strategies = None,
     model: str = "resnet50",
     part: Annotated[
         list[str] | None, typer.Option(help="A GPU; the last is compiled for. Default: four.")
@@ -48,12 +48,12 @@ def main(
 ) -> None:
     """Finds each largest batch; fits.json and fits.md grow with every row."""
     make_step = steps.classifier(model)
-    ways = way or list(WAYS)
+    strategies = strategy or list(STRATEGIES)
     parts = part or list(PARTS)
     room = {name: resolve(name).usable_bytes or 0 for name in parts}  # known of every GPU
 
     def needed(name: str, batch: int) -> int:
-        step, arguments = make_step(Way.parse(name), batch)
+        step, arguments = make_step(Strategy.parse(name), batch)
         total = memory.analyze(step, *arguments, target=parts[-1], xla_remat=False).total_bytes
         assert total is not None  # a GPU's compiler gives it
         return total
@@ -62,7 +62,7 @@ def main(
     if add:
         rows = read_table(out / "fits.json", {"model": model, "usable_bytes": room})["rows"]
     text = ""
-    for name in track(ways, "compiling"):
+    for name in track(strategies, "compiling"):
         points = {batch: needed(name, batch) for batch in BATCHES}
         most = max(STEP, *largest(points, room).values())
         points[most] = needed(name, most)
@@ -88,14 +88,14 @@ def largest(points: dict[int, int], room: dict[str, int]) -> dict[str, int]:
 
 
 def _place(name: str) -> int:
-    """Rows are in the order of the default ways, others after them."""
-    return WAYS.index(name) if name in WAYS else len(WAYS)
+    """Rows are in the order of the default strategies, others after them."""
+    return STRATEGIES.index(name) if name in STRATEGIES else len(STRATEGIES)
 
 
 def _write(out: Path, model: str, room: dict[str, int], rows: list[dict[str, Any]]) -> str:
     content = describe_environment() | {"model": model, "usable_bytes": room, "rows": rows}
     write_json(out / "fits.json", content)
-    table = [["way", *room]]
+    table = [["strategy", *room]]
     for row in rows:
         table.append([row["row"], *(str(row["largest_batch"][part]) for part in room)])
     title = f"{model}, 224px, bfloat16, whole SGD step: largest batch (multiples of {STEP}):"

@@ -33,7 +33,7 @@ ROWS: dict[str, tuple[str, ...]] = {
         "offload:fused:bits=2",
     ),
     "resmlp_s24": ("pruning:density=0.25,rest_bits=2",),
-    "lm": ("compress:transformer:bits=4",),
+    "lm": ("transformer:bits=4",),
 }
 FIGURES = ("temp_bytes", "peak_bytes", "hbm_traffic_bytes")
 

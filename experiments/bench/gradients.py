@@ -5,8 +5,8 @@
     python -m experiments.bench.gradients --batch 32 --model lm --out OUT
 
 The noise is told in units of SGD's own: the standard deviation of the exact gradient over batches
-of this size. "planned:" before a way that quantizes gives each layer and rank of samples its own
-bits, whose mean are the way's (`jaxcomp.plan_bits`, on another batch).
+of this size. "planned:" before a strategy that quantizes gives each layer and rank of samples its own
+bits, whose mean are the strategy's (`jaxcomp.plan_bits`, on another batch).
 """
 
 import dataclasses
@@ -26,27 +26,28 @@ from rich.progress import track
 import jaxcomp as jc
 from experiments.config import TrainConfig
 from experiments.data import load
-from experiments.options import Add, Out, Ways, usage_errors
+from experiments.options import Add, Out, Strategies, usage_errors
 from experiments.planning import quantized_bits
 from experiments.record import describe_environment, read_table, write_json, write_table
 from experiments.reproduce.transformers import TASKS, Runs, epochs
 from experiments.run import build, cross_entropy
 from jaxcomp._core.modules import split_model
+from jaxcomp.diagnostics import plan_bits
 from jaxcomp.memory import declared_residual_bytes
 from jaxcomp.models.training import TrainState
-from jaxcomp.planning._strategies import Way
+from jaxcomp.planning import Strategy
 
 _EVERYWHERE = (
     *(f"quantize:bits={bits}" for bits in (1, 2, 3, 4, 8)),
     *(f"division:bits={bits}" for bits in (1, 2, 4, 8)),
 )
-WAYS = {
+STRATEGIES = {
     "resnet20": (
         "pooling:window=2",
         "pooling:window=4",
         *_EVERYWHERE,
         *(f"planned:quantize:bits={bits}" for bits in (2, 3, 4)),
-        *(f"fused:bits={bits}{unit}" for unit in ("", ",unit=range") for bits in (2, 3, 4)),
+        *(f"fused:bits={bits}{unit}" for unit in ("", ",scale_source=range") for bits in (2, 3, 4)),
     ),
     "resmlp_tiny": (
         *(f"pruning:density={density},rest_bits=2" for density in (0.1, 0.25, 0.5)),
@@ -55,7 +56,7 @@ WAYS = {
     **dict.fromkeys(
         TASKS,
         (
-            *(f"compress:transformer:bits={bits}" for bits in (1, 2, 3, 4, 8)),
+            *(f"transformer:bits={bits}" for bits in (1, 2, 3, 4, 8)),
             *(f"remat:quantize:bits={bits}" for bits in (4, 8)),
         ),
     ),
@@ -94,10 +95,10 @@ def network(model: str, steps: int, batch: int) -> Subject:
         state, _ = run.train_step(state, images, labels)
     unseen = [jax.tree.map(jnp.asarray, next(epochs(data, batch, seed))) for seed in (1, 2)]
 
-    def in_way(way: str) -> nnx.Module:
-        return build(dataclasses.replace(config, way=way), data).model
+    def in_strategy(strategy: str) -> nnx.Module:
+        return build(dataclasses.replace(config, strategy=strategy), data).model
 
-    return Subject(in_way, (before, state), *unseen)
+    return Subject(in_strategy, (before, state), *unseen)
 
 
 def transformer(model: str, steps: int, batch: int) -> Subject:
@@ -106,10 +107,10 @@ def transformer(model: str, steps: int, batch: int) -> Subject:
     runs = Runs(task, "plain", steps)
     unseen = [jax.tree.map(jnp.asarray, next(task.train(seed))) for seed in (1, 2)]
 
-    def in_way(way: str) -> nnx.Module:
-        return Way.parse(way)(task.model(nnx.Rngs(0)))
+    def in_strategy(strategy: str) -> nnx.Module:
+        return Strategy.parse(strategy)(task.model(nnx.Rngs(0)))
 
-    return Subject(in_way, (runs.start(seed=0), runs.train(seed=0)[0]), *unseen)
+    return Subject(in_strategy, (runs.start(seed=0), runs.train(seed=0)[0]), *unseen)
 
 
 def declared_bytes(model: nnx.Module, batch: tuple[jax.Array, jax.Array]) -> int:
@@ -125,25 +126,27 @@ def declared_bytes(model: nnx.Module, batch: tuple[jax.Array, jax.Array]) -> int
 @usage_errors()
 def main(
     out: Out,
-    way: Ways = None,
+    strategy: Strategies = None,
     model: Annotated[
-        str, typer.Option(help="resnet20, resmlp_tiny, lm or vit; others with --way.")
+        str, typer.Option(help="resnet20, resmlp_tiny, lm or vit; others with --strategy.")
     ] = (CONFIG.model),
     steps: Annotated[int, typer.Option(help="Training steps before the second look.")] = 60,
     batch: Annotated[int, typer.Option(help="Of training, and of the gradients.")] = 128,
     draws: int = 64,
     add: Add = False,
 ) -> None:
-    """Checks each way's gradient twice; the files grow with every row."""
-    ways = way or list(WAYS.get(model, ()))
-    if not ways:
-        raise typer.BadParameter(f"model={model!r}: expected one of {[*WAYS]}, or some --way")
-    for name in ways:
-        Way.parse(name.removeprefix(PLANNED))  # before an hour of training, not after
+    """Checks each strategy's gradient twice; the files grow with every row."""
+    strategies = strategy or list(STRATEGIES.get(model, ()))
+    if not strategies:
+        raise typer.BadParameter(
+            f"model={model!r}: expected one of {[*STRATEGIES]}, or some --strategy"
+        )
+    for name in strategies:
+        Strategy.parse(name.removeprefix(PLANNED))  # before an hour of training, not after
     subject = (transformer if model in TASKS else network)(model, steps, batch)
 
-    def in_training(way: str) -> nnx.Module:
-        made = subject.model(way)
+    def in_training(strategy: str) -> nnx.Module:
+        made = subject.model(strategy)
         made.train()
         return made
 
@@ -153,15 +156,16 @@ def main(
     if add:
         rows = read_table(out / "gradients.json", described)["rows"]
     text = ""
-    for name in track(ways, "checking"):
+    for name in track(strategies, "checking"):
         rows = [row for row in rows if row["row"] != name]
-        way_itself = name.removeprefix(PLANNED)
-        coded = in_training(way_itself)
+        strategy_itself = name.removeprefix(PLANNED)
+        coded = in_training(strategy_itself)
         for trained, state in zip((0, steps), subject.states, strict=True):
             nnx.update(coded, state.params, state.model_state)
-            if name != way_itself:
-                (budget, *_) = quantized_bits(way_itself)
-                jc.apply(coded, jc.plan_bits(cross_entropy, coded, subject.other, budget))
+            if name != strategy_itself:
+                (budget, *_) = quantized_bits(strategy_itself)
+                planned = plan_bits(cross_entropy, coded, subject.other, budget)
+                jc.compress(jc.uncompress(coded), planned)
             bits = 32 * declared_bytes(coded, subject.batch) / exact_bytes
             report = jc.check_gradients(cross_entropy, coded, subject.batch, draws)
             figures = {"row": name, "steps": trained, "bits": bits}
@@ -175,12 +179,14 @@ def _write(out: Path, content: dict[str, Any]) -> str:
     """Writes all files; returns the table."""
     command, rows, steps = content["command"], content["rows"], content["steps"]
     write_json(out / "gradients.json", content)
-    table = [["way", "bits", "steps", "noise / SGD's", "bias (95% interval)", "floor", "Exact()"]]
+    table = [
+        ["strategy", "bits", "steps", "noise / SGD's", "bias (95% interval)", "floor", "Exact()"]
+    ]
     for row in rows:
         noise, floor = f"{row['noise_over_sgd']:.3f}", f"{row['coded']['floor']:.3f}"
         control = f"{row['control']['noise']:.0e}"
-        way_and_bits = row["row"], f"{row['bits']:.2f}", str(row["steps"])
-        table.append([*way_and_bits, noise, _bias(row["coded"]), floor, control])
+        strategy_and_bits = row["row"], f"{row['bits']:.2f}", str(row["steps"])
+        table.append([*strategy_and_bits, noise, _bias(row["coded"]), floor, control])
     title = (
         f"{content['model']} after so many training steps, batch {content['batch']}, float32, "
         f"{content['draws']} draws; parts of the exact gradient's norm. Bits: stored, for each "
@@ -198,7 +204,7 @@ def _write(out: Path, content: dict[str, Any]) -> str:
 
 
 def by_layer(rows: Sequence[dict[str, Any]], steps: int) -> list[list[str]]:
-    """A table with a line for each kernel and a column for each way, of a trained network."""
+    """A table with a line for each kernel and a column for each strategy, of a trained network."""
     trained = {row["row"]: dict(row["parameters"]) for row in rows if row["steps"] == steps}
     names = [name for name in next(iter(trained.values())) if name.endswith("kernel")]
     body = [[name, *(_bias(found[name]) for found in trained.values())] for name in names]
@@ -231,14 +237,14 @@ def draw(rows: Sequence[dict[str, Any]], steps: int, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-def family(way: str) -> str:
-    """A way without what makes its codes larger or smaller.
+def family(strategy: str) -> str:
+    """A strategy without what makes its codes larger or smaller.
 
     Example:
-        >>> family("fused:bits=2,unit=range")
-        'fused:unit=range'
+        >>> family("fused:bits=2,scale_source=range")
+        'fused:scale_source=range'
     """
-    return re.sub(r"(rest_|\b)(bits|window|density)=[\d.]+,?", "", way).rstrip(":,")
+    return re.sub(r"(rest_|\b)(bits|window|density)=[\d.]+,?", "", strategy).rstrip(":,")
 
 
 def _bias(errors: dict[str, Any]) -> str:

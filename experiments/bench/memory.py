@@ -1,7 +1,7 @@
-"""What XLA makes of a model's whole training step, several ways, for devices here or not.
+"""What XLA makes of a model's whole training step, by several strategies, for devices here or not.
 
     python -m experiments.bench.memory --target h100 --out experiments/results/resnet50-h100
-    python -m experiments.bench.memory --target h100 --model resmlp_s24 --way plain --way pruning \
+    python -m experiments.bench.memory --target h100 --model resmlp_s24 --strategy plain --strategy pruning \
       --out experiments/results/resmlp_s24-h100
 
 Nothing is run: each step is compiled, and XLA's own memory analysis is read. A table of one's own
@@ -16,20 +16,20 @@ import typer
 from rich.console import Console
 
 from experiments.config import DTYPES
-from experiments.options import Add, Dtype, Image, Out, Target, Ways, usage_errors
+from experiments.options import Add, Dtype, Image, Out, Strategies, Target, usage_errors
 from experiments.record import describe_environment, read_table, write_json
 from jaxcomp import planning
 from jaxcomp.memory import MemoryReport
 from jaxcomp.models import steps
-from jaxcomp.planning._comparison import MakeStep, Row
+from jaxcomp.planning import MakeStep, Row
 
-WAYS = (
+STRATEGIES = (
     "plain",
     "remat",
     "remat:dots",
     "accumulate:4",
     "offload",
-    "avg_pool:window=2",
+    "pooling:window=2",
     "quantize:bits=4",
     "quantize:bits=2",
     "fused:bits=4",
@@ -40,7 +40,7 @@ WAYS = (
 
 def tabulate(
     make_step: MakeStep,
-    ways: list[str],
+    strategies: list[str],
     model: str,
     batch: int,
     target: str | None,
@@ -48,12 +48,12 @@ def tabulate(
     max_batch: bool = False,
     add: bool = False,
 ) -> None:
-    """Compiles each way and prints the table; memory.json and memory.md grow with every row."""
+    """Compiles each strategy and prints the table; memory.json and memory.md grow with every row."""
     console = Console()
     described: dict[str, object] = {"model": model, "batch": batch}
     named = described | ({} if target is None else {"target": target})
     kept = _rows(out / "memory.json", named) if add else []
-    kept = [row for row in kept if row.name not in ways]
+    kept = [row for row in kept if row.name not in strategies]
 
     def save(table: planning.Comparison) -> str:
         table = dataclasses.replace(table, rows=(*kept, *table.rows))
@@ -65,7 +65,7 @@ def tabulate(
 
     table = planning.compare(
         make_step,
-        ways,
+        strategies,
         batch=batch,
         target=target,
         largest_batch=max_batch,
@@ -91,7 +91,7 @@ def _rows(path: Path, described: dict[str, object]) -> list[Row]:
 @usage_errors()
 def main(
     out: Out,
-    way: Ways = None,
+    strategy: Strategies = None,
     model: str = "resnet50",
     batch: int = 128,
     image: Image = 224,
@@ -100,10 +100,10 @@ def main(
     max_batch: Annotated[bool, typer.Option("--max-batch", help="Find the largest batch.")] = False,
     add: Add = False,
 ) -> None:
-    """Compiles a training step several ways; writes memory.json and memory.md."""
+    """Compiles a training step by several strategies; writes memory.json and memory.md."""
     make_step = steps.classifier(model, image, DTYPES[dtype])
     described = f"{model}, {image}px, {dtype}, whole SGD step"
-    tabulate(make_step, way or list(WAYS), described, batch, target, out, max_batch, add)
+    tabulate(make_step, strategy or list(STRATEGIES), described, batch, target, out, max_batch, add)
 
 
 if __name__ == "__main__":

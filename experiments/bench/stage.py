@@ -1,4 +1,4 @@
-"""What XLA makes of four ResNet-50 bottleneck blocks, several ways: a quick look at a hot path.
+"""What XLA makes of four ResNet-50 bottleneck blocks, by several strategies: a quick look at a hot path.
 
     python -m experiments.bench.stage --target h100 --out experiments/results/stage-h100
 
@@ -16,14 +16,13 @@ import typer
 from flax import nnx
 from jax.typing import DTypeLike
 
-from experiments.bench.memory import WAYS, tabulate
-from experiments.options import Out, Target, Ways, usage_errors
+from experiments.bench.memory import STRATEGIES, tabulate
+from experiments.options import Out, Strategies, Target, usage_errors
 from jaxcomp._core.modules import State, split_model
 from jaxcomp.memory import compiler_options
 from jaxcomp.models.resnet import Bottleneck, Features, Layers
 from jaxcomp.ops import value
-from jaxcomp.planning._comparison import MakeStep
-from jaxcomp.planning._strategies import Way
+from jaxcomp.planning import MakeStep, Strategy
 
 BLOCKS = 4
 
@@ -50,7 +49,7 @@ def step_factory(
 ) -> MakeStep:
     """Makes the step of a stage of `size` x `size` x `4 * width`."""
 
-    def make_step(transform: Way, batch: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def make_step(transform: Strategy, batch: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         stage = transform(nnx.eval_shape(lambda: Stage(blocks, width, dtype, nnx.Rngs(0))))
         graphdef, params, statistics = split_model(stage)
 
@@ -70,11 +69,11 @@ def step_factory(
 
 
 @usage_errors()
-def main(out: Out, way: Ways = None, batch: int = 128, target: Target = None) -> None:
-    """Compiles the stage several ways; writes memory.json and memory.md."""
-    ways = way or [name for name in WAYS if not name.startswith("accumulate")]
+def main(out: Out, strategy: Strategies = None, batch: int = 128, target: Target = None) -> None:
+    """Compiles the stage by several strategies; writes memory.json and memory.md."""
+    strategies = strategy or [name for name in STRATEGIES if not name.startswith("accumulate")]
     model = f"{BLOCKS} bottleneck blocks, 56x56x256, bfloat16"
-    tabulate(step_factory(), ways, model, batch, target, out)
+    tabulate(step_factory(), strategies, model, batch, target, out)
 
 
 if __name__ == "__main__":

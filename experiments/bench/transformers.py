@@ -16,8 +16,8 @@ from matplotlib.figure import Figure
 
 from experiments import transformers
 from experiments.bench.memory import tabulate
-from experiments.options import Add, Out, Target, Ways, usage_errors
-from jaxcomp.planning._comparison import MakeStep
+from experiments.options import Add, Out, Strategies, Target, usage_errors
+from jaxcomp.planning import MakeStep
 
 CASES: dict[str, tuple[MakeStep, int, str]] = {
     "lm": (transformers.lm, 8, "Language model, 6 x 768, 1024 tokens, bfloat16, AdamW step"),
@@ -33,18 +33,18 @@ CASES: dict[str, tuple[MakeStep, int, str]] = {
     ),
     "vit_b16": (transformers.vit_b16, 128, "ViT-B/16, 224px, bfloat16, AdamW step"),
 }
-WAYS = (
+STRATEGIES = (
     "plain",
     "remat",
     "remat:dots",
     "offload",
     "remat:quantize:bits=8",
     "remat:quantize:bits=4",
-    "compress:quantize:bits=4",
-    "compress:transformer:bits=4",
-    "compress:transformer:bits=2",
+    "quantize:bits=4",
+    "transformer:bits=4",
+    "transformer:bits=2",
 )
-SPLIT = ("accumulate:2", "accumulate:4", "accumulate:2:compress:transformer:bits=4")
+SPLIT = ("accumulate:2", "accumulate:4", "accumulate:2:transformer:bits=4")
 
 
 def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
@@ -80,19 +80,19 @@ def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
 def main(
     out: Out,
     case: Annotated[list[str] | None, typer.Option(help="Default: all.")] = None,
-    way: Ways = None,
+    strategy: Strategies = None,
     target: Target = None,
     add: Add = False,
 ) -> None:
-    """Compiles every way of every case; nothing is run."""
+    """Compiles every strategy of every case; nothing is run."""
     unknown = set(case or ()) - set(CASES)
     if unknown:
         raise typer.BadParameter(f"case={sorted(unknown)}: expected of {list(CASES)}")
     for name in case or CASES:
         make_step, batch, title = CASES[name]
-        ways = way or [*WAYS, *(SPLIT if batch > 1 else ())]
+        strategies = strategy or [*STRATEGIES, *(SPLIT if batch > 1 else ())]
         folder = out / name
-        tabulate(make_step, ways, title, batch, target, folder, add=add)
+        tabulate(make_step, strategies, title, batch, target, folder, add=add)
         rows = json.loads((folder / "memory.json").read_text())["rows"]
         draw(rows, f"{title}, batch {batch}", folder / "frontier.png")
 

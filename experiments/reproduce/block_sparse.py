@@ -16,10 +16,10 @@ from matplotlib.figure import Figure
 
 from experiments.compare import compare_seeds
 from experiments.config import TrainConfig
-from experiments.options import DataDir, Out, TrainedWays, usage_errors
+from experiments.options import DataDir, Out, TrainedStrategies, usage_errors
 from experiments.rows import Row
 
-WAYS = (
+STRATEGIES = (
     "plain",
     "remat",
     "accumulate:4",
@@ -44,7 +44,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             (time, cost.step_time_ratio),
         ):
             style = {"fmt": "os^D"[number % 4], "color": f"C{number}", "capsize": 3}
-            axes.errorbar(x, 100 * accuracy, 100 * spread, label=row.way, **style)
+            axes.errorbar(x, 100 * accuracy, 100 * spread, label=row.strategy, **style)
     memory.set(xlabel="compiled: XLA temp, MiB", ylabel="test accuracy, %")
     time.set(xlabel="step time / plain")
     time.legend(fontsize=8, frameon=False)
@@ -56,7 +56,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 @usage_errors()
 def main(
     out: Out,
-    way: TrainedWays = None,
+    strategy: TrainedStrategies = None,
     seed: Annotated[list[int] | None, typer.Option(help="Two or more. Default: 0, 1, 2.")] = None,
     model: str = "resmlp_tiny",
     dataset: str = TrainConfig.dataset,
@@ -66,7 +66,7 @@ def main(
     lr: Annotated[float, typer.Option(help="Of AdamW.")] = 2e-3,
 ) -> None:
     """Trains, compares and draws; the same command again goes on."""
-    ways, seeds = way or list(WAYS), seed or [0, 1, 2]
+    strategies, seeds = strategy or list(STRATEGIES), seed or [0, 1, 2]
     config = TrainConfig(
         model=model,
         dataset=dataset,
@@ -76,7 +76,7 @@ def main(
         batch=batch,
         lr=lr,
     )
-    draw(compare_seeds(config, ways, seeds, out), out / "accuracy.png")
+    draw(compare_seeds(config, strategies, seeds, out), out / "accuracy.png")
 
 
 if __name__ == "__main__":

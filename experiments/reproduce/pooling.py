@@ -25,18 +25,18 @@ from experiments.checkpoint import Checkpoints
 from experiments.compare import compare_seeds, run_folder
 from experiments.config import TrainConfig
 from experiments.data import Dataset, load
-from experiments.options import DataDir, Out, TrainedWays, usage_errors
+from experiments.options import DataDir, Out, TrainedStrategies, usage_errors
 from experiments.record import describe_environment, write_json, write_table
 from experiments.run import build
 from jaxcomp.models.resnet import ResNet
 from jaxcomp.ops import value
 
-WAYS = (
+STRATEGIES = (
     "plain",
     "remat",
     "pooling:window=2",
     "pooling:window=4",
-    "avg_pool:window=4 @ blocks/[0-2]/.* + pooling:window=2",
+    "pooling:window=4 @ blocks/[0-2]/.* + pooling:window=2",
     "pooling:window=2,rest_bits=4",
 )
 IMAGES = 256  # of the test split, by which networks are held against each other
@@ -143,7 +143,7 @@ def draw(networks: dict[str, ResNet], images: jax.Array, labels: jax.Array, path
 @usage_errors()
 def main(
     out: Out,
-    way: TrainedWays = None,
+    strategy: TrainedStrategies = None,
     seed: Annotated[list[int] | None, typer.Option(help="Two or more. Default: 0, 1, 2.")] = None,
     model: str = TrainConfig.model,
     dataset: str = TrainConfig.dataset,
@@ -152,25 +152,25 @@ def main(
     batch: int = TrainConfig.batch,
 ) -> None:
     """Trains, compares and draws; the same command again goes on."""
-    ways, seeds = way or list(WAYS), seed or [0, 1, 2]
+    strategies, seeds = strategy or list(STRATEGIES), seed or [0, 1, 2]
     config = TrainConfig(
         model=model, dataset=dataset, data_dir=data_dir, epochs=epochs, batch=batch
     )
-    compare_seeds(config, ways, seeds, out)
-    study(config, ways, seeds, out / "runs", out)
+    compare_seeds(config, strategies, seeds, out)
+    study(config, strategies, seeds, out / "runs", out)
 
 
 def study(
-    config: TrainConfig, ways: Sequence[str], seeds: Sequence[int], runs: Path, out: Path
+    config: TrainConfig, strategies: Sequence[str], seeds: Sequence[int], runs: Path, out: Path
 ) -> None:
     """Writes features.json, features.md and features.png of finished runs."""
     data = load(config.dataset, config.data_dir)
     read = data.batches("test", IMAGES, seed=0, epoch=0, augment=False, drop_remainder=True)
     images, labels = map(jnp.asarray, next(read))
 
-    def network(way: str, seed: int) -> ResNet:
-        run = replace(config, way=way, seed=seed)
-        return trained(run, run_folder(runs, way, seed), data)
+    def network(strategy: str, seed: int) -> ResNet:
+        run = replace(config, strategy=strategy, seed=seed)
+        return trained(run, run_folder(runs, strategy, seed), data)
 
     exact = {seed: network("plain", seed) for seed in seeds}
     drawn = {"plain": exact[seeds[0]]}
@@ -180,10 +180,10 @@ def study(
             for a, b in zip(seeds, [*seeds[1:], seeds[0]], strict=True)
         ]
     }
-    for way in ways[1:]:
-        others = {seed: network(way, seed) for seed in seeds}
-        drawn[way] = others[seeds[0]]
-        found[way] = [against(exact[seed], others[seed], images, labels) for seed in seeds]
+    for strategy in strategies[1:]:
+        others = {seed: network(strategy, seed) for seed in seeds}
+        drawn[strategy] = others[seeds[0]]
+        found[strategy] = [against(exact[seed], others[seed], images, labels) for seed in seeds]
     content = {"config": config.to_json(), "seeds": list(seeds)} | describe_environment()
     write_json(out / "features.json", content | {"against_plain": found})
     table = [["network", "alignment: stem", "middle", "last block", "Grad-CAM overlap"]]

@@ -15,26 +15,26 @@ import typer
 
 from experiments.compare import compare_seeds
 from experiments.config import TrainConfig
-from experiments.options import DataDir, Out, TrainedWays, usage_errors
+from experiments.options import DataDir, Out, TrainedStrategies, usage_errors
 from experiments.paired import paired_difference
 from experiments.record import describe_environment, write_json, write_table
 from experiments.rows import Row
 
-WAYS = (
+STRATEGIES = (
     "plain",
     "remat",
     "actnn",
     "division",
     "fused:bits=4",
     "fused:bits=2",
-    "fused:bits=2,unit=range",
+    "fused:bits=2,scale_source=range",
 )
 
 
 @usage_errors()
 def main(
     out: Out,
-    way: TrainedWays = None,
+    strategy: TrainedStrategies = None,
     seed: Annotated[list[int] | None, typer.Option(help="Two or more. Default: 0 to 4.")] = None,
     model: str = TrainConfig.model,
     dataset: str = TrainConfig.dataset,
@@ -42,7 +42,8 @@ def main(
     epochs: int = TrainConfig.epochs,
     batch: int = TrainConfig.batch,
     plan_steps: Annotated[
-        int | None, typer.Option(help="Steps between plans of the bits of ways that quantize.")
+        int | None,
+        typer.Option(help="Steps between plans of the bits of strategies that quantize."),
     ] = None,
 ) -> None:
     """Trains and compares; the same command again goes on."""
@@ -55,7 +56,7 @@ def main(
         plan_steps=plan_steps,
     )
     seeds = seed or list(range(5))
-    rows = compare_seeds(config, way or WAYS, seeds, out)
+    rows = compare_seeds(config, strategy or STRATEGIES, seeds, out)
     table = paired(rows)
     content = {"config": config.to_json(), "seeds": seeds} | describe_environment()
     write_json(out / "paired.json", content | {"rows": table})
@@ -65,12 +66,12 @@ def main(
 
 def paired(rows: Sequence[Row]) -> list[list[str]]:
     """A table of accuracies beside the first row's, in percentage points."""
-    table = [["way", "test accuracy", "difference, 95% interval"]]
+    table = [["strategy", "test accuracy", "difference, 95% interval"]]
     for row in rows:
         mean, half_width = paired_difference(row.test_accuracy, rows[0].test_accuracy)
         accuracy, spread = np.mean(row.test_accuracy), np.std(row.test_accuracy, ddof=1)
         difference = f"{100 * mean:+.2f} ± {100 * half_width:.2f}" if row is not rows[0] else ""
-        table.append([row.way, f"{accuracy:.2%} ± {spread:.2%}", difference])
+        table.append([row.strategy, f"{accuracy:.2%} ± {spread:.2%}", difference])
     return table
 
 

@@ -1,10 +1,10 @@
-"""Trains small transformers on real text and images, several ways with the same seeds.
+"""Trains small transformers on real text and images, by several strategies with the same seeds.
 
     python -m experiments.reproduce.transformers --out experiments/results/transformers
 
 `lm` is a language model of bytes on the Python language reference as it comes with Python, a tenth
 of which is for validation; `vit` a vision transformer on the embedded Fashion-MNIST. They are plain
-Flax. Each seed gives every way the same parameters and the same batches. Interrupted, the same
+Flax. Each seed gives every strategy the same parameters and the same batches. Interrupted, the same
 command goes on.
 """
 
@@ -30,16 +30,16 @@ from rich.progress import track
 
 from experiments.data import Dataset, load
 from experiments.figure import COLORS
-from experiments.options import Out, TrainedWays, usage_errors
+from experiments.options import Out, TrainedStrategies, usage_errors
 from experiments.paired import paired_difference
 from experiments.record import describe_environment, make_folder, write_json, write_table
 from experiments.rows import mebibytes
 from experiments.transformers import LM, Shape, ViT
 from jaxcomp import memory
 from jaxcomp.models import training
-from jaxcomp.planning._strategies import Way
+from jaxcomp.planning import Strategy
 
-WAYS = ("plain", "remat", "compress:transformer:bits=4", "compress:transformer:bits=2")
+STRATEGIES = ("plain", "remat", "transformer:bits=4", "transformer:bits=2")
 LENGTH = 96  # bytes
 PATCH = 4  # pixels
 PEAK_RATE, WARM_UP = 5e-3, 0.1
@@ -123,22 +123,24 @@ TASKS: dict[str, Callable[..., Task]] = {"lm": language, "vit": vision}
 
 
 class Runs:
-    """The runs of a task in one way, whose step is compiled once."""
+    """The runs of a task in one strategy, whose step is compiled once."""
 
     def __init__(self, task: Task, spec: str, steps: int) -> None:
-        self.task, self.way, self.steps = task, Way.parse(spec), steps
+        self.task, self.strategy, self.steps = task, Strategy.parse(spec), steps
         schedule = optax.warmup_cosine_decay_schedule(0, PEAK_RATE, round(WARM_UP * steps), steps)
         self.optimizer = training.adamw(schedule, weight_decay=0.1)
         model = self.model(seed=0)
         self.loss_fn = training.make_loss(model, label_smoothing=0.0)
-        self.step = training.make_train_step(self.loss_fn, self.optimizer, self.way.micro_batches)
+        self.step = training.make_train_step(
+            self.loss_fn, self.optimizer, self.strategy.micro_batches
+        )
         self.evaluate = jax.jit(
             lambda state, *batch: self.loss_fn(state.params, state.model_state, *batch)[1][1]
         )
 
     def model(self, seed: int) -> nnx.Module:
-        """The model of a seed, which stores as the way says."""
-        return self.way(self.task.model(nnx.Rngs(seed)))
+        """The model of a seed, which stores as the strategy says."""
+        return self.strategy(self.task.model(nnx.Rngs(seed)))
 
     def start(self, seed: int) -> training.TrainState:
         """The state before the first step."""
@@ -175,12 +177,12 @@ def draw(runs: dict[str, list[dict[str, Any]]], unit: str, path: Path) -> None:
     """Mean training loss of the seeds, with the range that they span."""
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
-    for (way, found), color in zip(runs.items(), COLORS, strict=False):
+    for (strategy, found), color in zip(runs.items(), COLORS, strict=False):
         losses = np.array([run["loss"] for run in found])
         points = losses.shape[1] // SMOOTHING
         curves = losses[:, : points * SMOOTHING].reshape(len(found), points, SMOOTHING).mean(2)
         at = (np.arange(points) + 0.5) * SMOOTHING
-        axes.plot(at, curves.mean(0), color=color, label=way)
+        axes.plot(at, curves.mean(0), color=color, label=strategy)
         axes.fill_between(at, curves.min(0), curves.max(0), color=color, alpha=0.15, linewidth=0)
     axes.set(xlabel="step", ylabel=f"training loss, {unit}")
     axes.legend(frameon=False)
@@ -189,11 +191,11 @@ def draw(runs: dict[str, list[dict[str, Any]]], unit: str, path: Path) -> None:
 
 
 def rows(runs: dict[str, list[dict[str, Any]]]) -> list[list[str]]:
-    """The table: each way beside the first, seed by seed."""
-    header = "way", "validation loss", "over the first", "accuracy", "over the first, points"
+    """The table: each strategy beside the first, seed by seed."""
+    header = "strategy", "validation loss", "over the first", "accuracy", "over the first, points"
     table = [[*header, "declared", "XLA temp"]]
     first = next(iter(runs.values()))
-    for way, found in runs.items():
+    for strategy, found in runs.items():
         losses, others = ([run["validation_loss"] for run in some] for some in (found, first))
         right, others_right = (
             [100 * run["validation_accuracy"] for run in some] for some in (found, first)
@@ -202,7 +204,7 @@ def rows(runs: dict[str, list[dict[str, Any]]]) -> list[list[str]]:
         points, points_width = paired_difference(right, others_right)
         table.append(
             [
-                way,
+                strategy,
                 f"{np.mean(losses):.4f} ± {np.std(losses, ddof=1):.4f}",
                 f"{over:+.4f} ± {width:.4f}",
                 f"{np.mean(right):.2f}% ± {np.std(right, ddof=1):.2f}%",
@@ -218,29 +220,29 @@ def rows(runs: dict[str, list[dict[str, Any]]]) -> list[list[str]]:
 def main(
     out: Out,
     task: Annotated[list[str] | None, typer.Option(help="lm or vit. Default: both.")] = None,
-    way: TrainedWays = None,
+    strategy: TrainedStrategies = None,
     seeds: Annotated[int, typer.Option(help="How many, 2 or more.", min=2)] = 5,
     steps: Annotated[int, typer.Option(min=SMOOTHING)] = 300,
 ) -> None:
-    """Trains every way with every seed; of each task a folder with runs.json, .md and .png."""
+    """Trains every strategy with every seed; of each task a folder with runs.json, .md and .png."""
     unknown = set(task or ()) - set(TASKS)
     if unknown:
         raise typer.BadParameter(f"task={sorted(unknown)}: expected of {list(TASKS)}")
     for name in task or TASKS:
-        _compare(TASKS[name](), way or list(WAYS), seeds, steps, out / name)
+        _compare(TASKS[name](), strategy or list(STRATEGIES), seeds, steps, out / name)
 
 
-def _compare(task: Task, ways: list[str], seeds: int, steps: int, out: Path) -> None:
+def _compare(task: Task, strategies: list[str], seeds: int, steps: int, out: Path) -> None:
     make_folder(out / "runs")
     runs: dict[str, list[dict[str, Any]]] = {}
-    for name in track(ways, "training"):
+    for name in track(strategies, "training"):
         stem = re.sub(r"[^\w=]+", "_", name)
         files = [out / "runs" / f"{stem}-{seed}-{steps}.json" for seed in range(seeds)]
         missing = [seed for seed, file in enumerate(files) if not file.exists()]
-        of_way = Runs(task, name, steps) if missing else None
+        of_strategy = Runs(task, name, steps) if missing else None
         for seed in missing:
-            assert of_way is not None
-            write_json(files[seed], of_way.run(seed))
+            assert of_strategy is not None
+            write_json(files[seed], of_strategy.run(seed))
         runs[name] = [json.loads(file.read_text()) for file in files]
     content = describe_environment() | {"steps": steps, "data": task.data, "runs": runs}
     write_json(out / "runs.json", content)

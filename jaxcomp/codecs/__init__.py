@@ -1,4 +1,4 @@
-"""Codecs: one array -> fewer bytes -> one array."""
+"""Codecs: each encodes one array in fewer bytes and decodes it to the same shape and dtype."""
 
 from jaxcomp.codecs._block_sparse import BlockSparse as BlockSparse
 from jaxcomp.codecs._codec import Cast as Cast

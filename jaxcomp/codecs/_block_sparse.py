@@ -1,4 +1,4 @@
-"""The blocks of largest magnitude of a matrix of activations, and where they were."""
+"""Block-sparse storage: keeps the blocks of largest magnitude of each sample's activations."""
 
 import dataclasses
 import math
@@ -18,15 +18,15 @@ _EXACT = Exact()
 
 
 class Grid(typing.NamedTuple):
-    """How the matrix of a sample is cut.
+    """Partition of one sample's matrix into blocks.
 
     Attributes:
-        rows: Rows of blocks.
-        columns: Columns of blocks.
-        kept: Blocks that are kept in each row.
-        block: Height and width of a block.
-        height: Height of the matrix, without padding.
-        width: Its width.
+        rows: Number of rows of blocks.
+        columns: Number of columns of blocks.
+        kept: Number of blocks that are kept in each row of blocks.
+        block: Height (tokens) and width (features) of a block, in elements.
+        height: Height of the matrix in elements, without padding.
+        width: Width of the matrix in elements, without padding.
     """
 
     rows: int
@@ -39,7 +39,14 @@ class Grid(typing.NamedTuple):
     def rows_of_blocks(
         self, x: Float[Array, "batch ... columns"]
     ) -> Float[Array, "batch rows tall columns"]:
-        """The tokens of a matrix of as many as this one, by row of blocks, filled up with zeros."""
+        """Splits the tokens into rows of blocks; the last row is padded with zeros.
+
+        Args:
+            x: Array with `height` tokens in each sample and any number of columns.
+
+        Returns:
+            Array of shape (batch, rows, block height, columns).
+        """
         batch, *_, columns = x.shape
         x = x.reshape(batch, self.height, columns)
         x = jnp.pad(x, ((0, 0), (0, self.rows * self.block[0] - self.height), (0, 0)))
@@ -48,41 +55,44 @@ class Grid(typing.NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class BlockSparse(Codec):
-    """Biased: stores the largest blocks of each sample's matrix; the others become zero.
+    """Stores the largest blocks of each sample's matrix; all other blocks decode to zero. Biased.
 
-    The matrix of a sample has a row for each token (all axes between the first, the batch, and the
-    last) and a column for each feature. Each row of blocks keeps the same number, so shapes are
-    static, and samples sharded over devices need no communication. Kept blocks come back as
-    `values` stores them, exactly by default. What is dropped is missing from the weight's gradient,
-    step for step in the same way.
+    The matrix of a sample has one row for each token (all axes between the batch axis and the last
+    axis) and one column for each feature. Each row of blocks keeps the same number of blocks, so
+    shapes are static. Samples that are sharded over devices need no communication. Kept blocks are
+    stored by `values`, exactly by default. Dropped blocks are missing from the weight gradient, in
+    every step in the same way.
 
-    Blocks are ranked by their sum of magnitudes, which was at least as near to the exact gradient
-    as the sum of squares (docs/pruning.md). Of equal blocks the first are kept. At the far edges a
-    block that does not fit is filled up with zeros, which count among the stored bytes; a matrix
-    that is lower than a block has blocks of its own height, so an array of two axes has blocks of
-    one row. A block with a NaN or Inf comes before all others: it is dropped only if more than are
-    kept in its row have one, too.
+    Blocks are ranked by the sum of their magnitudes. docs/pruning.md compares this ranking with the
+    sum of squares: its gradients were at least as close to the exact ones. Among equal blocks, the
+    first are kept. Blocks at the far edges are padded with zeros; the padding counts as stored
+    bytes. A matrix that is lower than a block has blocks of its own height, so an array of two axes
+    has blocks of one row. A block with a NaN or Inf ranks first. It is dropped only if more blocks
+    of its row have one than are kept.
 
-    Barley and Fröning, "Compressing the Backward Pass of Large-Scale Neural Architectures by
-    Structured Activation Pruning" (arXiv:2311.16883), whose number of blocks is not per row.
+    Source: Barley and Fröning, "Compressing the Backward Pass of Large-Scale Neural Architectures
+    by Structured Activation Pruning" (arXiv:2311.16883). There, the number of kept blocks is not
+    fixed for each row.
 
     Attributes:
-        block: Height (tokens) and width (features) of a block; one number means a square.
-        density: Part of the blocks in a row that is kept, rounded up to whole blocks; more than 0
-            and at most 1.
-        values: How the values of kept blocks are stored.
-        product: How a linear layer makes its weight's gradient of them: "dense", of the decoded
-            matrix; "rows", a product for each row of blocks, of the kept ones alone; "triton", a
-            kernel for CUDA that decodes on the chip, for blocks whose sides are powers of two;
-            "tpu", a kernel for TPUs that adds up the products of "rows" on the chip, for blocks
-            whose width is a multiple of 8 (both for one device, or inside `jax.shard_map`);
-            "auto", for one TPU its kernel where that knows the blocks, else "rows" where they take
-            less memory than the decoded matrix, else "dense".
+        block: Height (tokens) and width (features) of a block in elements; one integer means a
+            square.
+        density: Fraction of the blocks in a row that is kept, more than 0 and at most 1. The number
+            of kept blocks is rounded up.
+        values: Codec for the values of the kept blocks.
+        product: How a linear layer computes its weight gradient from the kept blocks. "dense"
+            multiplies the decoded matrix. "rows" multiplies the kept blocks alone, for each row of
+            blocks. "triton" is a CUDA kernel that decodes on the chip; both sides of a block must
+            be powers of two. "tpu" is a TPU kernel that sums the products of "rows" on the chip;
+            the width of a block must be a multiple of 8. Both kernels are for one device or the
+            inside of `jax.shard_map`. "auto" is the TPU kernel on one TPU if it supports the
+            blocks; otherwise "rows" if its products take less memory than the decoded matrix;
+            otherwise "dense".
 
     Raises:
         TypeError: If `values` is not a codec.
-        ValueError: If an attribute is none of these; on encoding, if the array has fewer than two
-            axes, or its code would not be smaller.
+        ValueError: If another attribute is invalid. On encoding: if the array has fewer than two
+            axes, or if the encoded array would not be smaller.
 
     Example:
         >>> codec = BlockSparse(block=8, density=0.25)
@@ -116,7 +126,17 @@ class BlockSparse(Codec):
         object.__setattr__(self, "block", sides)
 
     def check(self, shape: tuple[int, ...], dtype: DTypeLike) -> None:
-        """Raises an error if an array cannot be stored, or not in fewer bytes."""
+        """Checks that an array can be stored in fewer bytes than its own.
+
+        Args:
+            shape: Shape of the array, (batch, ..., features).
+            dtype: Dtype of the array.
+
+        Raises:
+            TypeError: If `dtype` is not float32, bfloat16 or float16.
+            ValueError: If the array has fewer than two axes, or the encoded array would not be
+                smaller.
+        """
         super().check(shape, dtype)
         if len(shape) < 2:
             raise ValueError(f"BlockSparse needs shape (batch, ..., features); got {shape}")
@@ -129,29 +149,32 @@ class BlockSparse(Codec):
             )
 
     def grid(self, shape: tuple[int, ...]) -> Grid:
-        """How the matrix of a sample of an array of this shape is cut."""
+        """Returns the partition of one sample's matrix, for an array of this shape."""
         tall, wide = typing.cast(tuple[int, int], self.block)
         height, width = math.prod(shape[1:-1]), shape[-1]
         block = max(1, min(tall, height)), max(1, min(wide, width))
         rows, columns = -(-height // block[0]), -(-width // block[1])
-        kept = math.ceil(round(self.density * columns, 6))  # 0.1 * 30 is more than 3
+        kept = math.ceil(
+            round(self.density * columns, 6)
+        )  # rounded, because 0.1 * 30 > 3 in floats
         return Grid(rows, columns, kept, block, height, width)
 
     def data_shape(self, shape: tuple[int, ...]) -> tuple[int, int, int, int]:
-        """Shape of the values that are kept of an array of this shape."""
+        """Returns the shape of the kept values, (batch, blocks of a sample, height, width)."""
         grid = self.grid(shape)
         return (shape[0], grid.rows * grid.kept, *grid.block)
 
     def to_bcsr(self, encoded: Encoded) -> sparse.BCSR:
-        """The code as JAX's own block-sparse matrices; nothing is made dense.
+        """Converts an encoded array to JAX's block-sparse format; no dense matrix is computed.
 
         Args:
-            encoded: What `encode` returned. Its first array are the column indices, the others hold
-                the data as `values` stores it; row pointers are the same for each sample.
+            encoded: Result of `encode`. Its first array holds the column indices; the other arrays
+                hold the kept values as `values` stores them. The row pointers are the same for each
+                sample.
 
         Returns:
-            Of shape (batch, rows of blocks, columns of blocks, height, width), with one batch axis
-            and two dense ones; padded where blocks do not fit the array.
+            Matrices of shape (batch, rows of blocks, columns of blocks, height, width), with one
+            batch axis and two dense axes. They are padded where blocks do not fit the array.
 
         Example:
             >>> codec = BlockSparse(block=8, density=0.25)
@@ -170,12 +193,20 @@ class BlockSparse(Codec):
         )
 
     def data(self, encoded: Encoded) -> Array:
-        """The values of kept blocks, (batch, blocks, height, width), row of blocks after row."""
+        """Returns the values of the kept blocks, row by row: (batch, blocks, height, width)."""
         shape = self.data_shape(encoded.shape)
         return self.values.decode(Encoded(encoded.arrays[1:], shape, encoded.dtype))
 
     def slots(self, encoded: Encoded) -> Integer[Array, "batch rows columns"]:
-        """Which of its row's kept blocks each block is, counted from 1; 0 if it is dropped."""
+        """Returns the position of each block among the kept blocks of its row.
+
+        Args:
+            encoded: Result of `encode`.
+
+        Returns:
+            Array of shape (batch, rows of blocks, columns of blocks). Positions count from 1; 0
+            means that the block was dropped.
+        """
         grid = self.grid(encoded.shape)
         indices = encoded.arrays[0].reshape(encoded.shape[0], grid.rows, grid.kept, 1)
         here = indices == jnp.arange(grid.columns, dtype=indices.dtype).reshape(1, 1, 1, -1)
@@ -197,7 +228,7 @@ class BlockSparse(Codec):
         x = x.reshape(batch, grid.rows, tall, grid.columns, wide)
         sizes = _sizes(x.astype(jnp.float32))
         sizes = jnp.where(jnp.isnan(sizes), jnp.inf, sizes)
-        # `lax.top_k` would gather what is spread over devices.
+        # `lax.top_k` would gather an array that is sharded over devices.
         order = jnp.argsort(-sizes, axis=-1, stable=True)
         chosen = jnp.sort(order[..., : grid.kept], axis=-1)
         data = jax.vmap(jax.vmap(lambda row, i: row[:, i]))(x, chosen).swapaxes(2, 3)
@@ -218,11 +249,11 @@ class BlockSparse(Codec):
 
 
 def _sizes(blocks: Array) -> Array:
-    """What blocks of shape (batch, rows, height, columns, width) are ranked by."""
+    """Returns each block's sum of magnitudes; axes (batch, rows, height, columns, width)."""
     return jnp.abs(blocks).sum((2, 4))
 
 
 def _index_dtype(count: int) -> jnp.dtype:
-    """The narrowest dtype for indices below `count`."""
+    """Returns the narrowest integer dtype that holds indices below `count`."""
     dtypes = map(jnp.dtype, ("uint8", "int16", "int32"))
     return next(dtype for dtype in dtypes if count <= jnp.iinfo(dtype).max + 1)

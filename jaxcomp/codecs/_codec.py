@@ -1,4 +1,4 @@
-"""The codec contract: one array -> fewer bytes -> one array of the same shape and dtype."""
+"""The interface of codecs, and the two codecs that do not quantize: `Exact` and `Cast`."""
 
 import abc
 import dataclasses
@@ -16,14 +16,16 @@ Seed = ArrayLike | None
 
 
 def array_nbytes(shape: tuple[int, ...], dtype: DTypeLike) -> int:
-    """Bytes that XLA stores for an array, sub-byte dtypes packed (`.nbytes` of JAX is not).
+    """Returns the bytes that XLA allocates for an array.
+
+    Sub-byte dtypes are packed. The `nbytes` attribute of a JAX array does not count them packed.
 
     Args:
         shape: Shape of the array.
-        dtype: Its dtype.
+        dtype: Dtype of the array.
 
     Returns:
-        Bytes, rounded up to whole bytes.
+        Size in bytes, rounded up to whole bytes.
 
     Example:
         >>> array_nbytes((3, 5), jnp.uint4)
@@ -33,9 +35,15 @@ def array_nbytes(shape: tuple[int, ...], dtype: DTypeLike) -> int:
 
 
 def channel_axes(rank: int) -> tuple[int, ...]:
-    """The axes along which the values of one channel of one sample lie.
+    """Returns the axes over which the values of one channel of one sample lie.
 
-    Of arrays of fewer than 3 axes those of one sample.
+    For arrays of fewer than 3 axes, these are the axes of one sample.
+
+    Args:
+        rank: Number of axes of the array; the first is the batch, the last the channels.
+
+    Returns:
+        The axes.
 
     Example:
         >>> channel_axes(4), channel_axes(2), channel_axes(1)
@@ -47,42 +55,44 @@ def channel_axes(rank: int) -> tuple[int, ...]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Encoded:
-    """An array as a codec stores it.
+    """An array in the form in which a codec stores it. A pytree; its leaves are the stored arrays.
 
     Attributes:
-        arrays: The stored arrays, or tuples of them, in the codec's own order; the leaves of this
-            pytree.
+        arrays: The stored arrays, or tuples of them, in an order that the codec defines.
         shape: Shape of the array that was encoded.
-        dtype: Its dtype.
+        dtype: Dtype of the array that was encoded.
     """
 
-    arrays: tuple[typing.Any, ...]  # JAX puts shapes, specs and the like in place of arrays, too
+    arrays: tuple[typing.Any, ...]  # JAX may replace the arrays by shapes or specs
     shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     dtype: jnp.dtype = dataclasses.field(metadata={"static": True})
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the stored arrays, sub-byte dtypes packed."""
+        """Size of the stored arrays in bytes; sub-byte dtypes are packed."""
         return sum(array_nbytes(a.shape, a.dtype) for a in jax.tree.leaves(self.arrays))
 
 
 class Codec(abc.ABC):
-    """Stores one floating-point array in fewer bytes.
+    """Encodes one floating-point array in fewer bytes.
 
-    A codec is a frozen, hashable dataclass of static choices. Axis 0 of an array is the batch: a
-    codec never mixes samples, so a batch sharded over devices needs no communication. NaN and Inf
-    come back as non-finite values.
+    A codec is a frozen, hashable dataclass of static options. Axis 0 of an array is the batch. A
+    codec never mixes samples, so a batch that is sharded over devices needs no communication. NaN
+    and Inf decode to non-finite values.
+
+    Subclasses define `_encode` and `_decode`.
 
     Attributes:
-        name: The codec's name in specs and in the names of stored arrays.
-        kinds: The kinds of operation of `jaxcomp.nn` that may store by it, for rules; see
-            `nn.Coded`.
-        unbiased: Whether the mean of `decode(encode(x, seed))` over seeds is x.
-        is_exact: Whether decoding returns the array itself, so that second derivatives exist.
-        on_host: Whether the code waits in the host's memory.
-        fuses_decode_on_tpu: Whether XLA for TPUs, left alone, decodes in each kernel that reads
-            the array, and so writes it nowhere. Then no barrier holds the code back there. What
-            waits on the host has to be held back: `Offload` of such a codec is not one.
+        name: Name of the codec in spec strings and in the names of saved residuals.
+        kinds: Kinds of operation of `jaxcomp.nn` whose residuals the codec can store; `nn.Coded`
+            lists them.
+        unbiased: Whether the mean of `decode(encode(x, seed))` over all seeds is `x`.
+        is_exact: Whether decoding returns the array itself. Then second derivatives are defined.
+        on_host: Whether the encoded array is moved to host memory.
+        fuses_decode_on_tpu: Whether XLA for TPUs fuses decoding into each kernel that reads the
+            array, so that the decoded array is never written to memory. On a TPU no barrier is then
+            placed before decoding. False for `Offload` of any codec, because its copies from the
+            host need the barrier.
     """
 
     name: typing.ClassVar[str]
@@ -102,7 +112,7 @@ class Codec(abc.ABC):
 
     @classmethod
     def stored_name(cls) -> str:
-        """`jaxcomp/<codec>`: scope of what makes and reads codes, and name of the stored arrays."""
+        """Returns `jaxcomp/<codec>`: the name scope of its operations and of saved residuals."""
         return f"jaxcomp/{cls.name}"
 
     def encode(
@@ -114,39 +124,56 @@ class Codec(abc.ABC):
         """Encodes an array.
 
         Args:
-            x: Array of any shape, float32, bfloat16 or float16.
-            seed: Integer scalar that redraws the rounding noise; codecs without noise ignore it.
-            importance: Of each sample; only codecs that give samples different bits read it.
+            x: float32, bfloat16 or float16 array of any shape; axis 0 is the batch.
+            seed: Integer scalar that selects the rounding noise. Codecs without noise ignore it.
+            importance: Weight of each sample, shape (batch,). Only codecs that give samples
+                different numbers of bits read it.
 
         Returns:
             The stored arrays with the shape and dtype of `x`.
 
         Raises:
-            TypeError: If `x` is of another dtype.
-            ValueError: If the codec cannot store this shape.
+            TypeError: If the codec cannot store the dtype of `x`.
+            ValueError: If the codec cannot store the shape of `x`.
         """
         self.check(x.shape, x.dtype)
         with jax.named_scope(self.stored_name()):
             return Encoded(self._encode(x, seed), x.shape, x.dtype)
 
     def decode(self, encoded: Encoded) -> Shaped[Array, "..."]:
-        """Returns the array that `encoded` stands for, in its own shape and dtype."""
+        """Returns the array that `encoded` stands for, in the shape and dtype of the original."""
         with jax.named_scope(self.stored_name()):
             return self._decode(encoded.arrays, encoded.shape, encoded.dtype)
 
     def nbytes(self, shape: tuple[int, ...], dtype: DTypeLike) -> int:
-        """Exact bytes stored for an array of this shape and dtype, metadata and padding included.
+        """Returns the exact size of an encoded array in bytes, with metadata and padding.
+
+        Args:
+            shape: Shape of the array to encode.
+            dtype: Dtype of the array to encode.
+
+        Returns:
+            Size in bytes.
 
         Raises:
-            TypeError: If `dtype` is not float32, bfloat16 or float16.
-            ValueError: If the codec cannot store this shape.
+            TypeError: If the codec cannot store `dtype`.
+            ValueError: If the codec cannot store `shape`.
         """
         self.check(shape, dtype)
         x = jax.ShapeDtypeStruct(shape, dtype)
         return jax.eval_shape(self.encode, x).nbytes
 
     def check(self, shape: tuple[int, ...], dtype: DTypeLike) -> None:
-        """Raises an error if an array of this shape and dtype cannot be stored."""
+        """Checks that the codec can store an array of this shape and dtype.
+
+        Args:
+            shape: Shape of the array.
+            dtype: Dtype of the array.
+
+        Raises:
+            TypeError: If the codec cannot store `dtype`.
+            ValueError: If the codec cannot store `shape`.
+        """
         name = jnp.dtype(dtype).name
         if name not in FLOATS:
             raise TypeError(f"{type(self).__name__} stores {FLOATS}; got x of dtype {name}")
@@ -162,7 +189,7 @@ class Codec(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Exact(Codec):
-    """Stores the array as it is.
+    """Stores the array unchanged.
 
     Example:
         >>> Exact().nbytes((2, 3), jnp.float32)
@@ -183,17 +210,17 @@ class Exact(Codec):
 
 @dataclasses.dataclass(frozen=True)
 class Cast(Codec):
-    """Stores the array in another floating-point dtype, rounded to nearest.
+    """Stores the array in a narrower floating-point dtype, rounded to nearest. Biased.
 
-    Biased: rounding is deterministic. Error bound: half a unit in the last place of `dtype`; values
-    beyond its range become Inf (or NaN where the dtype has no Inf).
+    The error is at most half a unit in the last place of `dtype`. Values beyond the range of
+    `dtype` become Inf, or NaN if the dtype has no Inf.
 
     Attributes:
-        dtype: The stored dtype, e.g. "bfloat16", "float16", "float8_e4m3fn".
+        dtype: Name of the stored dtype, such as "bfloat16", "float16" or "float8_e4m3fn".
 
     Raises:
-        TypeError: If `dtype` is not a floating-point dtype of at most 32 bits, or, when it is used,
-            if it is wider than the array's.
+        TypeError: If `dtype` is not a floating-point dtype of at most 32 bits. On encoding: if it
+            is wider than the dtype of the array.
 
     Example:
         >>> Cast("bfloat16").nbytes((2, 3), jnp.float32)
@@ -216,7 +243,15 @@ class Cast(Codec):
         object.__setattr__(self, "dtype", name)
 
     def check(self, shape: tuple[int, ...], dtype: DTypeLike) -> None:
-        """Raises an error if an array of this dtype cannot be stored, or would need more bytes."""
+        """Checks that the array is floating-point and no narrower than the stored dtype.
+
+        Args:
+            shape: Shape of the array.
+            dtype: Dtype of the array.
+
+        Raises:
+            TypeError: If the array is not floating-point, or narrower than the stored dtype.
+        """
         super().check(shape, dtype)
         if jax.dtypes.itemsize_bits(self.dtype) > jax.dtypes.itemsize_bits(dtype):
             raise TypeError(f"{self}: wider than x of dtype {jnp.dtype(dtype).name}")

@@ -1,4 +1,4 @@
-"""Low frequencies in bfloat16, the rest in a few random-rounded bits."""
+"""Window means in bfloat16, and the differences to them quantized to a few bits."""
 
 import dataclasses
 import math
@@ -19,24 +19,25 @@ Along = typing.Literal["map", "features"]
 
 @dataclasses.dataclass(frozen=True)
 class DualPrecision(Codec):
-    """Stores the means of windows in bfloat16, and what they leave as `Quantize` does.
+    """Stores window means in bfloat16, and the differences to them by `Quantize`. Unbiased.
 
-    The means are those of `AvgPool`; what they leave has a smaller range, so its bits are finer.
-    Unbiased, to half a unit in the last place of the array's dtype, since what is rounded at random
-    is the difference to the means as they are stored. Error bound: a step of `Quantize` for the
-    difference. A NaN or Inf comes back as a non-finite value, and so does the rest of its channel.
+    The means are those of `AvgPool`. The differences have a smaller range than the values, so the
+    quantization step is smaller. The differences are taken to the stored means, so the decoded
+    value is unbiased up to half a unit in the last place of the array's dtype. The error is at most
+    one step of `Quantize` for the differences. A NaN or Inf makes all values of its channel
+    non-finite.
 
-    After DIVISION (Wang et al., ICML 2023, arXiv:2208.04187, section 3), whose published code moves
-    the windows where they do not divide the map; here the last ones are smaller.
+    Source: DIVISION (Wang et al., ICML 2023, arXiv:2208.04187, section 3). The published code
+    shifts the windows if they do not divide the map; here the last windows are smaller.
 
     Attributes:
-        window: Edge of the window; of a smaller map it is all.
-        bits: Bits of a code of the difference: 1, 2, 3, 4 or 8.
-        along: The axes of a window: "map", each but the first (batch) and the last (channels), or
-            "features", the last. Of arrays of fewer than 3 axes it is the last.
+        window: Edge of the window in elements. An axis that is smaller than `window` limits it.
+        bits: Bits per element of the differences: 1, 2, 3, 4 or 8.
+        along: Axes of a window. "map" means all axes but the first (batch) and the last (channels).
+            "features" means the last axis. Arrays of fewer than 3 axes always use the last axis.
 
     Raises:
-        ValueError: If `window` is not a positive integer or another attribute is none of these.
+        ValueError: If `window` is not a positive integer, or `bits` or `along` is invalid.
 
     Example:
         >>> codec = DualPrecision(window=8, bits=2)
@@ -82,7 +83,7 @@ class DualPrecision(Codec):
         return AvgPool(max(1, min(self.window, *features[1:-1])))
 
     def _as_map(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape with an axis for the batch, axes to pool along, and one for channels."""
+        """Returns the shape as (batch, pooled axes..., channels)."""
         if self.along == "map" and len(shape) > 2:
             return shape
         return (math.prod(shape[:-1]), *(shape[-1:] or (1,)), 1)

@@ -1,4 +1,4 @@
-"""Levels on both sides of zero, whose codes say the sign exactly."""
+"""Quantization levels on both sides of zero, whose codes store the sign exactly."""
 
 import dataclasses
 import functools
@@ -13,17 +13,20 @@ from jaxcomp.codecs import noise
 
 @dataclasses.dataclass(frozen=True)
 class Levels:
-    """First codes for values that are not positive, then codes for those that are.
+    """Quantization levels for a signed value.
 
-    Positive levels grow by powers of two: a value in units of `first`, plus 1, is a float whose
-    lower mantissa bits are rounded at random and cut, which is unbiased from 0 to `top`.
+    The lowest codes stand for values that are not positive, the others for positive values.
+
+    Positive levels are spaced as in a floating-point format. A value `t` is mapped to `t / first +
+    1`. The mantissa of that float is rounded stochastically to `mantissa` bits. Rounding is
+    unbiased from 0 to `top`.
 
     Attributes:
-        negatives: Codes of values that are not positive: 1 for `bottom` alone, or 2 for `bottom`
-            and 0, between which values are rounded at random.
-        positives: Codes of positive values: 0, then up to `top`.
-        first: Where the distance between levels doubles for the first time.
-        mantissa: 2^mantissa distances are the same before it doubles.
+        negatives: Number of codes for values that are not positive. 1: all of them decode to
+            `bottom`. 2: they are rounded stochastically to `bottom` or 0.
+        positives: Number of codes for positive values. Their levels run from 0 to `top`.
+        first: Value at which the distance between levels doubles for the first time.
+        mantissa: The distance doubles after each 2^mantissa levels.
         bottom: The lowest level.
 
     Example:
@@ -40,7 +43,7 @@ class Levels:
 
     @property
     def top(self) -> float:
-        """The highest level; what is above comes back as it."""
+        """The highest level. Larger values are clipped to it."""
         octave, step = divmod(self.positives - 1, 2**self.mantissa)
         return self.first * (2.0**octave * (1 + step / 2**self.mantissa) - 1)
 
@@ -51,15 +54,15 @@ class Levels:
         positive: Bool[Array, "*shape"],
         random: UInt32[Array, "*shape"],
     ) -> Int[Array, "*shape"]:
-        """Codes of float32 values.
+        """Quantizes values to codes.
 
         Args:
-            t: The values.
-            positive: Which side of zero each is on; decoding gives it back exactly.
-            random: 32 random bits for each, as `noise.words` draws them.
+            t: float32 values.
+            positive: Whether each value is positive. Decoding returns this mask exactly.
+            random: 32 random bits for each value, from `noise.words`.
 
         Returns:
-            int32 codes.
+            int32 codes in [0, negatives + positives).
         """
         shift = 23 - self.mantissa
         floats = lax.bitcast_convert_type(jnp.maximum(t, 0) * (1 / self.first) + 1, jnp.uint32)
@@ -74,27 +77,34 @@ class Levels:
     def decode(
         self, codes: Int[Array, "*shape"]
     ) -> tuple[Float[Array, "*shape"], Bool[Array, "*shape"]]:
-        """The float32 values that int32 codes stand for, and which are positive."""
+        """Decodes codes.
+
+        Args:
+            codes: int32 codes.
+
+        Returns:
+            The float32 levels, and the mask of positive values.
+        """
         positive = codes >= self.negatives
         up = self._up(codes) * self.first
         down = jnp.where(codes == 0, jnp.float32(self.bottom), 0.0)
         return jnp.where(positive, up, down), positive
 
     def multiples(self, codes: Int[Array, "*shape"]) -> Int8[Array, "*shape"]:
-        """The positive values that codes stand for, as multiples of `step`; 0 for the others."""
+        """Returns positive levels as multiples of `step`, and 0 for the other values."""
         up = self._up(codes) * 2**self.mantissa
         return jnp.where(codes >= self.negatives, up, 0.0).astype(jnp.int8)
 
     def _up(self, codes: Array) -> Array:
-        """The positive values, in units of `first`."""
+        """Returns the positive levels in units of `first`."""
         floats = (codes + (self._base - self.negatives)) << (23 - self.mantissa)
         return lax.bitcast_convert_type(floats, jnp.float32) - 1
 
     @property
     def step(self) -> float:
-        """The least distance between positive levels, of which all are multiples."""
+        """The smallest distance between positive levels; they are multiples of it."""
         return self.first / 2**self.mantissa
 
     @property
     def _base(self) -> int:
-        return 127 << self.mantissa  # of the float 1
+        return 127 << self.mantissa  # exponent bits of the float 1

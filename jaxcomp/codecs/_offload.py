@@ -1,4 +1,4 @@
-"""Codes that wait in the host's memory."""
+"""Encoded residuals in host memory."""
 
 import dataclasses
 import typing
@@ -11,25 +11,27 @@ from jaxcomp.codecs._codec import Codec, Encoded, Seed
 
 @dataclasses.dataclass(frozen=True)
 class Offload(Codec):
-    """Stores what another codec makes of an array in the host's pinned memory.
+    """Encodes an array by another codec and stores the result in the host's pinned memory.
 
-    Operations move a code there once it is computed, and back when its gradient arrives.
-    ActNN's level L4 (Chen et al., ICML 2021, arXiv:2104.14129, section 5).
+    Operations move the encoded residual to the host once it is computed. They copy it back when the
+    cotangent arrives in the backward pass.
+
+    Source: level L4 of ActNN (Chen et al., ICML 2021, arXiv:2104.14129, section 5).
 
     Attributes:
-        codec: Makes the code.
-        in_turn: Whether a block's own norm waits in the backward pass until its shortcut's is
-            through (`ops.in_turn`), so that the cotangents of both are never in memory at once. For
-            a shortcut's norm (`residual_norm` of `nn.NormAct`); nothing else reads it. With codes
-            on the host a network's peak may be there.
+        codec: Codec that encodes the array.
+        in_turn: Whether the backward pass of a block's own norm starts only after that of the norm
+            on its skip connection (`ops.in_turn`). Then the cotangents of both branches are never
+            in memory at once, which lowers peak memory if the peak is there. Only `residual_norm`
+            of `nn.NormAct` reads this option.
 
     Raises:
-        TypeError: If `codec` is no codec, or is one that is offloaded already.
-        ValueError: If `in_turn` is no bool.
+        TypeError: If `codec` is not a codec, or is an `Offload` itself.
+        ValueError: If `in_turn` is not a bool.
 
     Example:
         >>> from jaxcomp import Quantize
-        >>> Offload(Quantize(bits=4)).nbytes((2, 8, 8, 4), "float32")  # of the host's memory
+        >>> Offload(Quantize(bits=4)).nbytes((2, 8, 8, 4), "float32")  # bytes of host memory
         320
     """
 
@@ -46,22 +48,31 @@ class Offload(Codec):
 
     @property
     def kinds(self) -> tuple[str, ...]:  # type: ignore[override]
-        """The kinds of operation that may store by `codec`."""
+        """The kinds of operation whose residuals `codec` can store."""
         return self.codec.kinds
 
     @property
     def unbiased(self) -> bool:  # type: ignore[override]
-        """Whether `codec` is."""
+        """Whether `codec` is unbiased."""
         return self.codec.unbiased
 
     def check(self, shape: tuple[int, ...], dtype: DTypeLike) -> None:
-        """Raises an error if `codec` cannot store an array of this shape and dtype."""
+        """Checks that `codec` can store an array of this shape and dtype.
+
+        Args:
+            shape: Shape of the array.
+            dtype: Dtype of the array.
+
+        Raises:
+            TypeError: If `codec` cannot store `dtype`.
+            ValueError: If `codec` cannot store `shape`.
+        """
         self.codec.check(shape, dtype)
 
     def encode(
         self, x: Array, seed: Seed = None, importance: Float[Array, " batch"] | None = None
     ) -> Encoded:
-        """Encodes an array; it is not moved yet."""
+        """Encodes an array by `codec`; the result is still on the device."""
         return self.codec.encode(x, seed, importance)
 
     def _encode(self, x: Array, seed: Seed) -> tuple[Array, ...]:
@@ -74,7 +85,7 @@ class Offload(Codec):
 
 
 def inner_codec(codec: Codec) -> Codec:
-    """What makes a codec's codes, wherever they wait.
+    """Returns the codec that encodes: the codec inside an `Offload`, or the codec itself.
 
     Example:
         >>> from jaxcomp import Quantize
@@ -85,7 +96,14 @@ def inner_codec(codec: Codec) -> Codec:
 
 
 def placed_like(other: Codec, codec: Codec) -> Codec:
-    """A codec whose codes wait where those of another do.
+    """Returns `codec` inside an `Offload` if `other` is one; otherwise `codec` itself.
+
+    Args:
+        other: Codec that determines the memory: host or device.
+        codec: Codec that encodes.
+
+    Returns:
+        A codec that encodes as `codec` and stores where `other` does.
 
     Example:
         >>> from jaxcomp import Quantize

@@ -13,12 +13,12 @@ from jaxcomp.codecs._codec import Codec, Seed
 
 @dataclasses.dataclass(frozen=True)
 class Packed(Codec):
-    """Stores booleans or integers in [0, 2^bits) exactly, without their unused bits.
+    """Stores booleans or integers in [0, 2^bits) exactly, in `bits` bits per element.
 
-    Values out of this range are the caller's error and lose their upper bits.
+    Values are not checked. A value outside of the range loses its upper bits.
 
     Attributes:
-        bits: Bits of a value: 1, 2, 3, 4 or 8.
+        bits: Bits per element: 1, 2, 3, 4 or 8.
 
     Raises:
         ValueError: If `bits` is none of these.
@@ -39,7 +39,15 @@ class Packed(Codec):
         packing.check_bits(self.bits)
 
     def check(self, shape: tuple[int, ...], dtype: DTypeLike) -> None:
-        """Raises an error unless the array holds booleans or integers."""
+        """Checks that the array holds booleans or integers.
+
+        Args:
+            shape: Shape of the array; any shape can be stored.
+            dtype: Dtype of the array.
+
+        Raises:
+            TypeError: If `dtype` is neither boolean nor integer.
+        """
         if not jnp.issubdtype(dtype, jnp.integer) and jnp.dtype(dtype) != jnp.bool:
             raise TypeError(
                 f"Packed stores booleans and integers; got x of dtype {jnp.dtype(dtype).name}"

@@ -1,4 +1,4 @@
-"""Uniform quantization with more bits for the samples that need them more."""
+"""Uniform quantization that gives more bits to the samples that need more."""
 
 import dataclasses
 import itertools
@@ -18,23 +18,27 @@ WIDTHS = (1, 2, 4, 8)
 
 @dataclasses.dataclass(frozen=True)
 class PerSample(Codec):
-    """Stores each sample by `Quantize`, with bits by its rank among the samples beside it.
+    """Quantizes each sample by `Quantize`, with a number of bits that depends on its rank.
 
-    A run is as many consecutive samples as there are `bits`. Its samples are ranked by the sum of
-    the squared ranges of their groups, times `importance` where it is given; the first rank takes
-    the first of `bits`, and so on. So shapes are static, nothing leaves the device, and a batch
-    sharded in whole runs needs no communication. Samples after the last whole run take the widest
-    of 1, 2, 4 and 8 bits that is no more than the mean. A sample with a NaN or Inf has the last
-    rank and comes back as NaN where `Quantize` has it so.
+    Samples are ranked within runs. A run is `len(bits)` consecutive samples. The rank is by the sum
+    of the squared ranges of a sample's groups, times `importance` if it is given. The first rank
+    gets `bits[0]`, and so on. Shapes are therefore static, and no value is sent to the host. A
+    batch that is sharded in whole runs needs no communication. Samples after the last whole run get
+    the largest of 1, 2, 4 and 8 bits that does not exceed the mean of `bits`. A sample with a NaN
+    or Inf gets the last rank; it decodes to NaN as by `Quantize`.
 
-    Bias and error bound are those of `Quantize` with stochastic rounding. After ActNN (Chen et al.,
-    ICML 2021, arXiv:2104.14129, section 4.1), whose bits are found on the host for every step.
+    Bias and error bound are those of `Quantize` with stochastic rounding.
+
+    Source: ActNN (Chen et al., ICML 2021, arXiv:2104.14129, section 4.1). ActNN computes the bits
+    on the host in every step.
 
     Attributes:
-        bits: Bits of the codes for each rank, not increasing: 1, 2, 4 or 8.
+        bits: Bits per element for each rank: 2 to 256 of the values 1, 2, 4 and 8, in descending
+            order.
 
     Raises:
-        ValueError: If `bits` is none of these, or not of 2 to 256 ranks.
+        ValueError: If `bits` is not such a tuple. On encoding: if the array has fewer than two
+            axes.
 
     Example:
         >>> codec = PerSample(bits=(4, 2, 1, 1))
@@ -57,7 +61,16 @@ class PerSample(Codec):
             )
 
     def check(self, shape: tuple[int, ...], dtype: DTypeLike) -> None:
-        """Raises an error if an array of this shape and dtype cannot be stored."""
+        """Checks that the array is floating-point and has a batch axis and another one.
+
+        Args:
+            shape: Shape of the array.
+            dtype: Dtype of the array.
+
+        Raises:
+            TypeError: If `dtype` is not float32, bfloat16 or float16.
+            ValueError: If the array has fewer than two axes.
+        """
         super().check(shape, dtype)
         if len(shape) < 2:
             raise ValueError(f"PerSample stores arrays of samples; got shape {shape}")
@@ -65,7 +78,12 @@ class PerSample(Codec):
     def encode(
         self, x: Array, seed: Seed = None, importance: Float[Array, " batch"] | None = None
     ) -> Encoded:
-        """Encodes an array; see `Codec.encode`."""
+        """Encodes an array; arguments as in `Codec.encode`.
+
+        Raises:
+            TypeError: If `x` is not float32, bfloat16 or float16.
+            ValueError: If `x` has fewer than two axes, or `importance` is not of shape (batch,).
+        """
         self.check(x.shape, x.dtype)
         if importance is not None and importance.shape != x.shape[:1]:
             raise ValueError(f"importance of shape {importance.shape}: expected {x.shape[:1]}")
@@ -84,7 +102,7 @@ class PerSample(Codec):
         order = jnp.argsort(needs, axis=1, descending=True, stable=True)
         stored = [order.astype(jnp.uint8)]
         classes = self._classes()
-        # A seed for each, since they count their elements anew.
+        # One seed for each class, because each class starts its element index at 0.
         seeds = jnp.asarray(0 if seed is None else seed, jnp.uint32) + jnp.arange(
             len(classes) + 1, dtype=jnp.uint32
         ) * jnp.uint32(noise.GOLDEN)
@@ -114,14 +132,14 @@ class PerSample(Codec):
         return jnp.concatenate([x, rest])
 
     def _classes(self) -> list[tuple[int, slice]]:
-        """The widths, and the ranks that have each."""
+        """Returns each number of bits with the ranks that get it."""
         ends = list(itertools.accumulate(len([*g]) for _, g in itertools.groupby(self.bits)))
         widths = [bits for bits, _ in itertools.groupby(self.bits)]
         starts = [0, *ends[:-1]]
         return [(b, slice(i, j)) for b, i, j in zip(widths, starts, ends, strict=True)]
 
     def _whole(self, shape: tuple[int, ...]) -> int:
-        """How many samples are in whole runs."""
+        """Returns the number of samples in whole runs."""
         return shape[0] - shape[0] % len(self.bits)
 
     def _in_runs(self, x: Array) -> Array:
@@ -130,11 +148,11 @@ class PerSample(Codec):
 
     @property
     def _rest(self) -> Quantize:
-        """How samples after the last whole run are stored."""
+        """Codec for the samples after the last whole run."""
         mean = sum(self.bits) / len(self.bits)
         return Quantize(max(width for width in WIDTHS if width <= mean))
 
 
 def _take(x: Array, index: Int[Array, "runs count"]) -> Array:
-    """The samples of each run that `index` names."""
+    """Returns the samples of each run that `index` selects."""
     return jax.vmap(lambda run, i: run[i])(x, index)

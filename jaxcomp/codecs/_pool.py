@@ -1,4 +1,4 @@
-"""Average pooling of stored activations."""
+"""Average pooling of saved activations."""
 
 import dataclasses
 import typing
@@ -13,22 +13,22 @@ from jaxcomp.codecs._codec import Codec, Seed
 
 @dataclasses.dataclass(frozen=True)
 class AvgPool(Codec):
-    """Stores the mean of each window of a channels-last feature map.
+    """Stores the mean of each window of a channels-last feature map. Biased.
 
-    Biased: what varies inside a window is lost, so a convolution's weight gradient loses the
-    within-window covariance of input and cotangent. Error bound: the spread of the window's values.
-    Windows do not overlap; at the far edges of a map whose size does not divide they hold fewer
-    values. Encoding a decoded array again gives the same code up to rounding.
+    Variation inside a window is lost. A convolution's weight gradient therefore lacks the
+    covariance of input and cotangent within windows. The error is at most the range of the values
+    in a window. Windows do not overlap. If `window` does not divide an axis, the last windows are
+    smaller. Encoding a decoded array again gives the same code up to rounding.
 
-    Barley and Fröning, "Less Memory Means smaller GPUs" (arXiv:2409.11902).
+    Source: Barley and Fröning, "Less Memory Means smaller GPUs" (arXiv:2409.11902).
 
     Attributes:
-        window: Edge of the window along each of the spatial axes, i.e. all but the first (batch)
-            and the last (channels).
+        window: Edge of the window in elements, along each spatial axis. Spatial axes are all but
+            the first (batch) and the last (channels).
 
     Raises:
-        ValueError: If `window` is not a positive integer; on encoding, if the array has no spatial
-            axis or one that is smaller than `window`.
+        ValueError: If `window` is not a positive integer. On encoding: if the array has no spatial
+            axis, or one that is smaller than `window`.
 
     Example:
         >>> AvgPool(window=2).nbytes((8, 7, 7, 32), jnp.float32)  # 8 * 4 * 4 * 32 values
@@ -48,7 +48,16 @@ class AvgPool(Codec):
             raise ValueError(f"window={self.window!r}: expected a positive integer")
 
     def check(self, shape: tuple[int, ...], dtype: DTypeLike) -> None:
-        """Raises an error if an array of this shape and dtype cannot be pooled."""
+        """Checks that an array of this shape and dtype can be pooled.
+
+        Args:
+            shape: Shape of the array, (batch, spatial..., channels).
+            dtype: Dtype of the array.
+
+        Raises:
+            TypeError: If `dtype` is not float32, bfloat16 or float16.
+            ValueError: If the array has no spatial axis, or one that is smaller than `window`.
+        """
         super().check(shape, dtype)
         if len(shape) < 3:
             raise ValueError(f"AvgPool needs shape (batch, spatial..., channels); got {shape}")
@@ -60,13 +69,19 @@ class AvgPool(Codec):
         counts = np.ones(1)
         for size in spatial:
             counts = np.multiply.outer(counts, self._counts(size))
-        # A power of two, so exact: the sum of the largest floats does not overflow.
+        # A power of two is exact and keeps the sum of the largest floats finite.
         scale = 0.5 ** (self.window ** len(spatial)).bit_length()
         sums = self.sums(x.astype(jnp.float32) * scale)
         return ((sums / (counts[..., None] * scale).astype(np.float32)).astype(x.dtype),)
 
     def sums(self, x: Array) -> Array:
-        """The sum of each window in float32; axes as those of `x`.
+        """Returns the sum of each window.
+
+        Args:
+            x: Array of shape (batch, spatial..., channels).
+
+        Returns:
+            float32 array with the axes of `x`; each spatial axis has one element per window.
 
         Example:
             >>> AvgPool(window=2).sums(jnp.array([1.0, 3.0, 7.0])[None, :, None]).ravel().tolist()
@@ -86,16 +101,16 @@ class AvgPool(Codec):
         return x[tuple(slice(n) for n in shape)]
 
     def _counts(self, size: int) -> np.ndarray:
-        """How many of an axis's values each window holds."""
+        """Returns the number of elements in each window along an axis of this size."""
         starts = np.arange(0, size, self.window)
         return np.minimum(self.window, size - starts)
 
     def _inner(self, rank: int) -> tuple[int, ...]:
-        """The axes inside a window, of the array that `_windows` returns."""
+        """Returns the axes inside a window, for the array that `_windows` returns."""
         return tuple(range(2, 2 * rank - 3, 2))
 
     def _windows(self, x: Array) -> Array:
-        """Splits every spatial axis in (windows, window), padded with zeros."""
+        """Splits every spatial axis into (windows, window), padded with zeros."""
         padding = [(0, 0), *((0, -n % self.window) for n in x.shape[1:-1]), (0, 0)]
         split = [n for size in x.shape[1:-1] for n in (-(-size // self.window), self.window)]
         return jnp.pad(x, padding).reshape(x.shape[0], *split, x.shape[-1])

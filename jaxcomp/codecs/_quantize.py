@@ -1,4 +1,4 @@
-"""Uniform quantization to a few random-rounded bits."""
+"""Uniform quantization to a few bits with stochastic rounding."""
 
 import dataclasses
 import typing
@@ -17,30 +17,34 @@ Rounding = typing.Literal["stochastic", "nearest"]
 
 @dataclasses.dataclass(frozen=True)
 class Quantize(Codec):
-    """Stores each value as one of 2^bits equidistant levels between its group's extremes.
+    """Quantizes each value to one of 2^bits equidistant levels between the extremes of its group.
 
-    The extremes are stored as they are, in the array's dtype, so a group's least and greatest value
-    and a constant group come back exactly (a range below 2^-114 comes back as its least value; the
-    sign of a zero may change; where the device flushes subnormal numbers to zero, so does this).
-    With stochastic rounding the decoded value is unbiased to 2^-17 of a step (2^-14 with 8 bits,
-    where the level itself is rounded) and at most one step away; with nearest rounding it is biased
-    and at most half a step away; a step is (max - min) / (2^bits - 1) of the group. This is before
-    the decoded value is rounded to the array's dtype, which adds half a unit in its last place. A
-    group with a NaN or Inf comes back as NaN, other groups are not touched. Groups never cross
-    samples (axis 0), except that an array of one axis is one group.
+    The extremes are stored in the array's dtype. The smallest and the largest value of a group
+    decode exactly, and so does a constant group. Exceptions: a range below 2^-114 decodes to its
+    smallest value, the sign of a zero may change, and subnormal numbers become zero on devices that
+    flush them.
 
-    After ActNN (Chen et al., ICML 2021, arXiv:2104.14129, section 3.2), with the groups along the
-    array's own axes instead of 256 consecutive values, and exact extremes.
+    A step is (max - min) / (2^bits - 1) of the group. With stochastic rounding the decoded value is
+    unbiased to 2^-17 of a step (2^-14 with 8 bits, where the level itself is rounded), and the
+    error is at most one step. With nearest rounding the decoded value is biased, and the error is
+    at most half a step. Rounding the decoded value to the array's dtype adds half a unit in its
+    last place.
+
+    A group with a NaN or Inf decodes to NaN; other groups are unaffected. Groups never cross
+    samples (axis 0). An array of one axis is one group.
+
+    Source: ActNN (Chen et al., ICML 2021, arXiv:2104.14129, section 3.2). Unlike there, groups
+    follow the array's axes instead of 256 consecutive values, and extremes are exact.
 
     Attributes:
-        bits: Bits of a code: 1, 2, 3, 4 or 8.
-        group: Which values share a range: "channel", those of one sample and one index of the last
-            axis (one sample, for arrays of fewer than 3 axes); "sample", those of one sample;
-            "row", those along the last axis.
+        bits: Bits per element: 1, 2, 3, 4 or 8.
+        group: Values that share a range. "channel": the values of one sample and one index of the
+            last axis; for arrays of fewer than 3 axes, the values of one sample. "sample": the
+            values of one sample. "row": the values along the last axis.
         rounding: "stochastic" or "nearest".
 
     Raises:
-        ValueError: If an attribute is none of these.
+        ValueError: If an attribute is invalid.
 
     Example:
         >>> codec = Quantize(bits=2)
@@ -67,11 +71,11 @@ class Quantize(Codec):
 
     @property
     def unbiased(self) -> bool:  # type: ignore[override]
-        """Whether decoding is right on average: with stochastic rounding."""
+        """Whether rounding is stochastic, so that the decoded value is unbiased."""
         return self.rounding == "stochastic"
 
     def _axes(self, rank: int) -> tuple[int, ...]:
-        """The axes along which values share a range."""
+        """Returns the axes over which values share a range."""
         if self.group == "row":
             return tuple(range(rank))[-1:]
         if self.group == "channel":
@@ -79,7 +83,15 @@ class Quantize(Codec):
         return tuple(range(1 if rank > 1 else 0, rank))
 
     def extremes(self, x: Array) -> tuple[Array, Array]:
-        """Least and greatest value of each group, NaN for both where one is not finite."""
+        """Returns the smallest and the largest value of each group.
+
+        Args:
+            x: Floating-point array; axis 0 is the batch.
+
+        Returns:
+            Two arrays in the dtype of `x` that broadcast to `x`. Both are NaN for a group with a
+            NaN or Inf.
+        """
         axes = self._axes(x.ndim)
         low = jnp.min(x, axes, keepdims=True, initial=jnp.inf)
         high = jnp.max(x, axes, keepdims=True, initial=-jnp.inf)
@@ -87,8 +99,18 @@ class Quantize(Codec):
         return jnp.where(finite, low, jnp.nan), jnp.where(finite, high, jnp.nan)
 
     def encode_between(self, x: Array, low: Array, high: Array, seed: Seed) -> tuple[Array, ...]:
-        """The arrays that are stored for `x`, whose `extremes` these are."""
-        # A 16th, so that the largest range does not overflow nor its reciprocal underflow.
+        """Quantizes values between known extremes.
+
+        Args:
+            x: Floating-point array.
+            low: Smallest value of each group, as `extremes` returns it.
+            high: Largest value of each group, as `extremes` returns it.
+            seed: Integer scalar that selects the rounding noise.
+
+        Returns:
+            The arrays to store: packed codes, `low` and `high`.
+        """
+        # Division by 16: the largest range does not overflow, its reciprocal does not underflow.
         value, least, most = (a.astype(jnp.float32) / 16 for a in (x, low, high))
         span = most - least
         top = 2**self.bits - 1
@@ -97,14 +119,25 @@ class Quantize(Codec):
         offset = noise.uniform(x, seed) if self.rounding == "stochastic" else 0.5
         level = (value - least) * steps
         lower = jnp.floor(level)
-        codes = lower + (level - lower + offset >= 1)  # a sum of its own: noise keeps its bits
+        codes = lower + (
+            level - lower + offset >= 1
+        )  # a separate sum, which keeps the noise's bits
         codes = jnp.clip(codes, 0, top).astype(jnp.int32)
         return *packing.pack(codes, self.bits), low, high
 
     def encode_within(self, x: Array, low: float, high: float, seed: Seed) -> Encoded:
-        """Encodes values that are known to lie between two numbers: no pass looks for their range.
+        """Encodes values between two known numbers, without a pass that computes their range.
 
-        A NaN comes back as one of these numbers, unlike from `encode`.
+        A NaN decodes to one of the two numbers, unlike with `encode`.
+
+        Args:
+            x: Floating-point array.
+            low: Lower bound of all values.
+            high: Upper bound of all values.
+            seed: Integer scalar that selects the rounding noise.
+
+        Returns:
+            The encoded array, as from `encode`.
         """
         with jax.named_scope(self.stored_name()):
             least, most = (jnp.full((1,) * x.ndim, end, x.dtype) for end in (low, high))
@@ -119,8 +152,8 @@ class Quantize(Codec):
         top = 2**self.bits - 1
         weight = codes.astype(jnp.float32) * (1.0 / top)
         low, high = low.astype(jnp.float32), high.astype(jnp.float32)
-        # Halves, whose difference does not overflow. The extremes themselves are selected: XLA may
-        # reorder the products.
+        # The difference of halves does not overflow. The extremes are selected, because XLA may
+        # reorder the products and round them.
         between = 2 * (low / 2 + (high / 2 - low / 2) * weight)
         ends = jnp.where(codes == 0, low, high)
         return jnp.where((codes == 0) | (codes == top), ends, between).astype(dtype)

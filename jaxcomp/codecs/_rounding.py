@@ -1,4 +1,4 @@
-"""Rounding that XLA keeps."""
+"""Rounding that XLA does not remove."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -6,10 +6,16 @@ from jaxtyping import Array, BFloat16, Float
 
 
 def to_bfloat16(x: Float[Array, "*shape"]) -> BFloat16[Array, "*shape"]:
-    """The array in bfloat16, rounded also for what reads it as float32 in the same program.
+    """Rounds an array to bfloat16, also for operations that read it as float32 in the same program.
 
-    XLA for GPUs and TPUs drops a cast to bfloat16 and back. What an encoder would then make codes
-    by is not what a decoder reads, and the difference does not average out.
+    XLA for GPUs and TPUs removes a cast to bfloat16 and back. Without this function, an encoder
+    would use other values than the decoder reads, and the difference would be a bias.
+
+    Args:
+        x: Floating-point array.
+
+    Returns:
+        The rounded array.
 
     Example:
         >>> to_bfloat16(jnp.array([1.001, 1.005])).astype(jnp.float32).tolist()

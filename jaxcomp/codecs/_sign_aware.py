@@ -1,4 +1,4 @@
-"""A code for pre-activations and for ReLU's outputs, in units that their norm knows."""
+"""A codec for ReLU outputs and pre-activations whose codes store the sign exactly."""
 
 import dataclasses
 import typing
@@ -13,44 +13,52 @@ from jaxcomp.codecs._levels import Levels
 from jaxcomp.codecs._rounding import to_bfloat16
 
 BITS = (2, 3, 4)
-SPAN = 4.0  # of a normalised value's code, in standard deviations
-HIGHEST_THRESHOLD = 2.0  # standard deviations
+SPAN = 4.0  # largest level of a normalised value, in standard deviations
+HIGHEST_THRESHOLD = 2.0  # of a pre-activation, in standard deviations
 
 ScaleSource = typing.Literal["norm", "range"]
 
-# `first` and `mantissa` of the levels: of those whose top real activations hardly pass (with 2 bits
-# 2% of their sum does), the ones of least mean square error.
+# `first` and `mantissa` of the levels by bits, with scales from the norm. Among the choices that clip
+# few real activations (2% of their sum with 2 bits), these have the least mean square error.
 _POSITIVE = {2: (0.75, 0), 3: (1.0, 1), 4: (0.7, 2)}
-_NEGATIVE = {2: (1, -0.8), 3: (2, -6.0), 4: (2, -6.0)}  # codes and lowest level
-# The same of a range, whose ends are the last levels: of least noise in a trained network.
+_NEGATIVE = {2: (1, -0.8), 3: (2, -6.0), 4: (2, -6.0)}  # number of codes and lowest level
+# `first` and `mantissa` with ranges, where nothing is clipped; least error in a trained network.
 _OF_RANGE = {2: (1.0, 0), 3: (1.0, 2), 4: (1.0, 3)}
-_SLACK = 2.0**-8  # with which rounding to bfloat16 does not go inward
+_SLACK = 2.0**-8  # relative margin that makes rounding to bfloat16 go outward
 
 
 @dataclasses.dataclass(frozen=True)
 class SignAware(Codec):
-    """Stores what a ReLU returns: zero exactly, positive values on levels that grow with them.
+    """Quantizes the output of a ReLU: zero is exact, positive levels are exponentially spaced.
 
-    `ops.norm_act` codes the pre-activation, too: its sign is ReLU's mask, at no extra bit. There
-    levels are in units of the norm's own, so that no pass over the array looks for a range, and
-    values beyond the last level come back as it; or between the extremes of each channel of each
-    sample (of each sample, for arrays of fewer than 3 axes), rounded outward to bfloat16: that is
-    less noisy, nothing is beyond, and it costs a pass. Alone, it is always the latter, negative
-    values come back as zero, and one less than 1% below the dtype's greatest may come back as Inf.
+    `ops.norm_act` also encodes pre-activations by it. The sign of the decoded value is then the
+    mask of the ReLU, which needs no bit of its own.
 
-    Unbiased up to the last level, but that with 2 bits one code stands for all negative
-    pre-activations, in a range for their mean: a norm's backward pass is biased. In the norm's
-    units the last of 2 bits is 2.25, too low for 2% of what a trained network's activations sum to,
-    and values beyond the last of 3 and 4 bits bias a gradient by 1 to 2% of its norm.
+    In `ops.norm_act` the levels are multiples of a per-channel scale. `scale_source` selects it:
+
+    - "norm": the scale follows from the parameters of the batch norm. No pass over the array
+      computes ranges. Values beyond the last level are clipped to it.
+    - "range": the levels lie between the extremes of each channel of each sample (of each sample,
+      for arrays of fewer than 3 axes), rounded outward to bfloat16. No value is clipped and the
+      error is smaller, but computing the range takes one pass over the array.
+
+    `encode` on its own always uses ranges. Negative values then decode to zero, and a value within
+    1% of the largest number of the dtype may decode to Inf.
+
+    Values up to the last level are unbiased, except that with 2 bits one code stands for all
+    negative pre-activations. With ranges it decodes to their mean; a norm's backward pass is then
+    biased. With "norm", the last level of 2 bits is 2.25 times the scale; in a trained network,
+    clipping loses 2% of the sum of the activations. With "norm" and 3 or 4 bits, clipping biases a
+    gradient by 1 to 2% of its norm.
 
     Attributes:
-        bits: Bits of a code: 2, 3 or 4.
-        signed: Whether codes tell negative values apart, as `ops.norm_act` has it for
-            pre-activations; they take codes from the positive ones.
-        scale_source: "norm" or "range", what `ops.norm_act` measures by.
+        bits: Bits per element: 2, 3 or 4.
+        signed: Whether codes distinguish negative values, which leaves fewer codes for positive
+            values. `ops.norm_act` sets it for pre-activations.
+        scale_source: "norm" or "range"; what `ops.norm_act` takes the per-channel scale from.
 
     Raises:
-        ValueError: If `bits` or `scale_source` is none of these.
+        ValueError: If `bits` or `scale_source` is invalid.
 
     Example:
         >>> codec = SignAware(bits=4)
@@ -74,17 +82,17 @@ class SignAware(Codec):
 
     @property
     def unbiased(self) -> bool:  # type: ignore[override]
-        """Whether a norm's backward pass is unbiased: with 3 or 4 bits of a range."""
+        """Whether a norm's backward pass is unbiased: with 3 or 4 bits and ranges."""
         return self.bits > 2 and self.scale_source == "range"
 
     @property
     def fuses_decode_on_tpu(self) -> bool:  # type: ignore[override]
-        """With 4 bits: each code is an element of its own, as its value is."""
+        """True with 4 bits, where each code is an array element of its own."""
         return self.bits == 4
 
     @property
     def levels(self) -> Levels:
-        """What the codes stand for, in units."""
+        """The quantization levels, in multiples of the scale."""
         if self.scale_source == "range":
             (first, mantissa), negative = _OF_RANGE[self.bits], (_NEGATIVE[self.bits][0], -1.0)
         else:
@@ -93,12 +101,16 @@ class SignAware(Codec):
         return Levels(negatives, 2**self.bits - negatives, first, mantissa, bottom)
 
     def encode_scaled(self, x: Array, channel_scale: Array, random: Array) -> Encoded:
-        """Encodes `x` in units that are known.
+        """Encodes values with a known per-channel scale.
 
         Args:
-            x: Array without negative values.
-            channel_scale: Floats, broadcastable to `x`; the size of typical values.
-            random: 32 random bits for each value, as `noise.words` draws them.
+            x: Floating-point array without negative values.
+            channel_scale: Floating-point array that broadcasts to `x`; the typical magnitude of
+                values.
+            random: 32 random bits for each value, from `noise.words`.
+
+        Returns:
+            The encoded array; it holds `channel_scale`.
         """
         t = x.astype(jnp.float32) / jnp.where(channel_scale == 0, 1, channel_scale).astype(
             jnp.float32
@@ -108,13 +120,23 @@ class SignAware(Codec):
         return Encoded(arrays, x.shape, x.dtype)
 
     def encode_activation(self, x: Array, channel_scale: Array, random: Array) -> Encoded:
-        """As `encode_scaled`, but "range" takes each channel's own scale; NaN stays NaN."""
+        """Encodes the output of a ReLU by the scale that `scale_source` selects.
+
+        Args:
+            x: Floating-point array without negative values.
+            channel_scale: As in `encode_scaled`. With "range" only its NaNs are used: they stay
+                NaN.
+            random: As in `encode_scaled`.
+
+        Returns:
+            The encoded array.
+        """
         if self.scale_source == "range":
             channel_scale = self._greatest(x) + (0 * channel_scale).astype(jnp.bfloat16)
         return self.encode_scaled(x, channel_scale, random)
 
     def _greatest(self, x: Array) -> Array:
-        """The unit in which the greatest value of each channel of each sample is the top level."""
+        """Returns the scale at which the maximum of each channel and sample is the top level."""
         greatest = jnp.max(jnp.abs(x), channel_axes(x.ndim), keepdims=True, initial=0)
         return _outward(greatest.astype(jnp.float32) / self.levels.top)
 
@@ -131,18 +153,22 @@ class SignAware(Codec):
             t, positive = self.decode_preactivation(Preactivation(*coded), shape)
         else:
             t, positive = self.levels.decode(packing.unpack(tuple(coded), shape, self.bits))
-        # A channel with a NaN has NaN for its unit; its zeros show it, too.
+        # A channel with a NaN has a NaN scale; its zeros decode to NaN too.
         return jnp.where(positive, t * factor + offset, 0 * (factor + offset)).astype(dtype)
 
     def positive(self, code: Encoded) -> Bool[Array, "..."]:
-        """Which of the values that `encode_activation` stored are positive."""
+        """Returns the mask of positive values of an array that `encode_activation` encoded."""
         return self.levels.decode(packing.unpack(code.arrays[:-2], code.shape, self.bits))[1]
 
     def multiples(self, code: Encoded) -> tuple[Int8[Array, "..."], Float[Array, "..."]]:
-        """What `encode_activation` stored in known units: integers, and what they are multiples of.
+        """Decodes an array from `encode_activation` to integers and the factors that scale them.
 
-        Their product is what `decode` returns. One number for each channel, if so many units were
-        given.
+        Args:
+            code: The encoded array.
+
+        Returns:
+            int8 integers and a factor for each channel, if each channel has one scale. Their
+            product is the result of `decode`.
         """
         *packed, channel_scale, _ = code.arrays
         codes = packing.unpack(tuple(packed), code.shape, self.bits)
@@ -155,13 +181,17 @@ class SignAware(Codec):
         positive: Bool[Array, "*shape"],
         random: UInt32[Array, "*shape"],
     ) -> "Preactivation":
-        """Encodes values of mean 0 and variance 1 in each channel, with their ReLU's mask.
+        """Encodes normalised values together with the mask of the ReLU that follows.
 
         Args:
-            h: The values, in float32.
-            threshold: Above which ReLU passes them, of each channel; may be infinite.
-            positive: Which it passes; decoding gives it back exactly.
+            h: float32 values with mean 0 and variance 1 in each channel.
+            threshold: Value of each channel above which the ReLU passes `h`; may be infinite.
+                Broadcasts to `h`.
+            positive: Mask of the values that the ReLU passes. Decoding returns it exactly.
             random: As in `encode_scaled`.
+
+        Returns:
+            The encoded values.
         """
         ends: tuple[Array, ...] = ()
         if self.scale_source == "norm":
@@ -180,7 +210,15 @@ class SignAware(Codec):
     def decode_preactivation(
         self, code: "Preactivation", shape: tuple[int, ...]
     ) -> tuple[Float[Array, "*shape"], Bool[Array, "*shape"]]:
-        """The float32 values that `encode_preactivation` stored, and which ReLU passes."""
+        """Decodes what `encode_preactivation` returned.
+
+        Args:
+            code: The encoded values.
+            shape: Shape of the values.
+
+        Returns:
+            The float32 values, and the mask of those that the ReLU passes.
+        """
         t, positive = self.levels.decode(packing.unpack(code.packed, shape, self.bits))
         if self.scale_source == "norm":
             return t + code.threshold, positive
@@ -190,16 +228,24 @@ class SignAware(Codec):
     def clips(
         self, h: Float[Array, "*shape"], threshold: Float[Array, "..."]
     ) -> Bool[Array, "*shape"]:
-        """Which values `encode_preactivation` clips to the last level, in the norm's units."""
+        """Returns the mask of values that `encode_preactivation` clips, with `scale_source="norm"`.
+
+        Args:
+            h: As in `encode_preactivation`.
+            threshold: As in `encode_preactivation`.
+
+        Returns:
+            Boolean array of the shape of `h`.
+        """
         t = h - self._within(threshold)
         return (t < self.levels.bottom) | (t > self.levels.top)
 
     def _within(self, threshold: Array) -> Array:
-        """A threshold no farther out than that levels that start there reach the usual values."""
+        """Clips a threshold, so that levels that start at it still cover the usual values."""
         return jnp.clip(threshold, -self.levels.top / 2, HIGHEST_THRESHOLD)
 
     def _steps(self, ends: tuple[Array, ...], threshold: Array) -> tuple[Array, Array, Array]:
-        """Where the levels of a range start, and their units above and below it."""
+        """Returns the start of the levels of a range, and the scales above and below it."""
         low, high = (end.astype(jnp.float32) for end in ends)
         start = jnp.clip(threshold, low, high)
         return start, (high - start) / self.levels.top, start - low
@@ -207,13 +253,17 @@ class SignAware(Codec):
     def encode_normalized(
         self, h: Float[Array, "*shape"], random: UInt32[Array, "*shape"]
     ) -> "Normalized":
-        """Encodes values of mean 0 and variance 1 in each channel on equidistant levels.
+        """Encodes normalised values on equidistant levels.
 
-        In the norm's units they are unbiased from -SPAN to SPAN.
+        With `scale_source="norm"` the levels span -SPAN to SPAN, in which decoded values are
+        unbiased.
 
         Args:
-            h: The values, in float32.
+            h: float32 values with mean 0 and variance 1 in each channel.
             random: As in `encode_scaled`.
+
+        Returns:
+            The encoded values.
         """
         ends: tuple[Array, ...] = () if self.scale_source == "norm" else _extremes(h)
         low, step = self._equidistant(ends)
@@ -224,18 +274,24 @@ class SignAware(Codec):
     def decode_normalized(
         self, code: "Normalized", shape: tuple[int, ...]
     ) -> Float[Array, "*shape"]:
-        """The float32 values that `encode_normalized` stored."""
+        """Returns the float32 values that `encode_normalized` encoded."""
         low, step = self._equidistant(code.ends)
         return packing.unpack(code.packed, shape, self.bits).astype(jnp.float32) * step + low
 
     def _equidistant(self, ends: tuple[Array, ...]) -> tuple[Array, Array]:
-        """The lowest of the levels of `encode_normalized`, and their distance."""
+        """Returns the lowest level of `encode_normalized` and the distance between levels."""
         low, high = (jnp.asarray(end, jnp.float32) for end in ends or (-SPAN, SPAN))
         return low, (high - low) / (2**self.bits - 1)
 
 
 class Preactivation(typing.NamedTuple):
-    """What `SignAware.encode_preactivation` stores."""
+    """The arrays that `SignAware.encode_preactivation` stores.
+
+    Attributes:
+        packed: Packed codes.
+        ends: Extremes of each channel of each sample in bfloat16; empty with `scale_source="norm"`.
+        threshold: Threshold of the ReLU for each channel.
+    """
 
     packed: tuple[Array, ...]
     ends: tuple[Array, ...]
@@ -243,14 +299,19 @@ class Preactivation(typing.NamedTuple):
 
 
 class Normalized(typing.NamedTuple):
-    """What `SignAware.encode_normalized` stores."""
+    """The arrays that `SignAware.encode_normalized` stores.
+
+    Attributes:
+        packed: Packed codes.
+        ends: Extremes of each channel of each sample in bfloat16; empty with `scale_source="norm"`.
+    """
 
     packed: tuple[Array, ...]
     ends: tuple[Array, ...]
 
 
 def _extremes(h: Array) -> tuple[Array, Array]:
-    """The least and the greatest value of each channel of each sample, rounded outward."""
+    """Returns the smallest and largest value of each channel of each sample, rounded outward."""
     axes = channel_axes(h.ndim)
     low = jnp.min(h, axes, keepdims=True, initial=jnp.inf)
     high = jnp.max(h, axes, keepdims=True, initial=-jnp.inf)
@@ -258,7 +319,10 @@ def _extremes(h: Array) -> tuple[Array, Array]:
 
 
 def _mean_unless_all(h: Array, positive: Array, low: Array) -> Array:
-    """Of each channel of each sample, the mean of what is not positive; `low` if all is."""
+    """Returns the mean of the values that are not positive, or `low` where all are positive.
+
+    Means are of each channel of each sample.
+    """
     axes = channel_axes(h.ndim)
     count = (~positive).sum(axes, keepdims=True)
     mean = jnp.where(positive, 0, h).sum(axes, keepdims=True) / jnp.maximum(count, 1)

@@ -1,4 +1,4 @@
-"""Stateless rounding noise: an integer hash of a value's own bits, its index and a seed."""
+"""Stateless rounding noise: an integer hash of a value's bits, its index and a seed."""
 
 import jax
 import jax.numpy as jnp
@@ -7,18 +7,18 @@ from jaxtyping import Array, Float, UInt32
 
 from jaxcomp.codecs._codec import Seed
 
-GOLDEN = 0x9E3779B9  # 2^32 over the golden ratio: its multiples, such as seeds, lie far apart
+GOLDEN = 0x9E3779B9  # 2^32 over the golden ratio; its multiples lie far apart
 
 
 def _mix(h: Array) -> Array:
-    """Avalanches 32-bit words ("lowbias32" of C. Wellons' hash prospector)."""
+    """Mixes 32-bit words: "lowbias32" of C. Wellons' hash prospector."""
     h = (h ^ (h >> 16)) * jnp.uint32(0x7FEB352D)
     h = (h ^ (h >> 15)) * jnp.uint32(0x846CA68B)
     return h ^ (h >> 16)
 
 
 def _index(shape: tuple[int, ...]) -> Array:
-    """Row-major index of every element, modulo 2^32."""
+    """Returns the row-major index of every element, modulo 2^32."""
     index = jnp.zeros(shape, jnp.uint32)
     stride = 1
     for axis in reversed(range(len(shape))):
@@ -30,23 +30,23 @@ def _index(shape: tuple[int, ...]) -> Array:
 
 @jax.jit
 def _hash(x: Array, salt: Array) -> Array:
-    """A 32-bit word for each element, of its own bits, its index and a salt."""
+    """Returns a 32-bit hash of each element's bits, its index and a salt."""
     bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
     return _mix(bits ^ (_index(x.shape) * jnp.uint32(GOLDEN) + salt))
 
 
 def uniform(x: Float[Array, "*shape"], seed: Seed = None) -> Float[Array, "*shape"]:
-    """Draws one number in (0, 1) for each element of an array, without a key or a state.
+    """Draws one number in (0, 1) for each element of an array, without a key or state.
 
-    The number is a hash of the element's own bits, its index in the (global) array and `seed`, so
-    it differs between steps, layers, shards, `vmap` lanes and `scan` iterations where values do,
-    and is the same on any number of devices. A value that comes back at the same index with the
-    same seed is rounded the same way: the layers of `jaxcomp.nn` take the `fingerprint` of their
-    parameters for a seed. The number lies on a grid of 2^-16, offset by half a step.
+    The number is a hash of the element's bits, its index in the (global) array and `seed`. It
+    differs between steps, layers, shards, `vmap` lanes and `scan` iterations wherever values
+    differ. It does not depend on the number of devices. The same value at the same index with the
+    same seed always gets the same number, so the layers of `jaxcomp.nn` use the `fingerprint` of
+    their parameters as the seed. Numbers lie on a grid of 2^-16, offset by half a step.
 
     Args:
-        x: The values that will be rounded.
-        seed: Integer scalar that redraws all numbers; None is 0.
+        x: float32, bfloat16 or float16 array; the values to round.
+        seed: Integer scalar that selects the numbers; None is 0.
 
     Returns:
         float32 array of the shape of `x`.
@@ -62,12 +62,26 @@ def uniform(x: Float[Array, "*shape"], seed: Seed = None) -> Float[Array, "*shap
 
 
 def fraction(words: UInt32[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """The numbers in (0, 1) that `uniform` makes of random words: their upper 16 bits."""
+    """Converts random words to numbers in (0, 1), from their upper 16 bits.
+
+    Args:
+        words: 32 random bits for each element, from `words`.
+
+    Returns:
+        float32 array; what `uniform` returns.
+    """
     return (words >> 16).astype(jnp.int32).astype(jnp.float32) * 2.0**-16 + 2.0**-17
 
 
 def words(x: Float[Array, "*shape"], seed: Seed = None) -> UInt32[Array, "*shape"]:
-    """Draws 32 random bits for each element of an array: what `uniform` makes its numbers of.
+    """Draws 32 random bits for each element of an array, as `uniform` does before `fraction`.
+
+    Args:
+        x: float32, bfloat16 or float16 array; the values to round.
+        seed: Integer scalar that selects the bits; None is 0.
+
+    Returns:
+        uint32 array of the shape of `x`.
 
     Raises:
         TypeError: If `seed` is not an integer scalar.
@@ -81,7 +95,14 @@ def words(x: Float[Array, "*shape"], seed: Seed = None) -> UInt32[Array, "*shape
 
 
 def folded(seed: Seed, number: int | Array) -> UInt32[Array, ""]:
-    """Another seed for each number, such as that of an iteration.
+    """Derives a new seed from a seed and a number, such as the number of an iteration.
+
+    Args:
+        seed: Integer scalar; None is 0.
+        number: Integer scalar.
+
+    Returns:
+        The new seed.
 
     Example:
         >>> bool(folded(0, 1) == folded(1, 0))
@@ -92,7 +113,13 @@ def folded(seed: Seed, number: int | Array) -> UInt32[Array, ""]:
 
 
 def fingerprint(*arrays: Float[Array, "..."]) -> UInt32[Array, ""]:
-    """A seed for `uniform` that is another whenever a value of the arrays is.
+    """Hashes arrays to a seed for `uniform` that changes when any value changes.
+
+    Args:
+        *arrays: float32, bfloat16 or float16 arrays.
+
+    Returns:
+        The seed.
 
     Example:
         >>> bool(fingerprint(jnp.zeros(2)) == fingerprint(jnp.array([0.0, 1e-7])))

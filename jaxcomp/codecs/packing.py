@@ -1,9 +1,9 @@
-"""Small unsigned integers in as few bytes as their bits need.
+"""Packs small unsigned integers into as few bytes as their bits need.
 
-8 and 4 bits are XLA's own dtypes, which keep the array's layout and any odd size. Two 2-bit codes
-share a `uint4`, since TPUs cannot keep XLA's own 2-bit arrays in a barrier; eight single bits share
-a byte; 3 bits are 2 + 1. Neighbours along the last axis share an element: a GPU then packs them in
-the very kernel that makes the array, and whatever else that makes.
+Codes of 8 and 4 bits use XLA's own dtypes, which keep the array's layout and any odd size. Two
+2-bit codes share a `uint4`, because an optimisation barrier on a TPU cannot hold XLA's own 2-bit
+arrays. Eight 1-bit codes share a byte. 3-bit codes are stored as 2 bits and 1 bit. Neighbours along
+the last axis share an element, so a GPU packs them in the kernel that computes the array.
 """
 
 import functools
@@ -16,11 +16,18 @@ from jaxtyping import Array, Bool, Integer, UInt
 from jaxcomp._core import platforms
 
 WIDTHS = (1, 2, 3, 4, 8)
-_SHARING = {1: (jnp.uint8, 8), 2: (jnp.uint4, 2)}  # the shared element, and how many share it
+_SHARING = {1: (jnp.uint8, 8), 2: (jnp.uint4, 2)}  # dtype of the shared element, codes in it
 
 
 def check_bits(bits: int) -> None:
-    """Raises a ValueError unless `bits` is a width that can be packed."""
+    """Checks a number of bits.
+
+    Args:
+        bits: The number of bits.
+
+    Raises:
+        ValueError: If `bits` is not 1, 2, 3, 4 or 8.
+    """
     if type(bits) is not int or bits not in WIDTHS:
         raise ValueError(f"bits={bits!r}: expected one of {WIDTHS}")
 
@@ -31,8 +38,8 @@ def pack(
     """Packs integers in [0, 2^bits).
 
     Args:
-        codes: Array of any shape, of integers or booleans.
-        bits: 1, 2, 3, 4 or 8.
+        codes: Integer or boolean array of any shape.
+        bits: Bits per element: 1, 2, 3, 4 or 8.
 
     Returns:
         One array, or two for 3 bits.
@@ -47,15 +54,24 @@ def pack(
         return (_pack_last(codes, bits),)
     if bits == 8:
         return (codes.astype(jnp.uint8),)
-    # XLA for TPUs makes two codes of an element in one kernel if they come of floats; without the
-    # half, which truncation takes off, it would convert the integers.
+    # XLA for TPUs computes two codes of an element in one kernel if they are converted from floats.
+    # Without the 0.5, which truncation removes, XLA would convert the integers directly.
     return (((codes & 15).astype(jnp.float32) + 0.5).astype(jnp.uint4),)
 
 
 def unpack(
     arrays: tuple[UInt[Array, "..."], ...], shape: tuple[int, ...], bits: int
 ) -> Integer[Array, "..."]:
-    """Returns the int32 codes of this shape that `pack` stored."""
+    """Unpacks integers that `pack` packed.
+
+    Args:
+        arrays: Result of `pack`.
+        shape: Shape of the integers.
+        bits: Bits per element, as given to `pack`.
+
+    Returns:
+        int32 array of this shape.
+    """
     if bits == 3:
         return unpack(arrays[:1], shape, 2) | (unpack(arrays[1:], shape, 1) << 2)
     (codes,) = arrays
@@ -65,7 +81,7 @@ def unpack(
 
 
 def _pack_last(codes: Array, bits: int) -> Array:
-    """Packs along the last axis, the first code into the lowest bits."""
+    """Packs along the last axis; the first code takes the lowest bits."""
     dtype, sharing = _SHARING[bits]
     codes = codes.reshape(codes.shape or (1,)).astype(jnp.uint8) & (2**bits - 1)
     padding = [(0, 0)] * (codes.ndim - 1) + [(0, -codes.shape[-1] % sharing)]
@@ -96,7 +112,7 @@ def _split_by_shift(bits: int, packed: Array) -> Array:
 
 
 def _join_by_matmul(bits: int, codes: Array) -> Array:
-    """`_join_by_sum` for TPUs, which move data between lanes by their matrix unit alone."""
+    """Computes `_join_by_sum` for TPUs, which move data across lanes fastest by matrix products."""
 
     def join(codes: Array) -> Array:
         return _product(codes, _factors(codes.shape[-1], bits)).astype(jnp.uint8)
@@ -106,7 +122,7 @@ def _join_by_matmul(bits: int, codes: Array) -> Array:
 
 
 def _split_by_matmul(bits: int, packed: Array) -> Array:
-    """`_split_by_shift` for TPUs."""
+    """Computes `_split_by_shift` for TPUs."""
     _, sharing = _SHARING[bits]
 
     def split(packed: Array) -> Array:
@@ -118,19 +134,19 @@ def _split_by_matmul(bits: int, packed: Array) -> Array:
 
 
 def _by_blocks(x: Array, size: int, fn: Callable[[Array], Array]) -> Array:
-    """Maps `fn` over blocks of the last axis, so that products stay small next to the layer's."""
+    """Applies `fn` to blocks of the last axis, so that its products are small."""
     blocks = jnp.split(x, tuple(range(size, x.shape[-1], size)), axis=-1)
     return jnp.concatenate([fn(block) for block in blocks], axis=-1)
 
 
 def _factors(count: int, bits: int) -> Array:
-    """The matrix that joins codes: the factor of each in the element that it shares."""
+    """Returns the matrix that joins codes: the factor of each code in the element it shares."""
     _, sharing = _SHARING[bits]
     code, joined = (lax.broadcasted_iota(jnp.int32, (count, count // sharing), i) for i in (0, 1))
     return jnp.where(code // sharing == joined, 1 << (code % sharing * bits), 0)
 
 
 def _product(x: Array, matrix: Array) -> Array:
-    """The int32 product of integers below 2^8, with sums below 2^8: exact in bfloat16."""
+    """Returns the int32 product of integers below 2^8 with sums below 2^8; exact in bfloat16."""
     x, matrix = (a.astype(jnp.int32).astype(jnp.bfloat16) for a in (x, matrix))
     return jnp.dot(x, matrix, preferred_element_type=jnp.float32).astype(jnp.int32)

@@ -27,8 +27,9 @@ from jaxcomp.diagnostics._gradients import moved, vector
 from jaxcomp.nn import Sink
 from jaxcomp.nn._coded import coded_modules, covered
 from jaxcomp.ops._sensitivity import COLUMNS
-from jaxcomp.policies._rules import Rule, Rules
-from jaxcomp.transform._layers import apply
+from jaxcomp.policies._policy import Policy
+from jaxcomp.policies._rule import Rule
+from jaxcomp.transform._layers import LayerCodecs
 
 Loss = Callable[[Any, Any], jax.Array]  # of a model and a batch
 
@@ -91,8 +92,9 @@ def sensitivities(
     ((size,),) = sizes
     layers = _planned(model)
     probed = nnx.clone(model)
-    apply(probed, (Rule(Exact(), required=False),))
     modules = coded_modules(probed)
+    for layer in modules.values():
+        layer.codec = None
     for path in layers:
         modules[path].codec = _Probe()
 
@@ -129,7 +131,7 @@ def sensitivities(
 
 def plan_bits(
     loss: Loss, model: nnx.Module, batch: Any, bits: int | float = 2, run: int = 8
-) -> Rules:
+) -> Policy:
     """Chooses widths so that the summed variance of the gradient is least, within a budget.
 
     Every rank of every layer starts with 8 bits; then, again and again, the one takes the next
@@ -145,7 +147,8 @@ def plan_bits(
         run: Consecutive samples that are ranked, from 2 to 256; with 1 all have the same bits.
 
     Returns:
-        A rule for each of these layers.
+        A policy with a rule for each layer that has a codec: these layers get their widths, the
+        others keep the codec that they have. `compress(uncompress(model), policy)` applies it.
 
     Raises:
         ValueError: If `bits` or `run` is out of its range, `batch` holds no whole run, the model
@@ -155,13 +158,13 @@ def plan_bits(
         >>> from jaxcomp.nn import Linear
         >>> model = nnx.Sequential(Linear(4, 2, codec=Quantize(2), rngs=nnx.Rngs(0)))
         >>> x = jax.random.normal(jax.random.key(0), (8, 4))
-        >>> rules = plan_bits(lambda m, x: m(x).sum(), model, x, bits=4)
-        >>> rules[0].codec.bits  # one layer, whose samples are alike
+        >>> policy = plan_bits(lambda m, x: m(x).sum(), model, x, bits=4)
+        >>> policy.rules[0].action.bits  # one layer, whose samples are alike
         4
     """
     _check(bits, run)
     needs = Needs.measure(loss, model, batch, run)
-    return _rules(model, needs.by_path(needs.allocate(bits)))
+    return _policy(model, needs.by_path(needs.allocate(bits)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,17 +261,23 @@ def _check(bits: int | float, run: int) -> None:
         raise ValueError(f"run={run}: expected an integer from 1 to 256")
 
 
-def _rules(model: nnx.Module, widths: dict[str, list[int]]) -> Rules:
+def _policy(model: nnx.Module, widths: dict[str, list[int]]) -> Policy:
+    """The codecs of a model's layers, with these widths for those that have some."""
     modules = coded_modules(model)
+    if missing := sorted(widths.keys() - modules.keys()):
+        raise ValueError(f"model: has no layer {missing[0]}, which the plan is for")
+    hidden = covered(modules)
     rules = []
-    for path, ranks in widths.items():
-        codec = Quantize(ranks[0]) if len(set(ranks)) == 1 else PerSample(tuple(ranks))
-        module = modules.get(path)
-        if module is None:
-            raise ValueError(f"model: has no layer {path}, which the plan is for")
-        now = module.codec or Exact()
-        rules.append(Rule(placed_like(now, codec), op=module.kind, path=re.escape(path)))
-    return tuple(rules)
+    for path, module in modules.items():
+        if path in hidden or (module.codec is None and path not in widths):
+            continue
+        codec = module.codec or Exact()
+        if path in widths:
+            ranks = widths[path]
+            planned = Quantize(ranks[0]) if len(set(ranks)) == 1 else PerSample(tuple(ranks))
+            codec = placed_like(codec, planned)
+        rules.append(Rule(codec, op=module.kind, path=re.escape(path)))
+    return Policy(tuple(rules))
 
 
 def _planned(model: nnx.Module) -> list[str]:
@@ -362,7 +371,7 @@ class BitPlanner:
             ValueError: If the model has no such layers.
         """
         for plan in list(self.taken.values())[-1:]:
-            apply(model, _rules(model, plan))
+            LayerCodecs.of(model, _policy(model, plan)).set(model)
 
     def __str__(self) -> str:
         """How often it made the step be compiled again."""

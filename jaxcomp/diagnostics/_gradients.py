@@ -9,10 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxcomp._core.modules import split_model
-from jaxcomp.codecs import Exact
-from jaxcomp.policies._rules import Rule
-from jaxcomp.transform._layers import apply
+from jaxcomp._core.modules import split_model, stock_class
+from jaxcomp.nn._coded import coded_modules
 
 Loss = Callable[[Any, Any], jax.Array]  # of a model and a batch
 Z = 1.96  # of a confidence interval of 95%
@@ -147,9 +145,11 @@ def check_gradients(
 def _exact(model: nnx.Module) -> nnx.Module:
     """A copy with nothing coded: neither by its layers, nor around its blocks or all of it."""
     copy = nnx.clone(model)
-    apply(copy, (Rule(Exact(), required=False),))
+    for layer in coded_modules(copy).values():
+        layer.codec = None
     for _, module in nnx.iter_modules(copy):
-        module.__class__ = getattr(type(module), "exact_class", type(module))
+        if getattr(type(module), "encodes", False):
+            module.__class__ = stock_class(module)
     return copy
 
 

@@ -1,7 +1,7 @@
-"""Declared residual bytes: what a function's forward pass hands to its backward pass.
+"""Declared residuals: the values that a function's forward pass saves for its backward pass.
 
-They are read off the jaxpr, before any compiler: what the program means to store, to be held
-against what XLA then stores.
+They are read from the jaxpr, before compilation. They are what the program intends to store. XLA
+may store more or less.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,18 +10,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
+from ._source_line import source_line
 from ._tracing import inner_jaxprs, open_jaxpr, trace
 
-# Calls that are looked through, by the parameter that holds the called jaxpr.
+# Call primitives whose body is inlined, and the parameter that holds the called jaxpr.
 _CALLS = {
     "jit": "jaxpr",
     "closed_call": "call_jaxpr",
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
 }
-# Equations whose results are their operands in other clothes, one for one.
+# Primitives whose outputs hold the same elements as their operands, one to one.
 _SAME_VALUE = {
     "broadcast_in_dim",
     "copy",
@@ -34,42 +35,71 @@ _SAME_VALUE = {
     "stop_gradient",
     "transpose",
 }
-# Equations that take a part of their first operand; of an argument it can be taken again.
+# Primitives that return a part of their first operand. A part of an argument is not saved.
 _PARTS = {"dynamic_slice", "slice", "split"}
 
 
 class NotDifferentiableError(ValueError):
-    """JAX cannot take a function's gradient."""
+    """JAX cannot differentiate a function."""
 
 
 @dataclass(frozen=True)
 class Residual:
-    """One value that waits for the backward pass.
+    """One value that the forward pass saves for the backward pass.
 
     Attributes:
-        shape: its shape.
-        dtype: its dtype's name.
-        nbytes: its size in bytes; sub-byte elements are packed, a bool takes a byte.
-        scope: the JAX name scope of the equation that made it.
+        shape: the shape of the value.
+        dtype: the name of its dtype, for example `float32`.
+        nbytes: its size in bytes. Elements of 2 or 4 bits are packed; a bool takes one byte.
+        scope: the JAX name stack of the equation that computed it.
+        source: `file:line` of the user's code that computes it, or "".
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from jaxcomp import memory
+        >>> x = jax.ShapeDtypeStruct((8, 4), jnp.float32)
+        >>> (residual,) = memory.declared_residuals(jax.make_jaxpr(jnp.sin)(x))
+        >>> residual.shape, residual.dtype, residual.nbytes
+        ((8, 4), 'float32', 128)
     """
 
     shape: tuple[int, ...]
     dtype: str
     nbytes: int
     scope: str
+    source: str = ""
 
 
 @dataclass(eq=False)
 class _Value:
-    """A value of the flattened program; `scope` and `forward` say which equation made it."""
+    """A value of the flattened program.
+
+    Attributes:
+        aval: the abstract value of JAX.
+        scope: the name stack of the equation that computed it; "" for arguments and constants.
+        forward: whether an equation of the forward pass computed it.
+        source: `file:line` of the user's code that computes it, or "".
+    """
 
     aval: Any
     scope: str = ""
     forward: bool = False
+    source: str = ""
 
 
 @dataclass
 class _Equation:
+    """An equation of the flattened program.
+
+    Attributes:
+        inputs: its operands.
+        outputs: its results.
+        backward: whether it belongs to the backward pass.
+        effects: whether it has side effects.
+        one_of: whether only one of the `inner` jaxprs runs.
+        inner: the jaxprs of its loop bodies or branches.
+    """
+
     inputs: list[_Value]
     outputs: list[_Value]
     backward: bool
@@ -78,50 +108,78 @@ class _Equation:
     inner: list[Jaxpr] = field(default_factory=list)
 
 
-def declared_residual_bytes(fn: Callable[..., Any], *args: Any) -> int:
-    """Bytes that `fn`'s forward pass declares to keep for its backward pass.
+def declared_residual_bytes(fn: Callable[..., object], *args: object) -> int:
+    """Counts the bytes that the forward pass of a function saves for its backward pass.
 
-    If `fn` takes a gradient inside, as a training step does, these are the values made by an
-    equation of the forward pass and read by one of the backward pass (an equation whose name
-    stack says `transpose(`). If it does not, the same is counted for the pullback of `fn` with
-    respect to its floating-point arguments.
+    The count is read from the jaxpr, so it describes the program before compilation.
 
-    Each value counts once: `optimization_barrier`, `checkpoint_name`, reshapes, transposes and
-    broadcasts of it are the same value. Not counted are `fn`'s arguments (parameters, batch) and
-    parts of them, constants, values that nothing live reads, what `jax.checkpoint` recomputes,
-    and values in host memory. A parameter that is cast to another dtype is a new value, and
-    counts if the cast one is kept. A loop over micro-batches with the gradient inside counts one
-    turn, a `cond` the branch whose gradient keeps most; stacked residuals of a differentiated
-    `scan` count in full. For arguments sharded over devices this is the sum over the devices;
-    inside `shard_map` it is one device's part.
+    A training step computes a gradient inside. The count is then the size of the values that an
+    equation of the forward pass computes and an equation of the backward pass reads. An equation
+    belongs to the backward pass if its name stack contains `transpose(`. If `fn` computes no
+    gradient, the count is that of its pullback with respect to its floating-point arguments.
 
-    XLA may keep more, where the program does not pin what it means to keep, and also less, where
-    one residual follows from another (a derivative of `tanh` from its result).
+    The rules of the count:
+
+    - Each value counts once. An `optimization_barrier`, `checkpoint_name`, reshape, transpose or
+      broadcast of a value is the same value.
+    - The arguments of `fn` (parameters, batch), slices of them and constants do not count. An
+      argument cast to another dtype is a new value.
+    - Values that `jax.checkpoint` recomputes, values that are never used, and values in host
+      memory do not count.
+    - A loop whose body computes a gradient, for example over micro-batches, counts one iteration.
+      The stacked residuals of a differentiated `scan` count in full.
+    - A `cond` counts the branch whose gradient saves the most.
+    - For sharded arguments the count is the sum over all devices. Inside `shard_map` it is the
+      part of one device.
+
+    XLA may store more, if no barrier fixes what the program saves. XLA may store less, if it can
+    compute one residual from another.
 
     Args:
-        fn: any function of arrays.
-        *args: its arguments: arrays, `jax.ShapeDtypeStruct`s or pytrees of them.
+        fn: a function of arrays.
+        *args: the arguments of `fn`: arrays, `jax.ShapeDtypeStruct`s, Flax NNX objects, or
+            pytrees of them, of any shape and dtype.
 
     Returns:
-        Bytes; 4-bit and 2-bit elements are packed, a bool takes a byte.
+        The number of bytes. Elements of 2 or 4 bits are packed; a bool takes one byte.
 
     Raises:
-        NotDifferentiableError: if `fn` takes no gradient and has none.
+        ValueError: if `fn` computes no gradient inside and JAX cannot differentiate it.
 
     Example:
+        The backward pass of `sin` needs `cos(x)`, which has 32 elements of 4 bytes.
+
         >>> import jax, jax.numpy as jnp
+        >>> from jaxcomp import memory
         >>> x = jax.ShapeDtypeStruct((8, 4), jnp.float32)
-        >>> declared_residual_bytes(lambda x: jnp.sin(x).sum(), x)  # cos(x)
+        >>> memory.declared_residual_bytes(lambda x: jnp.sin(x).sum(), x)
         128
     """
     return sum(residual.nbytes for residual in declared_residuals(trace(fn, *args).traced.jaxpr))
 
 
-def declared_residuals(program: Any) -> list[Residual]:
-    """The residuals that `declared_residual_bytes` counts, in the order they are made.
+def declared_residuals(program: ClosedJaxpr | Jaxpr) -> list[Residual]:
+    """Lists the saved residuals that `declared_residual_bytes` counts.
 
     Args:
-        program: the function's jaxpr, from `jax.make_jaxpr` or a traced function.
+        program: the jaxpr of a function, from `jax.make_jaxpr(fn)(*args)` or
+            `jax.jit(fn).trace(*args).jaxpr`.
+
+    Returns:
+        The residuals in the order in which the forward pass computes them. Those inside loop
+        bodies and branches come last.
+
+    Raises:
+        ValueError: if the function computes no gradient inside and JAX cannot differentiate it.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> from jaxcomp import memory
+        >>> def step(x):
+        ...     return jax.grad(lambda x: jnp.sum(jnp.sin(x) ** 2))(x)
+        >>> x = jax.ShapeDtypeStruct((8, 4), jnp.float32)
+        >>> [residual.nbytes for residual in memory.declared_residuals(jax.make_jaxpr(step)(x))]
+        [128, 128]
     """
     if not _takes_gradient(open_jaxpr(program)):
         try:
@@ -168,6 +226,7 @@ def _is_backward(equation: JaxprEqn) -> bool:
 
 
 def _residuals(jaxpr: Jaxpr) -> list[Residual]:
+    """The values that forward equations compute and live backward equations read."""
     equations: list[_Equation] = []
     given = [_Value(var.aval) for var in jaxpr.invars]
     results = _flatten(jaxpr, given, "", False, equations)
@@ -181,7 +240,7 @@ def _residuals(jaxpr: Jaxpr) -> list[Residual]:
         if equation.backward:
             kept.update(value for value in equation.inputs if value.forward)
         bodies = [_residuals(body) for body in equation.inner]
-        if equation.one_of:  # branches, of which one is run
+        if equation.one_of:
             bodies = [max(bodies, key=lambda found: sum(r.nbytes for r in found), default=[])]
         inner += [residual for found in bodies for residual in found]
     made = [value for equation in equations for value in equation.outputs if value in kept]
@@ -196,7 +255,18 @@ def _flatten(
     backward: bool,
     equations: list[_Equation],
 ) -> list[_Value]:
-    """Appends the jaxpr's equations with calls looked through; returns the jaxpr's results."""
+    """Inlines the calls of a jaxpr.
+
+    Args:
+        jaxpr: the program.
+        arguments: the values of its input variables.
+        scope: the name stack of the call.
+        backward: whether the call belongs to the backward pass.
+        equations: the list to which the equations are appended.
+
+    Returns:
+        The values of the jaxpr's output variables.
+    """
     values = dict(zip(jaxpr.invars, arguments, strict=True))
     values |= {var: _Value(var.aval) for var in jaxpr.constvars}
 
@@ -217,7 +287,8 @@ def _flatten(
             is_constant = not inputs
             is_part = name in _PARTS and not inputs[0].forward
             forward = not (is_backward or is_constant or is_part)
-            outputs = [_Value(var.aval, stack, forward) for var in equation.outvars]
+            source = source_line(equation)
+            outputs = [_Value(var.aval, stack, forward, source) for var in equation.outvars]
             inner = [] if is_backward else list(inner_jaxprs(equation))
             effects, one_of = bool(equation.effects), name == "cond"
             equations.append(_Equation(inputs, outputs, is_backward, effects, one_of, inner))
@@ -226,7 +297,7 @@ def _flatten(
 
 
 def _changes_nothing(equation: JaxprEqn) -> bool:
-    """Whether a conversion leaves every value of its operand as it was."""
+    """Whether an equation is a conversion that preserves every value of its operand."""
     avals: list[Any] = [atom.aval for atom in (*equation.invars, *equation.outvars)]
     if equation.primitive.name == "convert_element_type":
         return bool(avals[0].dtype == avals[-1].dtype)
@@ -237,11 +308,12 @@ def _changes_nothing(equation: JaxprEqn) -> bool:
 
 def _residual(value: _Value) -> Residual:
     bits = value.aval.size * _element_bits(value.aval.dtype)
-    return Residual(value.aval.shape, str(value.aval.dtype), -(-bits // 8), value.scope)
+    dtype, nbytes = str(value.aval.dtype), -(-bits // 8)
+    return Residual(value.aval.shape, dtype, nbytes, value.scope, value.source)
 
 
 def _element_bits(dtype: Any) -> int:
-    """Bits that XLA stores for one element."""
+    """Bits that XLA stores per element."""
     for kind, limits in ((jnp.integer, jnp.iinfo), (jnp.floating, jnp.finfo)):
         if jnp.issubdtype(dtype, kind):
             return int(limits(dtype).bits)

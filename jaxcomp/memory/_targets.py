@@ -1,4 +1,7 @@
-"""What a program is compiled for: this machine's devices, or a GPU or TPU that is not here."""
+"""Targets of a compilation: the attached devices, and absent GPUs and TPUs.
+
+A program is compiled ahead of time for an absent device, which is a device that is not attached.
+"""
 
 import math
 import re
@@ -11,23 +14,25 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from ._gpus import GPUS, Gpu, target_config
 
-# What JAX preallocates of a GPU unless XLA_CLIENT_MEM_FRACTION says otherwise.
+# The fraction of GPU memory that JAX preallocates if XLA_CLIENT_MEM_FRACTION is not set.
 _GPU_FRACTION = 0.75
 _GPUS_PER_HOST = 8
 
 
 @dataclass(frozen=True)
 class Tpu:
-    """A TPU generation; what one JAX device of it has.
+    """A TPU generation and the properties of one JAX device of it.
 
     Attributes:
-        name: the target's name, XLA's accelerator name too.
+        name: the target's name, which is also XLA's name of the accelerator.
         chip: the topology of one chip.
-        memory_bytes: published HBM of one device in bytes.
-        usable_gib: HBM that XLA's compiler lets a program use, in GiB, as its error message says.
-        bandwidth: peak HBM bandwidth of one device in bytes per second.
-        tensor_tflops: bfloat16 products of one device, in 10^12 operations per second.
-        devices_per_chip: JAX devices on one chip.
+        memory_bytes: the published HBM of one device in bytes.
+        usable_gib: the HBM that XLA's compiler lets a program use, in GiB. The compiler's
+            out-of-memory message states it.
+        bandwidth: the peak HBM bandwidth of one device in bytes per second.
+        tensor_tflops: the peak throughput of bfloat16 matrix products of one device, in 10^12
+            operations per second.
+        devices_per_chip: the number of JAX devices on one chip.
         options: further options of the topology.
     """
 
@@ -60,19 +65,24 @@ TPUS = (
 
 @dataclass(frozen=True)
 class Target:
-    """One or several equal devices that a program is compiled for.
+    """One or several equal devices for which a program is compiled.
 
     Attributes:
-        name: as it was asked for, such as `h100:8`.
-        platform: JAX's name of the platform: `cpu`, `cuda`, `tpu`, or the attached backend's.
-        attached: whether the devices are this process's own.
-        devices: how many; 1 for attached targets, whose meshes are the caller's.
-        topology_options: what `jax.experimental.topologies.get_topology_desc` needs.
-        capacity_bytes: memory of one device in bytes; None where it is not known.
-        usable_bytes: what JAX can use of it in bytes; None where it is not known.
-        bandwidth: bytes that one device reads or writes per second at best; None if not known.
-        flops_per_second: bfloat16 operations of one device's products at best; None if not known.
-        device_kind: what the driver of an absent GPU would call it.
+        name: the name that the caller gave, for example `h100:8`.
+        platform: JAX's name of the platform: `cpu`, `cuda`, `tpu`, or that of the attached
+            backend.
+        attached: whether the devices are attached to this process.
+        devices: the number of devices. It is 1 for an attached target, for which the mesh of the
+            arguments decides.
+        topology_options: the options for `jax.experimental.topologies.get_topology_desc`.
+        capacity_bytes: the memory of one device in bytes; `None` if it is not known.
+        usable_bytes: the memory of one device that JAX can use, in bytes; `None` if it is not
+            known.
+        bandwidth: the peak memory bandwidth of one device in bytes per second; `None` if it is
+            not known.
+        flops_per_second: the peak throughput of bfloat16 matrix products of one device in FLOPs
+            per second; `None` if it is not known.
+        device_kind: the name that the driver of an absent GPU would report.
     """
 
     name: str
@@ -88,13 +98,18 @@ class Target:
 
 
 def targets() -> list[str]:
-    """Names of the targets: `cpu`, the attached backend if it is another, GPUs and TPUs.
+    """Lists the names of the targets.
 
-    Each is one device. A GPU takes a count (`h100:8`), a TPU a topology of chips (`v5e:4x4`);
-    a chip of `tpu7x` is two devices.
+    The targets are `cpu`, the attached backend, and the GPUs and TPUs that need not be attached.
+    Each name is one device. For several devices, add a count to the name of a GPU (`h100:8`), or a
+    topology of chips to the name of a TPU (`v5e:4x4`). A chip of `tpu7x` has two devices.
+
+    Returns:
+        The names.
 
     Example:
-        >>> {"cpu", "h100", "rtx3060-12gb", "v5e"} <= set(targets())
+        >>> from jaxcomp import memory
+        >>> {"cpu", "h100", "rtx3060-12gb", "v5e"} <= set(memory.targets())
         True
     """
     attached = dict.fromkeys(["cpu", jax.default_backend()])
@@ -102,17 +117,17 @@ def targets() -> list[str]:
 
 
 def resolve(name: str | None = None) -> Target:
-    """The target of that name.
+    """Finds a target by its name.
 
     Args:
-        name: one of `targets()`, a GPU with a count (`h100:8`) or a TPU with a topology
-            (`v5e:4x4`). None is the attached device.
+        name: one of `targets()`, a GPU with a count (`h100:8`), or a TPU with a topology
+            (`v5e:4x4`). `None` is the attached device.
 
     Returns:
         The target.
 
     Raises:
-        ValueError: if there is no such target, or its count or topology is malformed.
+        ValueError: if the name is unknown, or if its count or topology is malformed.
         ImportError: if the wheel with the target's compiler is not installed.
 
     Example:
@@ -124,7 +139,7 @@ def resolve(name: str | None = None) -> Target:
     if name in ("cpu", jax.default_backend()):
         return _attached(name)
     if not isinstance(name, str):
-        raise ValueError(f"target={name!r}: expected a name, such as 'h100'")
+        raise ValueError(f"target={name!r}: expected the name of a target, such as 'h100'")
     kind, *size = name.split(":", maxsplit=1)
     for gpu in GPUS:
         if gpu.name == kind:
@@ -141,27 +156,33 @@ def mesh(
     axis_names: Sequence[str],
     axis_types: Sequence[AxisType] | None = None,
 ) -> Mesh | AbstractMesh:
-    """A mesh over a target's devices, to put `NamedSharding`s on a step's arguments.
+    """Makes a mesh over the devices of a target.
 
-    For devices that are not attached it is an abstract mesh: sizes and names, no devices.
+    The mesh is for the `NamedSharding`s of the arguments of `analyze`, `max_batch` and `timeline`.
 
     Args:
         target: the target's name, such as `h100:8`.
-        axis_shapes: devices along each axis; their product is the target's device count, or,
-            for attached devices, at most that.
-        axis_names: one name for each axis.
-        axis_types: one type for each axis; `AxisType.Auto` for all by default.
+        axis_shapes: the number of devices along each axis. The product must equal the number of
+            devices of an absent target. For an attached target, the product must not exceed it.
+        axis_names: the name of each axis.
+        axis_types: the type of each axis. The default is `AxisType.Auto` for all.
 
     Returns:
-        The mesh.
+        A mesh of devices for an attached target; an abstract mesh for an absent one.
 
     Raises:
-        ValueError: if the target is unknown or does not have `axis_shapes`' devices.
+        ValueError: if the target is unknown, or if `axis_shapes` does not match its number of
+            devices.
         ImportError: if the wheel with the target's compiler is not installed.
 
     Example:
-        >>> mesh("cpu", (1,), ("data",)).axis_names
-        ('data',)
+        >>> import jax, jax.numpy as jnp
+        >>> from jax.sharding import NamedSharding, PartitionSpec
+        >>> from jaxcomp import memory
+        >>> sharding = NamedSharding(memory.mesh("cpu", (1,), ("data",)), PartitionSpec("data"))
+        >>> x = jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=sharding)
+        >>> memory.analyze(jnp.sin, x, target="cpu").argument_bytes
+        128
     """
     where = resolve(target)
     here = jax.devices(where.platform) if where.attached else []
@@ -179,18 +200,20 @@ def mesh(
 
 
 def _attached(name: str) -> Target:
+    """The target of an attached platform. JAX reports its memory limit, except on CPU."""
     device = jax.local_devices(backend=name)[0]
     limit = (device.memory_stats() or {}).get("bytes_limit")
     return Target(name, name, attached=True, devices=1, usable_bytes=limit)
 
 
 def _gpu(name: str, gpu: Gpu, count: str = "1") -> Target:
+    """The target of absent GPUs. More than 8 form hosts of 8 GPUs each."""
     if not re.fullmatch("[1-9][0-9]*", count):
-        raise ValueError(f"target={name!r}: expected {gpu.name}:<number of GPUs>")
+        raise ValueError(f"target={name!r}: expected {gpu.name}:COUNT, such as {gpu.name}:8")
     devices = int(count)
     hosts, rest = divmod(devices, _GPUS_PER_HOST)
     if rest and hosts:
-        raise ValueError(f"target={name!r}: expected at most 8 GPUs, or a multiple of 8")
+        raise ValueError(f"target={name!r}: expected 1 to 8 GPUs, or a multiple of 8")
     _require(name, "gpu-aot", "jax-cuda13-pjrt", "jax-cuda12-pjrt")
     shape = f"1x{hosts}x{_GPUS_PER_HOST}" if hosts else f"1x1x{devices}"
     options = {
@@ -213,6 +236,7 @@ def _gpu(name: str, gpu: Gpu, count: str = "1") -> Target:
 
 
 def _tpu(name: str, tpu: Tpu, topology: str | None = None) -> Target:
+    """The target of absent TPUs; without a topology, one device."""
     shape = tpu.chip if topology is None else topology
     if not re.fullmatch(tpu.chip.replace("1", "[1-9][0-9]*"), shape):
         example = tpu.chip.replace("1", "2")
@@ -234,7 +258,7 @@ def _tpu(name: str, tpu: Tpu, topology: str | None = None) -> Target:
 
 
 def _require(target: str, extra: str, *wheels: str) -> None:
-    """Raises the error that names the extra to install, if none of the wheels is there."""
+    """Raises an `ImportError` with the extra to install, if none of the wheels is installed."""
     if not any(is_installed(wheel) for wheel in wheels):
         raise ImportError(
             f"target={target!r} needs the compiler in the wheel {wheels[0]!r}; "
@@ -243,7 +267,7 @@ def _require(target: str, extra: str, *wheels: str) -> None:
 
 
 def is_installed(wheel: str) -> bool:
-    """Whether a wheel of this name is installed."""
+    """Whether a wheel is installed."""
     try:
         metadata.distribution(wheel)
     except metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""HBM traffic and XLA's cycle estimate, counted from the text of an optimised HLO module."""
+"""Counts HBM traffic and XLA's cycle estimate from the text of an optimized HLO module."""
 
 import re
 from collections.abc import Callable
@@ -21,7 +21,7 @@ _FREE = {
     "replica-id",
 }
 _ELEMENTWISE = {"bitcast", "convert", "copy", "pad", "reshape", "transpose"}
-# What makes new elements, each of one element of an operand.
+# Elementwise opcodes that compute new values.
 _ARITHMETIC = {
     *("add", "subtract", "multiply", "divide", "remainder", "maximum", "minimum", "power"),
     *("and", "or", "xor", "not", "shift-left", "shift-right-logical", "shift-right-arithmetic"),
@@ -46,22 +46,27 @@ _CALLS = {"call", "call-start", "async-start"}
 
 
 def hbm_traffic(hlo_text: str) -> int | None:
-    """Bytes that one run of an optimised HLO module reads from and writes to HBM.
+    """Counts the bytes that one run of an optimized HLO module reads from and writes to HBM.
 
-    Each instruction that runs is charged its operands and its results. What a fusion computes
-    inside is free, loop bodies are charged by trip count, of a conditional the largest branch.
-    Slices, gathers, in-place updates and scatters, alone or inside a fusion, are charged by the
-    slice and not by the whole buffer. Arrays count with their layout's padding and sub-byte
-    elements with their bits; arrays in a TPU's VMEM or SMEM and in host memory are not in HBM.
+    The rules of the count:
 
-    Not counted: caches (every operand is taken to come from HBM), and memory used inside a
-    custom call.
+    - Each instruction reads its operands and writes its results. Values inside a fusion cost
+      nothing.
+    - The body of a loop counts once per iteration. A conditional counts its largest branch.
+    - A slice, gather, in-place update or scatter, alone or in a fusion, counts the bytes of the
+      slice, not those of the whole buffer.
+    - An array counts with the padding of its layout. Elements smaller than a byte count their
+      bits.
+    - Arrays in host memory, and in the VMEM or SMEM of a TPU, do not count.
+
+    The count ignores caches: every operand is taken to come from HBM. It also ignores the memory
+    that a custom call uses internally.
 
     Args:
-        hlo_text: text of a compiled module, `compiled.as_text()`.
+        hlo_text: the text of a compiled module, `compiled.as_text()`.
 
     Returns:
-        Bytes; None if a loop's trip count depends on data.
+        The number of bytes; `None` if the trip count of a loop depends on data.
 
     Raises:
         ValueError: if `hlo_text` is not a compiled HLO module.
@@ -77,17 +82,17 @@ def hbm_traffic(hlo_text: str) -> int | None:
 
 
 def estimated_cycles(hlo_text: str) -> int | None:
-    """XLA's own estimate of a TPU program's cycles, loop bodies by trip count.
+    """Sums XLA's estimate of the cycles of a TPU program. Loop bodies count once per iteration.
 
-    The estimate covers compute and vector instructions, not copies in flight nor collectives:
-    it ranks programs, it is not a step time.
+    The estimate covers matrix and vector instructions. It excludes asynchronous copies and
+    collectives. It serves to rank programs, and is not a step time.
 
     Args:
-        hlo_text: text of a compiled module, `compiled.as_text()`.
+        hlo_text: the text of a compiled module, `compiled.as_text()`.
 
     Returns:
-        Cycles; None if the text carries no estimate (CPU, GPU) or if a loop's trip count
-        depends on data.
+        The number of cycles; `None` if the text has no estimate (CPU, GPU), or if the trip count
+        of a loop depends on data.
 
     Raises:
         ValueError: if `hlo_text` is not a compiled HLO module.
@@ -97,12 +102,13 @@ def estimated_cycles(hlo_text: str) -> int | None:
 
 
 def _cycles(instruction: Instruction) -> int:
+    """XLA's cycle estimate of one instruction; 0 if it has none."""
     found = re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes)
     return int(found.group(1)) if found else 0
 
 
 def _total(module: Module, computation: Computation, cost: Cost) -> int | None:
-    """Sum of `cost` over the instructions that run; None if a trip count is unknown."""
+    """The sum of `cost` over the instructions that run; `None` if a trip count is not known."""
     total = 0
     for instruction in computation.instructions.values():
         called = {
@@ -127,11 +133,13 @@ def _total(module: Module, computation: Computation, cost: Cost) -> int | None:
 
 
 def _times(count: int | None, parts: list[int | None]) -> int | None:
+    """`count * sum(parts)`; `None` if one of them is `None`."""
     known = [p for p in parts if p is not None]
     return None if count is None or len(known) < len(parts) else count * sum(known)
 
 
 def _instruction_traffic(module: Module, computation: Computation, instruction: Instruction) -> int:
+    """Bytes that one instruction reads and writes. A `-start` reads, and its `-done` writes."""
     opcode = instruction.opcode
     if opcode in _FREE or '"AllocateBuffer"' in instruction.attributes:
         return 0
@@ -148,12 +156,13 @@ def _instruction_traffic(module: Module, computation: Computation, instruction: 
 
 
 def _start(computation: Computation, done: Instruction) -> Instruction:
-    """The `-start` of an asynchronous pair."""
+    """The `-start` that belongs to a `-done`."""
     start = computation.instructions[done.operands[0]]
     return start if start.opcode.endswith("-start") else _start(computation, start)
 
 
 def _read(module: Module, computation: Computation, instruction: Instruction) -> int:
+    """Bytes that an instruction reads from HBM."""
     total = 0.0
     for name in dict.fromkeys(instruction.operands):
         size = sum(a.bytes for a in computation.instructions[name].arrays if a.in_hbm)
@@ -166,14 +175,14 @@ def _written(
 ) -> int:
     """Bytes that `instruction` writes to the arrays of `result` (itself, or its `-done`)."""
     fractions = _fractions_written(module, computation, instruction)
-    if len(fractions) != len(result.arrays):  # a -start also lists its operands and a context
+    if len(fractions) != len(result.arrays):  # A -start also lists its operands and a context.
         fractions = fractions[-1:] * len(result.arrays)
     sizes = [a.bytes if a.in_hbm else 0 for a in result.arrays]
     return round(sum(f * s for f, s in zip(fractions, sizes, strict=True)))
 
 
 def _fraction_used(module: Module, computation: Computation, name: str, user: Instruction) -> float:
-    """The part of the value `name` that `user` reads, from 0 to 1."""
+    """The fraction of the value `name` that `user` reads, from 0 to 1."""
     opcode = user.opcode.removesuffix("-start")
     is_first = user.operands.index(name) == 0 and user.operands.count(name) == 1
     if opcode == "fusion":
@@ -192,7 +201,7 @@ def _fraction_used(module: Module, computation: Computation, name: str, user: In
 
 
 def _result(instruction: Instruction) -> Array:
-    """The first result; the arrays of a `-start` list its operands before it."""
+    """The first result. The arrays of a `-start` list its operands before its results."""
     is_start = instruction.opcode.endswith("-start")
     return instruction.arrays[len(instruction.operands) if is_start else 0]
 
@@ -204,10 +213,15 @@ def _fraction_read(
     known: dict[tuple[str, bool], float],
     computed: bool = False,
 ) -> float:
-    """The part of `value` that a fused computation needs, from 0 to 1.
+    """The fraction of `value` that a fused computation reads, from 0 to 1.
 
-    A value that is computed in the fusion is no buffer: an update of it needs all of it. `known`
-    takes each answer once, however many ways lead to a value.
+    Args:
+        module: the module.
+        fused: the fused computation.
+        value: an instruction of it.
+        known: a cache of the fractions, by name and `computed`.
+        computed: whether the fusion computes `value`. An update of such a value needs all of its
+            elements, because there is no buffer to update in place.
     """
     if (value.name, computed) in known:
         return known[value.name, computed]
@@ -228,7 +242,7 @@ def _fraction_read(
 
 
 def _leaves(fused: Computation, instruction: Instruction) -> bool:
-    """Whether `instruction` is a result of its fusion, and so updates a buffer in place."""
+    """Whether `instruction` is a result of its fusion. An update is then done in place."""
     return instruction.is_root or any(
         user.opcode == "tuple" or (user.opcode == "bitcast" and _leaves(fused, user))
         for user in fused.users[instruction.name]
@@ -238,7 +252,7 @@ def _leaves(fused: Computation, instruction: Instruction) -> bool:
 def _fractions_written(
     module: Module, computation: Computation, instruction: Instruction
 ) -> list[float]:
-    """The part of each result that `instruction` writes: less than 1 for in-place updates."""
+    """The fraction of each result that `instruction` writes, less than 1 for in-place updates."""
     opcode = instruction.opcode.removesuffix("-start")
     if opcode == "fusion":
         (fused,) = (module.computations[c] for c in instruction.called["calls"])
@@ -255,7 +269,7 @@ def _fractions_written(
 
 
 def _updated(computation: Computation, update: Instruction) -> float:
-    """The part of its buffer that a dynamic-update-slice or scatter writes."""
+    """The fraction of its buffer that a dynamic-update-slice or scatter writes."""
     position = 1 if update.opcode.startswith("dynamic") else -1
     new = computation.instructions[update.operands[position]].arrays[0].elements
     old = computation.instructions[update.operands[0]].arrays[0].elements

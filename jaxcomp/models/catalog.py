@@ -6,7 +6,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxcomp.models import resmlp, resnet
-from jaxcomp.policies._rules import Rules
+from jaxcomp.policies import PolicyLike
 
 
 def names() -> list[str]:
@@ -31,7 +31,7 @@ def create(
     num_classes: int,
     image_size: int,
     in_channels: int = 3,
-    rules: Rules = (),
+    policy: PolicyLike | None = None,
     dtype: DTypeLike | None = None,
     rngs: nnx.Rngs,
 ) -> nnx.Module:
@@ -42,7 +42,7 @@ def create(
         num_classes: Number of logits.
         image_size: Height and width of the images; residual networks take any.
         in_channels: Channels of the images.
-        rules: How layers store what waits for the backward pass; none: as in Flax.
+        policy: What `jaxcomp.compress` takes; None leaves the model uncompressed.
         dtype: Dtype of the computation; parameters and statistics are float32.
         rngs: Keys for the parameters.
 
@@ -50,7 +50,7 @@ def create(
         The model, which takes images of shape (batch, image_size, image_size, channels).
 
     Raises:
-        ValueError: If `name` is unknown, or a rule or `image_size` does not fit the model.
+        ValueError: If `name` is unknown, or the policy or `image_size` does not fit the model.
 
     Example:
         >>> model = nnx.eval_shape(
@@ -61,7 +61,7 @@ def create(
     """
     check_name(name)
     options: dict[str, Any] = dict(
-        num_classes=num_classes, in_channels=in_channels, rules=rules, dtype=dtype, rngs=rngs
+        num_classes=num_classes, in_channels=in_channels, policy=policy, dtype=dtype, rngs=rngs
     )
     if name in resnet.MODELS:
         return resnet.create(name, **options)

@@ -1,4 +1,4 @@
-"""ResMLP: image classifiers of linear layers alone, whose activations are stored by rules."""
+"""ResMLP: image classifiers of linear layers alone, built of `jaxcomp.nn`."""
 
 import functools
 from collections.abc import Callable
@@ -10,8 +10,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxcomp import nn
-from jaxcomp.policies._rules import Rules
-from jaxcomp.transform._layers import apply
+from jaxcomp.policies import PolicyLike
+from jaxcomp.transform import compress
 
 _INIT = nnx.initializers.truncated_normal(0.02)
 
@@ -70,7 +70,6 @@ class ResMLP(nnx.Module):
         num_classes: int,
         in_channels: int = 3,
         stochastic_depth: float = 0.0,
-        rules: Rules = (),
         dtype: DTypeLike | None = None,
         rngs: nnx.Rngs,
     ) -> None:
@@ -87,7 +86,6 @@ class ResMLP(nnx.Module):
         )
         self.norm = nn.Affine(dim, **options)
         self.head = nn.Linear(dim, num_classes, kernel_init=_INIT, **options)
-        apply(self, rules)
 
     def __call__(self, images: Float[Array, "batch _ _ _"]) -> Float[Array, "batch classes"]:
         """Returns the logits in float32."""
@@ -114,7 +112,7 @@ def create(
     image_size: int = 224,
     in_channels: int = 3,
     stochastic_depth: float = 0.0,
-    rules: Rules = (),
+    policy: PolicyLike | None = None,
     dtype: DTypeLike | None = None,
     rngs: nnx.Rngs,
 ) -> ResMLP:
@@ -131,7 +129,7 @@ def create(
         image_size: Height and width of the images.
         in_channels: Channels of the images.
         stochastic_depth: Probability that a sample skips a sublayer in training.
-        rules: How layers store what waits for the backward pass; none: as in Flax.
+        policy: What `jaxcomp.compress` takes; None leaves the model uncompressed.
         dtype: Dtype of the computation; parameters are float32.
         rngs: Keys for the parameters and, with `stochastic_depth`, for dropping.
 
@@ -139,7 +137,7 @@ def create(
         The network, which takes images of shape (batch, image_size, image_size, channels).
 
     Raises:
-        ValueError: If `name` is unknown, a rule does not fit the network, `image_size` is no
+        ValueError: If `name` is unknown, the policy does not fit the network, `image_size` is no
             multiple of the patch's or `stochastic_depth` is not in its range.
 
     Example:
@@ -149,12 +147,12 @@ def create(
     """
     if name not in MODELS:
         raise ValueError(f"name={name!r}: expected one of {list(MODELS)}")
-    return MODELS[name](
+    model = MODELS[name](
         num_classes=num_classes,
         image_size=image_size,
         in_channels=in_channels,
         stochastic_depth=stochastic_depth,
-        rules=rules,
         dtype=dtype,
         rngs=rngs,
     )
+    return model if policy is None else compress(model, policy)

@@ -1,4 +1,4 @@
-"""Residual networks for ImageNet and CIFAR, whose activations are stored by rules."""
+"""Residual networks for ImageNet and CIFAR, built of `jaxcomp.nn`."""
 
 import functools
 from collections.abc import Callable
@@ -11,8 +11,8 @@ from jaxtyping import Array, Float
 
 from jaxcomp import nn
 from jaxcomp.ops import CodedArray, value
-from jaxcomp.policies._rules import Rules
-from jaxcomp.transform._layers import apply
+from jaxcomp.policies import PolicyLike
+from jaxcomp.transform import compress
 
 # Of height, width and channels, which a layer may change; it may travel with its code.
 Features = Float[Array, "batch _ _ _"] | CodedArray
@@ -176,7 +176,6 @@ class ResNet(nnx.Module):
         imagenet: bool,
         num_classes: int,
         in_channels: int = 3,
-        rules: Rules = (),
         dtype: DTypeLike | None = None,
         rngs: nnx.Rngs,
     ) -> None:
@@ -197,7 +196,6 @@ class ResNet(nnx.Module):
         in_stem = None if self.preact else pool
         self.act = nn.NormAct(layers.norm(cin if self.preact else width), pool=in_stem)
         self.head = nn.Linear(cin, num_classes, dtype=dtype, rngs=rngs)
-        apply(self, rules)
 
     def __call__(self, images: Float[Array, "batch _ _ _"]) -> Float[Array, "batch classes"]:
         """Returns the logits in float32."""
@@ -237,7 +235,7 @@ def create(
     *,
     num_classes: int,
     in_channels: int = 3,
-    rules: Rules = (),
+    policy: PolicyLike | None = None,
     dtype: DTypeLike | None = None,
     rngs: nnx.Rngs,
 ) -> ResNet:
@@ -249,7 +247,7 @@ def create(
             "preact164" (CIFAR).
         num_classes: Number of logits.
         in_channels: Channels of the images.
-        rules: How layers store what waits for the backward pass; none: as in Flax.
+        policy: What `jaxcomp.compress` takes; None leaves the model uncompressed.
         dtype: Dtype of the computation; parameters and statistics are float32.
         rngs: Keys for the parameters.
 
@@ -257,7 +255,7 @@ def create(
         The network, which takes images of shape (batch, height, width, channels).
 
     Raises:
-        ValueError: If `name` is unknown or a rule does not fit the network.
+        ValueError: If `name` is unknown or the policy does not fit the network.
 
     Example:
         >>> model = nnx.eval_shape(lambda: create("resnet20", num_classes=10, rngs=nnx.Rngs(0)))
@@ -266,10 +264,10 @@ def create(
     """
     if name not in MODELS:
         raise ValueError(f"name={name!r}: expected one of {list(MODELS)}")
-    return MODELS[name](
+    model = MODELS[name](
         num_classes=num_classes,
         in_channels=in_channels,
-        rules=rules,
         dtype=dtype,
         rngs=rngs,
     )
+    return model if policy is None else compress(model, policy)

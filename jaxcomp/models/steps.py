@@ -9,12 +9,12 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxcomp.models import catalog, training
-from jaxcomp.planning._strategies import Way
+from jaxcomp.planning import Strategy
 
 
 def classifier(
     name: str, image: int = 224, dtype: DTypeLike = jnp.bfloat16
-) -> Callable[[Way, int], tuple[Callable[..., Any], tuple[Any, ...]]]:
+) -> Callable[[Strategy, int], tuple[Callable[..., Any], tuple[Any, ...]]]:
     """Makes a step factory: SGD with momentum on a batch of images of 1000 classes.
 
     Args:
@@ -23,7 +23,7 @@ def classifier(
         dtype: Dtype of the computation and the images; parameters are float32.
 
     Returns:
-        From a way and a batch size to the jitted step, which donates its state, and its arguments
+        From a strategy and a batch size to the jitted step, which donates its state, and its arguments
         (state, images, labels) as shapes.
 
     Raises:
@@ -31,7 +31,7 @@ def classifier(
             cannot take images of this size.
 
     Example:
-        >>> step, (state, images, labels) = classifier("resnet18", image=64)(Way.parse("remat"), 8)
+        >>> step, (state, images, labels) = classifier("resnet18", image=64)(Strategy.parse("remat"), 8)
         >>> images.shape
         (8, 64, 64, 3)
     """
@@ -39,7 +39,7 @@ def classifier(
     if image < 1:
         raise ValueError(f"image={image}: expected a positive number of pixels")
 
-    def make_step(transform: Way, batch: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    def make_step(transform: Strategy, batch: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         model = transform(
             nnx.eval_shape(
                 lambda: catalog.create(

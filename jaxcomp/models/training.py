@@ -1,4 +1,4 @@
-"""One training step as one compiled function of a state and a batch, whatever the way."""
+"""One training step as one compiled function of a state and a batch, whatever the strategy."""
 
 from collections.abc import Callable
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Operations on arrays: exact forward, compressed residual."""
+"""Operations on arrays with an exact forward pass and a compressed saved residual."""
 
 from jaxcomp.ops._activation import dropout as dropout
 from jaxcomp.ops._activation import gelu as gelu

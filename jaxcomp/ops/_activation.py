@@ -1,4 +1,4 @@
-"""Activations and dropout that keep a packed mask, or their derivative in a few bits."""
+"""Activation functions and dropout that save a packed mask or a quantized derivative."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -17,13 +17,13 @@ MASK = Packed(bits=1)
 
 
 def relu(x: Float[Array, "*shape"], *, codec: Codec = MASK) -> Float[Array, "*shape"]:
-    """`jax.nn.relu` that keeps one bit per element for the backward pass.
+    """Computes `jax.nn.relu` and saves one bit per element for the backward pass.
 
     Result and gradient are bit-identical to those of `jax.nn.relu`.
 
     Args:
-        x: Array of any shape.
-        codec: How the mask is stored: `Packed(bits=1)`, or `Offload` of it.
+        x: Floating-point array of any shape.
+        codec: Codec of the mask: `Packed(bits=1)`, or `Offload` of it.
 
     Returns:
         `max(x, 0)`, in the dtype of `x`.
@@ -56,26 +56,28 @@ def gelu(
     codec: Codec | None = None,
     seed: Seed = None,
 ) -> Float[Array, "*shape"]:
-    """`jax.nn.gelu` that keeps its exact derivative as `codec` stores it.
+    """Computes `jax.nn.gelu` and saves its encoded derivative.
 
-    The result is bit-identical to `jax.nn.gelu`; the gradient is the cotangent times the decoded
-    derivative, so it is unbiased where the codec is. `Quantize` has the bounds of all derivatives
-    for the ends of its levels, whatever its groups: no pass looks for a range, and the code is made
-    in the pass that makes the result. A NaN shows in the result alone. After FewBit (Novikov et
-    al., ICML 2023, arXiv:2202.00441), whose derivative codes are rounded to nearest.
+    The result is bit-identical to `jax.nn.gelu`. The gradient is the cotangent times the decoded
+    derivative, so it is unbiased if the codec is. `Quantize` places its levels between the known
+    bounds of the derivative, so no pass computes a range, and the derivative is encoded in the pass
+    that computes the result. A NaN in `x` appears in the result, not in the gradient.
+
+    Source: FewBit (Novikov et al., ICML 2023, arXiv:2202.00441). FewBit rounds derivatives to
+    nearest.
 
     Args:
-        x: Array; axis 0 is the batch.
-        approximate: Whether to use the tanh form, as `jax.nn.gelu`.
-        codec: How the derivative is stored; None leaves differentiation to JAX.
-        seed: Redraws the rounding noise of the codec.
+        x: float32, bfloat16 or float16 array; axis 0 is the batch.
+        approximate: Whether to use the tanh approximation, as in `jax.nn.gelu`.
+        codec: Codec of the derivative. None calls `jax.nn.gelu`.
+        seed: Integer scalar that selects the rounding noise of the codec.
 
     Returns:
         The result in the dtype of `x`.
 
     Raises:
-        TypeError: If `x` is not a floating-point array.
-        ValueError: If the codec cannot store its shape.
+        TypeError: If the codec cannot store the dtype of `x`.
+        ValueError: If the codec cannot store the shape of `x`.
 
     Example:
         >>> from jaxcomp import Quantize
@@ -90,19 +92,22 @@ def gelu(
 def silu(
     x: Float[Array, "*shape"], *, codec: Codec | None = None, seed: Seed = None
 ) -> Float[Array, "*shape"]:
-    """`jax.nn.silu` that keeps its exact derivative as `codec` stores it; else as `gelu`.
+    """Computes `jax.nn.silu` and saves its encoded derivative.
+
+    The result is bit-identical to `jax.nn.silu`. Gradient, source and treatment of NaN are as in
+    `gelu`.
 
     Args:
-        x: Array; axis 0 is the batch.
-        codec: How the derivative is stored; None leaves differentiation to JAX.
-        seed: Redraws the rounding noise of the codec.
+        x: float32, bfloat16 or float16 array; axis 0 is the batch.
+        codec: Codec of the derivative. None calls `jax.nn.silu`.
+        seed: Integer scalar that selects the rounding noise of the codec.
 
     Returns:
         The result in the dtype of `x`.
 
     Raises:
-        TypeError: If `x` is not a floating-point array.
-        ValueError: If the codec cannot store its shape.
+        TypeError: If the codec cannot store the dtype of `x`.
+        ValueError: If the codec cannot store the shape of `x`.
 
     Example:
         >>> silu(jnp.array([0.0])).tolist()
@@ -118,7 +123,7 @@ def _by_derivative(
     codec: Codec | None,
     seed: Seed,
 ) -> Array:
-    """An elementwise function whose derivative, within `bounds`, waits for the backward pass."""
+    """Applies an elementwise function and saves its derivative, which lies within `bounds`."""
     if codec is None:
         return stock(x)
     codec.check(x.shape, x.dtype)
@@ -156,22 +161,23 @@ def dropout(
     *,
     codec: Codec = MASK,
 ) -> Float[Array, "*shape"]:
-    """Dropout as `flax.nnx.Dropout` does it, that keeps one bit for each number it draws.
+    """Applies dropout as `flax.nnx.Dropout` and saves one bit for each random number.
 
     Result and gradient are bit-identical to those of `flax.nnx.Dropout` in training.
 
     Args:
-        x: Array of any shape.
-        key: Of the mask.
+        x: Floating-point array of any shape.
+        key: PRNG key of the mask.
         rate: Probability that an element is dropped, at least 0 and below 1.
-        broadcast_dims: Axes along which the mask is the same.
-        codec: How the mask is stored: `Packed(bits=1)`, or `Offload` of it.
+        broadcast_dims: Axes along which the mask is constant.
+        codec: Codec of the mask: `Packed(bits=1)`, or `Offload` of it.
 
     Returns:
-        Zero where dropped, and elsewhere `x / (1 - rate)`.
+        Array of the shape and dtype of `x`: zero where an element is dropped, `x / (1 - rate)`
+        elsewhere.
 
     Raises:
-        ValueError: If `rate` is not in this range, or `broadcast_dims` not among the axes.
+        ValueError: If `rate` or an axis of `broadcast_dims` is out of range.
 
     Example:
         >>> float(dropout(jnp.ones(1000), jax.random.key(0), 0.5).max())

@@ -1,4 +1,4 @@
-"""Scaling and shifting of each feature, whose input waits for the backward pass compressed."""
+"""Per-feature scaling and shifting with a compressed saved input."""
 
 import typing
 
@@ -21,25 +21,27 @@ def affine(
     codec: Codec | None = None,
     seed: Seed = None,
 ) -> Float[Array, "*batch features"]:
-    """`scale * x + bias` that keeps `x` for the backward pass as `codec` stores it.
+    """Computes `scale * x + bias` and saves `x` encoded.
 
-    The result is bit-identical to `x * scale + bias`; the gradients of `x` and `bias` are exact,
-    that of `scale` is the exact one at the decoded `x`, so it is unbiased where the codec is. The
-    affine layer of ResMLP (Touvron et al., arXiv:2105.03404, section 2) and, without `bias`,
-    LayerScale (Touvron et al., arXiv:2103.17239, section 2).
+    The result is bit-identical to `x * scale + bias`. The gradients of `x` and `bias` are exact.
+    The gradient of `scale` is computed from the decoded `x`, so it is unbiased if the codec is. If
+    no gradient of `scale` is taken, nothing is saved.
+
+    Source: the affine layer of ResMLP (Touvron et al., arXiv:2105.03404, section 2) and, without
+    `bias`, LayerScale (Touvron et al., arXiv:2103.17239, section 2).
 
     Args:
-        x: Activations; axis 0 is the batch.
+        x: float32, bfloat16 or float16 activations; axis 0 is the batch.
         scale: Factor of each feature.
-        bias: Is added to each feature, or None.
-        codec: How `x` is stored; None leaves differentiation to JAX.
-        seed: Redraws the rounding noise of the codec.
+        bias: Offset of each feature, or None.
+        codec: Codec of `x`. None leaves differentiation to JAX.
+        seed: Integer scalar that selects the rounding noise of the codec.
 
     Returns:
-        The result in the dtype of the arguments together.
+        The result in the promoted dtype of the arguments.
 
     Raises:
-        TypeError: If `x` is not a floating-point array.
+        TypeError: If the codec cannot store the dtype of `x`.
         ValueError: If the codec cannot store the shape of `x`.
 
     Example:

@@ -1,4 +1,4 @@
-"""Weight gradients of products whose left operand is stored in blocks, which stays as it is."""
+"""Weight gradients of matrix products whose left operand is stored by `BlockSparse`."""
 
 from collections.abc import Callable
 
@@ -24,7 +24,18 @@ def by_dense(
     precision: lax.PrecisionLike = None,
     dtype: DTypeLike = jnp.float32,
 ) -> Float[Array, "features columns"]:
-    """Decodes and multiplies, whatever the codec; `dtype` is that of the sums."""
+    """Decodes the left operand and multiplies.
+
+    Args:
+        codec: Codec of the left operand; any codec.
+        code: The encoded left operand, of shape (batch, ..., features).
+        cotangent: Cotangent of the product.
+        precision: Precision of the product.
+        dtype: Dtype of the sums.
+
+    Returns:
+        The weight gradient.
+    """
     rows = tuple(range(len(code.shape) - 1))
     return jnp.tensordot(
         codec.decode(code),
@@ -41,10 +52,19 @@ def by_rows(
     cotangent: Float[Array, "batch ... columns"],
     precision: lax.PrecisionLike = None,
 ) -> Float[Array, "features columns"]:
-    """Multiplies each row of blocks by its part of the cotangent, and adds up by feature.
+    """Multiplies the kept blocks of each row of blocks by their part of the cotangent.
 
-    FLOPs are those of the kept blocks alone. Not made: the dense matrix, nor copies of the
-    cotangent; what is made has `kept * width * columns` float32 numbers for each row of blocks.
+    Only kept blocks cost FLOPs. Neither the dense matrix nor a copy of the cotangent is computed.
+    The products take `kept * width * columns` float32 numbers for each row of blocks.
+
+    Args:
+        codec: Codec of the left operand.
+        code: The encoded left operand, of shape (batch, ..., features).
+        cotangent: Cotangent of the product.
+        precision: Precision of the product.
+
+    Returns:
+        The weight gradient in float32.
     """
     grid = codec.grid(code.shape)
     (tall, wide), batch, columns = grid.block, code.shape[0], cotangent.shape[-1]
@@ -67,20 +87,24 @@ GRADIENTS = {
     "triton": block_triton.by_triton,
     "tpu": block_tpu.by_tpu,
 }
-"""How each product makes the weight's gradient of the code and the cotangent."""
+"""The function that computes the weight gradient, for each value of `BlockSparse.product`."""
 
 
 def choose(codec: BlockSparse, shape: tuple[int, ...], columns: int, itemsize: int) -> Product:
-    """What "auto" means but for one TPU: the product that takes less memory.
+    """Selects the product with the smaller intermediate array, which `product="auto"` uses.
 
-    The products of rows of blocks take less than the dense matrix where blocks are tall: with an
-    `itemsize` of 2 bytes, more than `2 * density * columns` rows.
+    On one TPU, "auto" uses the TPU kernel instead. The products of "rows" are smaller than the
+    dense matrix if blocks are tall: with an `itemsize` of 2 bytes, more than `2 * density *
+    columns` rows.
 
     Args:
-        codec: Of the product's left operand.
-        shape: Shape of that.
-        columns: Columns of the weight.
-        itemsize: Bytes of an element.
+        codec: Codec of the left operand.
+        shape: Shape of the left operand, (batch, ..., features).
+        columns: Number of columns of the weight.
+        itemsize: Bytes per element of the left operand.
+
+    Returns:
+        "rows" or "dense".
 
     Example:
         >>> codec = BlockSparse(block=(196, 8), density=0.25)
@@ -99,17 +123,20 @@ def gradient(
     dtype: DTypeLike,
     precision: lax.PrecisionLike = None,
 ) -> Callable[[Encoded, Array], Array]:
-    """How `codec.product` says that a weight's gradient is made of code and cotangent.
+    """Returns the function that computes a weight gradient by `codec.product`.
 
     Args:
-        codec: Of the product's left operand.
-        x: That operand, for its shape and dtype.
-        columns: Columns of the weight.
-        dtype: Of the gradient.
-        precision: Of the product.
+        codec: Codec of the left operand.
+        x: The left operand; only its shape and dtype are used.
+        columns: Number of columns of the weight.
+        dtype: Dtype of the weight gradient.
+        precision: Precision of the product.
+
+    Returns:
+        A function of the encoded left operand and the cotangent.
 
     Raises:
-        ValueError: If the product is a kernel that does not know blocks of this size.
+        ValueError: If the product is a kernel that does not support blocks of this size.
     """
 
     def by(product: Product) -> Callable[[Encoded, Array], Array]:

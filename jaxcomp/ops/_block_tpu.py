@@ -1,4 +1,4 @@
-"""A TPU kernel for weight gradients of products whose left operand is stored in blocks."""
+"""TPU kernel for weight gradients of products whose left operand is stored by `BlockSparse`."""
 
 import functools
 import typing
@@ -25,12 +25,21 @@ def by_tpu(
     cotangent: Float[Array, "batch ... columns"],
     precision: lax.PrecisionLike = None,
 ) -> Float[Array, "features columns"]:
-    """A kernel that multiplies each row of blocks as `by_rows`, and adds up by feature on the chip.
+    """Multiplies the kept blocks as `by_rows` does, and sums the products on the chip.
 
-    It reads the blocks once for each tile of columns and the cotangent once, multiplies the kept
-    blocks alone, and writes nothing but the gradient. For TPU; elsewhere Pallas interprets it,
-    which is for tests. For blocks of a size that `refusal` has nothing to say against. A batch that
-    is spread over devices needs a `jax.shard_map`.
+    The kernel reads the cotangent once, and the blocks once for each tile of columns. Only kept
+    blocks are multiplied. The only array it writes is the gradient. On other platforms Pallas
+    interprets the kernel, which is for tests. `refusal` must return None for the blocks. A sharded
+    batch needs `jax.shard_map`.
+
+    Args:
+        codec: Codec of the left operand.
+        code: The encoded left operand, of shape (batch, ..., features).
+        cotangent: Cotangent of the product.
+        precision: Precision of the product.
+
+    Returns:
+        The weight gradient in float32.
 
     Raises:
         NotImplementedError: When the result is differentiated.
@@ -78,7 +87,7 @@ def by_tpu(
 
 
 def refusal(codec: BlockSparse, shape: tuple[int, ...]) -> str | None:
-    """Why the kernel does not know blocks of this size; None if it does."""
+    """Returns why the kernel does not support blocks of this size, or None if it does."""
     block, nbytes = codec.grid(shape).block, _nbytes(codec.grid(shape))
     if block[1] % SUBLANES:
         return (
@@ -94,7 +103,7 @@ def refusal(codec: BlockSparse, shape: tuple[int, ...]) -> str | None:
 
 
 def _nbytes(grid: Grid) -> int:
-    """On the chip for a tile of as many columns as there are lanes, buffers for copies included."""
+    """Returns the bytes of VMEM for a tile of LANES columns, with the buffers of copies."""
     (tall, wide), kept = grid.block, grid.kept * grid.block[1]
     sums, products, data = grid.columns * wide * LANES, kept * LANES, tall * (kept + LANES)
     return 4 * (2 * sums + products + 2 * data)
@@ -108,7 +117,7 @@ def _kernel(
     cotangent: typing.Any,
     out: typing.Any,
 ) -> None:
-    """Adds a row of blocks of one sample to a tile of the gradient, which stays on the chip."""
+    """Adds the products of one row of blocks to a tile of the gradient, which stays in VMEM."""
 
     @pl.when((pl.program_id(1) == 0) & (pl.program_id(2) == 0))
     def _() -> None:

@@ -1,4 +1,4 @@
-"""A CUDA kernel for weight gradients of products whose left operand is stored in blocks."""
+"""CUDA kernel for weight gradients of products whose left operand is stored by `BlockSparse`."""
 
 import functools
 import math
@@ -25,15 +25,24 @@ def by_triton(
     cotangent: Float[Array, "batch ... columns"],
     precision: lax.PrecisionLike = None,
 ) -> Float[Array, "features columns"]:
-    """A kernel that reads the kept blocks and makes the dense matrix in registers, tile by tile.
+    """Reads the kept blocks and decodes them to tiles in registers, which it multiplies.
 
-    It reads a part of the bytes but multiplies the zeros too. For CUDA; elsewhere Pallas interprets
-    it, which is for tests. For blocks of a size that `refusal` has nothing to say against. A batch
-    that is spread over devices is gathered, except inside a `jax.shard_map`.
+    The kernel reads fewer bytes than the dense product, but also multiplies zeros. On other
+    platforms Pallas interprets it, which is for tests. `refusal` must return None for the blocks. A
+    sharded batch is gathered, except inside of `jax.shard_map`.
+
+    Args:
+        codec: Codec of the left operand.
+        code: The encoded left operand, of shape (batch, ..., features).
+        cotangent: Cotangent of the product.
+        precision: Precision of the product.
+
+    Returns:
+        The weight gradient in float32.
 
     Raises:
         NotImplementedError: When the result is differentiated.
-        ValueError: If an array has 2^31 elements.
+        ValueError: If an array has 2^31 or more elements.
     """
     cotangent = barriers.undifferentiable(cotangent)  # Pallas has no derivative of a kernel
     grid = codec.grid(code.shape)
@@ -74,7 +83,7 @@ def by_triton(
 
 
 def refusal(codec: BlockSparse, shape: tuple[int, ...]) -> str | None:
-    """Why the kernel does not know blocks of this size; None if it does."""
+    """Returns why the kernel does not support blocks of this size, or None if it does."""
     block = codec.grid(shape).block
     if any(side & (side - 1) for side in block):
         return f"expected block sides that are powers of two, got {block} for x of shape {shape}"
@@ -92,7 +101,7 @@ def _kernel(
     cotangent: typing.Any,
     out: typing.Any,
 ) -> None:
-    """A tile of the gradient, summed over a part of the rows."""
+    """Computes a tile of the gradient, summed over a part of the rows."""
     rows, features, width = TILE
     tall, wide = grid.block
     feature = pl.program_id(0) * features + jnp.arange(features)

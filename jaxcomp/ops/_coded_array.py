@@ -1,4 +1,4 @@
-"""A value that travels with its code, so that every consumer stores the same one."""
+"""An array together with its code, so that all operations that read it save the same code."""
 
 import dataclasses
 import typing
@@ -15,16 +15,17 @@ from jaxcomp.codecs._sign_aware import SignAware
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CodedArray:
-    """An array with the code that its producer made of it; channels last.
+    """An array with the code that the operation that computed it already made; channels last.
 
-    Operations that take one in place of an array keep its code for their backward pass and encode
-    nothing themselves. Other functions take `value(x)`.
+    Operations that accept a `CodedArray` save its code for their backward pass and encode nothing.
+    Other functions take the plain array, `value(x)`.
 
     Attributes:
-        value: The exact array.
-        channel_scale: Size of typical values of each channel, float32, of the rank of `value`.
-        code: What stands for `value` in backward passes; None where its producer stored nothing.
-        codec: What `code` is decoded by.
+        value: The exact array, (batch, ..., channels).
+        channel_scale: Typical magnitude of the values of each channel; float32, of the rank of
+            `value`.
+        code: The encoded `value`, which backward passes read. None if nothing was encoded.
+        codec: Codec that decodes `code`.
     """
 
     value: Float[Array, "batch ... channels"]
@@ -34,7 +35,13 @@ class CodedArray:
 
 
 def value(x: Shaped[Array, "..."] | CodedArray) -> Shaped[Array, "..."]:
-    """The array itself, of one that may travel with its code.
+    """Returns the plain array of a `CodedArray`; any other array is returned as it is.
+
+    Args:
+        x: An array, or a `CodedArray`.
+
+    Returns:
+        The array.
 
     Example:
         >>> import jax.numpy as jnp
@@ -49,12 +56,22 @@ def encode_activation(
     channel_scale: Float[Array, "... channels"],
     codec: Codec,
 ) -> CodedArray:
-    """Encodes an array without negative values, such as a max pool makes of a `CodedArray`.
+    """Encodes an array without negative values, such as the result of a max pool of a `CodedArray`.
 
     Args:
-        value: The array; axis 0 is the batch.
-        channel_scale: Size of typical values of each channel, float32, of the rank of `value`.
-        codec: What stores it: `SignAware`, or `Offload` of it.
+        value: Floating-point array of shape (batch, ..., channels).
+        channel_scale: Typical magnitude of the values of each channel; float32, of the rank of
+            `value`.
+        codec: `SignAware`, or `Offload` of it.
+
+    Returns:
+        The array with its code. Its gradient is the identity.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> x = encode_activation(jnp.ones((2, 3, 3, 4)), jnp.ones((1, 1, 1, 4)), SignAware(bits=4))
+        >>> x.code.shape
+        (2, 3, 3, 4)
     """
     sign_aware = typing.cast(SignAware, inner_codec(codec))
 

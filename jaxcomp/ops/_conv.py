@@ -1,4 +1,4 @@
-"""Convolutions whose input waits for the backward pass compressed."""
+"""Convolutions with a compressed saved input."""
 
 import functools
 import math
@@ -38,39 +38,43 @@ def conv_general_dilated(
     seed: Seed = None,
     sink: Sink | None = None,
 ) -> Float[Array, "..."]:
-    """`jax.lax.conv_general_dilated` that keeps its input for the backward pass by `codec`.
+    """Computes `jax.lax.conv_general_dilated` and saves `lhs` encoded.
 
-    The result is bit-identical to `lax.conv_general_dilated`; the gradient of `lhs` is exact, that
-    of `rhs` is the exact one at the decoded `lhs`. Accepted by Flax layers as
-    `conv_general_dilated=`. The codec sees the input channels-last, whatever its layout; of a
-    strided 1x1 convolution, only what that reads. A 1x1 kernel's gradient is made of the means that
-    `AvgPool` stores and the cotangent's sums over the same windows, a product `window` times
-    smaller along each axis; nothing is unpooled.
+    The result is bit-identical to `lax.conv_general_dilated`. The gradient of `lhs` is exact. The
+    gradient of `rhs` is computed from the decoded `lhs`. If no gradient of `rhs` is taken, nothing
+    is saved. Flax layers accept the function as their `conv_general_dilated` argument.
+
+    The codec sees `lhs` with the channels last, whatever its layout. A strided 1x1 convolution
+    saves only the positions that it reads. With `AvgPool`, the gradient of a 1x1 kernel is the
+    product of the stored means and the cotangent's sums over the same windows; that product is
+    `window` times smaller along each axis, and the means are not expanded.
 
     Args:
-        lhs: Input of 1 to 3 (or more) spatial dimensions; a `CodedArray` (channels last) brings
-            its code with it, and `codec` is not asked.
-        rhs: Kernel; kept exactly, as the caller holds it anyway.
-        window_strides: As `lax.conv_general_dilated`, and so are the arguments that follow.
-        padding: See there.
-        lhs_dilation: See there.
-        rhs_dilation: See there.
-        dimension_numbers: See there.
-        feature_group_count: See there.
-        batch_group_count: See there.
-        precision: See there.
-        preferred_element_type: See there.
-        out_sharding: See there.
-        codec: How `lhs` is stored; None leaves everything to `lax.conv_general_dilated`.
-        seed: Redraws the rounding noise of the codec.
-        sink: Takes the samples' sensitivity as its gradient; see `ops.Sink`. Not without a codec.
+        lhs: Input with one or more spatial axes. A `CodedArray` with a code (channels last)
+            replaces `codec` by its own code and codec.
+        rhs: Kernel. It is saved exactly; as a parameter it is in memory anyway.
+        window_strides: As in `lax.conv_general_dilated`.
+        padding: As in `lax.conv_general_dilated`.
+        lhs_dilation: As in `lax.conv_general_dilated`.
+        rhs_dilation: As in `lax.conv_general_dilated`.
+        dimension_numbers: As in `lax.conv_general_dilated`.
+        feature_group_count: As in `lax.conv_general_dilated`.
+        batch_group_count: As in `lax.conv_general_dilated`.
+        precision: As in `lax.conv_general_dilated`.
+        preferred_element_type: As in `lax.conv_general_dilated`.
+        out_sharding: As in `lax.conv_general_dilated`.
+        codec: Codec of `lhs`. None calls `lax.conv_general_dilated`.
+        seed: Integer scalar that selects the rounding noise of the codec.
+        sink: Argument whose gradient is the sensitivity of each sample (`ops.Sink`). Ignored
+            without a codec.
 
     Returns:
         The convolution.
 
     Raises:
-        TypeError: If `lhs` is not a floating-point array.
-        ValueError: If the codec cannot store the shape of `lhs`.
+        TypeError: If the codec cannot store the dtype of `lhs`.
+        ValueError: If the codec cannot store the shape of `lhs`, or `lhs` is a `CodedArray` whose
+            channels are not last.
 
     Example:
         >>> import jax
@@ -163,29 +167,31 @@ def conv_transpose(
     seed: Seed = None,
     sink: Sink | None = None,
 ) -> Float[Array, "..."]:
-    """`jax.lax.conv_transpose` that keeps its input for the backward pass by `codec`.
+    """Computes `jax.lax.conv_transpose` and saves `lhs` encoded.
 
-    The result is bit-identical to `lax.conv_transpose`; the gradient of `lhs` is exact, that of
-    `rhs` is the exact one at the decoded `lhs`.
+    The result is bit-identical to `lax.conv_transpose`. The gradient of `lhs` is exact. The
+    gradient of `rhs` is computed from the decoded `lhs`. If no gradient of `rhs` is taken, nothing
+    is saved.
 
     Args:
-        lhs: Input, the channels last.
-        rhs: Kernel; kept exactly, as the caller holds it anyway.
-        strides: As `lax.conv_transpose`, and so are the arguments that follow.
-        padding: See there.
-        rhs_dilation: See there.
-        transpose_kernel: See there.
-        precision: See there.
-        preferred_element_type: See there.
-        codec: How `lhs` is stored; None leaves everything to `lax.conv_transpose`.
-        seed: Redraws the rounding noise of the codec.
-        sink: Takes the samples' sensitivity as its gradient; see `ops.Sink`. Not without a codec.
+        lhs: Input of shape (batch, spatial..., channels).
+        rhs: Kernel. It is saved exactly; as a parameter it is in memory anyway.
+        strides: As in `lax.conv_transpose`.
+        padding: As in `lax.conv_transpose`.
+        rhs_dilation: As in `lax.conv_transpose`.
+        transpose_kernel: As in `lax.conv_transpose`.
+        precision: As in `lax.conv_transpose`.
+        preferred_element_type: As in `lax.conv_transpose`.
+        codec: Codec of `lhs`. None calls `lax.conv_transpose`.
+        seed: Integer scalar that selects the rounding noise of the codec.
+        sink: Argument whose gradient is the sensitivity of each sample (`ops.Sink`). Ignored
+            without a codec.
 
     Returns:
         The transposed convolution.
 
     Raises:
-        TypeError: If `lhs` is not a floating-point array.
+        TypeError: If the codec cannot store the dtype of `lhs`.
         ValueError: If the codec cannot store the shape of `lhs`.
 
     Example:

@@ -1,4 +1,4 @@
-"""Backward passes of two branches, one after the other."""
+"""Runs the backward passes of two branches one after the other."""
 
 import jax
 from jaxtyping import Array, Float
@@ -10,18 +10,20 @@ from jaxcomp._core.shard_map import match_varying
 def in_turn(
     first: Float[Array, "..."], second: Float[Array, "..."]
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """Two arrays of which the second's backward pass waits for the first's.
+    """Makes the backward pass of one branch wait for that of another.
 
-    Where branches of a network meet, XLA may make the cotangents of all branches at once. Where
-    `first` is in one branch and `second` at the end of the other, the latter's backward pass begins
-    when the former's has come down to `first`.
+    XLA may compute the cotangents of all branches that meet at a sum at once. Let `first` be an
+    input of one branch and `second` the result of the other branch. Then the backward pass of the
+    other branch starts only after the cotangent of `first` is computed, which lowers peak memory.
 
     Args:
-        first: What a branch is made of.
-        second: What is added to that branch; its cotangent waits in memory.
+        first: Input of the branch whose backward pass runs first.
+        second: Result of the other branch, which is added to the first branch. Its cotangent stays
+            in memory until then.
 
     Returns:
-        Both, unchanged, and so are their gradients; forward mode (`jax.jvp`) is an error.
+        Both arrays, unchanged. Their gradients are unchanged too. Forward mode (`jax.jvp`) is an
+        error.
 
     Example:
         >>> import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Matrix products whose left operand waits for the backward pass compressed."""
+"""Matrix products with a compressed saved left operand."""
 
 import functools
 import typing
@@ -38,27 +38,29 @@ def dot_general(
     seed: Seed = None,
     sink: Sink | None = None,
 ) -> Float[Array, "..."]:
-    """`jax.lax.dot_general` that keeps `lhs` for the backward pass as `codec` stores it.
+    """Computes `jax.lax.dot_general` and saves `lhs` encoded.
 
-    The result is bit-identical to `lax.dot_general`; the gradient of `lhs` is exact, that of `rhs`
-    is the exact one at the decoded `lhs`. Accepted by Flax layers as `dot_general=`.
+    The result is bit-identical to `lax.dot_general`. The gradient of `lhs` is exact. The gradient
+    of `rhs` is computed from the decoded `lhs`. If no gradient of `rhs` is taken, nothing is saved.
+    Flax layers accept the function as their `dot_general` argument.
 
     Args:
         lhs: Activations; axis 0 is the batch.
-        rhs: Weights; kept exactly, as the caller holds them anyway.
-        dimension_numbers: As `lax.dot_general`.
-        precision: As `lax.dot_general`.
-        preferred_element_type: As `lax.dot_general`.
-        out_sharding: As `lax.dot_general`.
-        codec: How `lhs` is stored; None leaves everything to `lax.dot_general`.
-        seed: Redraws the rounding noise of the codec.
-        sink: Takes the samples' sensitivity as its gradient; see `ops.Sink`. Not without a codec.
+        rhs: Weights. They are saved exactly; as parameters they are in memory anyway.
+        dimension_numbers: As in `lax.dot_general`.
+        precision: As in `lax.dot_general`.
+        preferred_element_type: As in `lax.dot_general`.
+        out_sharding: As in `lax.dot_general`.
+        codec: Codec of `lhs`. None calls `lax.dot_general`.
+        seed: Integer scalar that selects the rounding noise of the codec.
+        sink: Argument whose gradient is the sensitivity of each sample (`ops.Sink`). Ignored
+            without a codec.
 
     Returns:
         The product.
 
     Raises:
-        TypeError: If `lhs` is not a floating-point array.
+        TypeError: If the codec cannot store the dtype of `lhs`.
         ValueError: If the codec cannot store the shape of `lhs`.
 
     Example:
@@ -92,14 +94,17 @@ def layer_gradient(
     dtype: DTypeLike,
     precision: lax.PrecisionLike,
 ) -> WeightGradient:
-    """How a linear layer's weight gradient is made of its coded input and the cotangent.
+    """Returns the function that computes a linear layer's weight gradient.
 
     Args:
-        codec: How the input is stored.
-        x: The input, for its shape and dtype.
-        columns: Columns of the weight.
-        dtype: Of the weight's gradient.
-        precision: Of the product.
+        codec: Codec of the layer's input.
+        x: The layer's input; only its shape and dtype are used.
+        columns: Number of columns of the weight.
+        dtype: Dtype of the weight gradient.
+        precision: Precision of the product.
+
+    Returns:
+        A function of the encoded input and the cotangent.
     """
     codec = inner_codec(codec)
     if isinstance(codec, BlockSparse):
@@ -108,12 +113,13 @@ def layer_gradient(
 
 
 class Reads(typing.NamedTuple):
-    """What a product reads of its left operand.
+    """The part of its left operand that a product reads.
 
     Attributes:
-        part: Takes it from the operand, and from each array of a code that travels: these have the
-            operand's axes, but for the last one of packed codes, or size 1 along them.
-        product: Of that part and the right operand, equal to the whole product.
+        part: Selects the part, from the left operand or from each array of its code. The arrays of
+            a code have the axes of the operand. Their sizes are those of the operand or 1, but the
+            last axis of packed codes may be shorter.
+        product: Function of the part and the right operand; equal to the whole product.
     """
 
     part: Callable[[Array], Array]
@@ -133,12 +139,25 @@ def bilinear(
     reads: Reads | None = None,
     weight_gradient: WeightGradient | None = None,
 ) -> Array:
-    """Calls `stock(lhs, rhs)`, linear in each argument, and keeps `lhs` as `codec` stores it.
+    """Computes `stock(lhs, rhs)`, which is linear in each argument, and saves `lhs` encoded.
 
-    With `code`, what a producer pinned, nothing is encoded: the same code waits here, too. `uses`
-    is for the statistic that `sink` takes. Of `lhs`, only what `reads` says is stored or decoded.
-    `weight_gradient` makes the gradient of `rhs` of the code and the cotangent, without the decoded
-    `lhs`.
+    Args:
+        stock: The operation.
+        codec: Codec of `lhs`.
+        lhs: Left operand.
+        rhs: Right operand. It is saved exactly.
+        seed: Integer scalar that selects the rounding noise of the codec.
+        code: Code of `lhs` that the operation that computed `lhs` made. It is saved in place of a
+            new one.
+        sink: Argument whose gradient is the sensitivity of each sample, or None.
+        uses: How often each element of `lhs` meets each channel of the cotangent, on average. Only
+            `sink` needs it.
+        reads: The part of `lhs` that is saved and decoded. None is all.
+        weight_gradient: Computes the gradient of `rhs` from the code and the cotangent, without the
+            decoded `lhs`. None decodes `lhs`.
+
+    Returns:
+        The result of `stock`.
     """
     part, product = Reads(lambda lhs: lhs, stock) if reads is None else reads
     stored = jax.eval_shape(part, lhs)
@@ -189,11 +208,11 @@ def bilinear(
 
 
 def is_argument(leaf: typing.Any) -> bool:
-    """Whether a leaf is what JAX gives a custom forward rule with `symbolic_zeros`."""
+    """Returns whether a leaf is an argument as `jax.custom_vjp` passes it with `symbolic_zeros=True`."""
     return isinstance(leaf, CustomVJPPrimal)
 
 
 def is_perturbed(argument: typing.Any) -> bool:
-    """Whether a gradient is asked for with respect to an argument of a custom forward rule."""
+    """Returns whether a gradient with respect to an argument of a custom forward rule is taken."""
     leaves = jax.tree.leaves(argument, is_leaf=is_argument)
     return any(leaf.perturbed for leaf in leaves)

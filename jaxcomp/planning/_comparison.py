@@ -1,4 +1,4 @@
-"""`compare`: one training step made several ways, in one table."""
+"""`compare`: one training step by several strategies, in one table."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -16,9 +16,10 @@ from jaxcomp.memory._live_bytes import Timeline, format_bytes
 from jaxcomp.memory._report import NOT_GIVEN, MemoryReport, format_seconds, known
 from jaxcomp.memory._targets import resolve
 from jaxcomp.memory._tracing import trace
-from jaxcomp.planning._strategies import Way
+from jaxcomp.planning._strategies import Strategy
+from jaxcomp.policies import PolicyLike
 
-MakeStep = Callable[[Way, int], tuple[Callable[..., Any], tuple[Any, ...]]]
+MakeStep = Callable[[Strategy, int], tuple[Callable[..., Any], tuple[Any, ...]]]
 M = TypeVar("M", bound=nnx.Module)
 HEADER = (
     "row",
@@ -37,10 +38,10 @@ HEADER = (
 
 @dataclass(frozen=True)
 class Row:
-    """One way of making the step.
+    """One strategy of making the step.
 
     Attributes:
-        name: the way's spec.
+        name: the strategy's spec.
         batch: the batch size.
         report: what the compiler made of it; None if it failed.
         max_batch: the largest batch that fits; None if it was not asked for.
@@ -128,7 +129,7 @@ class Comparison:
 
 def compare(
     make_step: MakeStep,
-    rows: Sequence[str],
+    rows: Sequence[Strategy | PolicyLike],
     *,
     batch: int,
     target: str | None = None,
@@ -139,14 +140,17 @@ def compare(
     progress: Callable[[str], AbstractContextManager[Any]] = nullcontext,
     save: Callable[[Comparison], Any] | None = None,
 ) -> Comparison:
-    """Compiles a training step several ways for a device, here or not, and tabulates its memory.
+    """Compiles a training step by several strategies and tabulates its memory.
+
+    Nothing is run. The device may be absent: XLA compiles the step for it ahead of time.
 
     Args:
         make_step: your own step factory. `make_step(transform, batch)` builds a model, applies
             `transform(model)` to it, which returns the same model, splits the batch into
             `transform.micro_batches` parts, and returns the step and its arguments, as
             `analyze(step, *arguments)` takes them; `nnx.eval_shape` makes the model for free.
-        rows: specs of strategies. With `plain` among them the table has ratios to it.
+        rows: strategies, their specs (`Strategy.parse`), policies or codecs. With "plain" among
+            them the table has ratios to it.
         batch: the batch size.
         target: as in `analyze`.
         capacity: bytes that the program may use, as in `analyze`.
@@ -179,18 +183,20 @@ def compare(
         >>> [row.report.declared_residual_bytes for row in table.rows]
         [196608, 65536]
     """
-    if isinstance(rows, str) or len(set(rows)) < len(rows) or not rows:
-        raise ValueError(f"rows={rows!r}: expected a list of at least one, and each once")
-    ways = [Way.parse(name) for name in rows]
-    for way in ways:
-        way.check_batch(batch)
+    if isinstance(rows, str) or not rows:
+        raise ValueError(f"rows={rows!r}: expected a list of at least one")
+    strategies = [Strategy.of(row) for row in rows]
+    if len({strategy.spec for strategy in strategies}) < len(strategies):
+        raise ValueError(f"rows={rows!r}: expected each once")
+    for strategy in strategies:
+        strategy.check_batch(batch)
     where = resolve(target)
     usable = usable_bytes(where, capacity)
     if largest_batch and usable is None:
         raise ValueError(f"target={where.name!r}: its memory is not known; give a capacity")
 
-    def row(way: Way) -> Row:
-        watched = _Watched(**{f.name: getattr(way, f.name) for f in fields(way)})
+    def row(strategy: Strategy) -> Row:
+        watched = _Watched(**{f.name: getattr(strategy, f.name) for f in fields(strategy)})
         step, arguments = make_step(watched, batch)
         if not watched.models:
             raise ValueError("make_step is expected to call transform(model)")
@@ -198,25 +204,25 @@ def compare(
         report, timeline = analyze_step(traced, where, capacity, xla_remat, timelines)
         largest = None
         if largest_batch:
-            make = partial(make_step, way)
-            largest = max_batch(make, target, multiple=way.micro_batches, capacity=capacity)
-        return Row(way.spec, batch, report, largest, timeline)
+            make = partial(make_step, strategy)
+            largest = max_batch(make, target, multiple=strategy.micro_batches, capacity=capacity)
+        return Row(strategy.spec, batch, report, largest, timeline)
 
     done: list[Row] = []
-    for way in ways:
-        with progress(way.spec):
+    for strategy in strategies:
+        with progress(strategy.spec):
             try:
-                done.append(row(way))
+                done.append(row(strategy))
             except (CompileError, ValueError, TypeError) as error:  # JAX's own are TypeErrors
-                done.append(Row(way.spec, batch, None, error=str(error)))
+                done.append(Row(strategy.spec, batch, None, error=str(error)))
         if save is not None:
-            save(Comparison(where.name, usable, tuple(_without_copies(done))))
-    return Comparison(where.name, usable, tuple(_without_copies(done)))
+            save(Comparison(where.name, usable, tuple(_without_copies(strategies, done))))
+    return Comparison(where.name, usable, tuple(_without_copies(strategies, done)))
 
 
 @dataclass(frozen=True)
-class _Watched(Way):
-    """A way that knows the models that it was applied to."""
+class _Watched(Strategy):
+    """A strategy that knows the models that it was applied to."""
 
     models: list[Any] = field(default_factory=list)
 
@@ -225,7 +231,7 @@ class _Watched(Way):
         return super().__call__(model)
 
 
-def _without_copies(rows: Sequence[Row]) -> list[Row]:
+def _without_copies(strategies: Sequence[Strategy], rows: Sequence[Row]) -> list[Row]:
     """The rows, with an error where one is the plain step under another name."""
 
     def figures(row: Row) -> tuple[int | None, ...] | None:
@@ -234,10 +240,11 @@ def _without_copies(rows: Sequence[Row]) -> list[Row]:
             return None
         return report.declared_residual_bytes, report.flops, report.temp_bytes
 
-    plain = [figures(row) for row in rows if row.report and Way.parse(row.name).is_plain]
+    pairs = list(zip(strategies, rows, strict=False))  # the table may not be complete yet
+    plain = [figures(row) for strategy, row in pairs if row.report and strategy.is_plain]
 
-    def error(way: Way) -> str:
-        if way.micro_batches == 1:
+    def error(strategy: Strategy) -> str:
+        if strategy.micro_batches == 1:
             return "made no difference to the step: leave the row out"
         return (
             "made no difference to the step: make_step is expected to split the batch into "
@@ -245,10 +252,10 @@ def _without_copies(rows: Sequence[Row]) -> list[Row]:
         )
 
     return [
-        replace(row, report=None, timeline=None, error=error(Way.parse(row.name)))
-        if row.report and figures(row) in plain and not Way.parse(row.name).is_plain
+        replace(row, report=None, timeline=None, error=error(strategy))
+        if row.report and figures(row) in plain and not strategy.is_plain
         else row
-        for row in rows
+        for strategy, row in pairs
     ]
 
 

@@ -1,8 +1,7 @@
-"""`checkpoint`: any function, with compressed residuals."""
+"""Transformations of functions and models that save activations as a policy says."""
 
-from jaxcomp.transform._checkpoint import Checkpointed as Checkpointed
 from jaxcomp.transform._checkpoint import checkpoint as checkpoint
 from jaxcomp.transform._compress import compress as compress
-from jaxcomp.transform._compress import plan as plan
-from jaxcomp.transform._plan import CheckpointPlan as CheckpointPlan
-from jaxcomp.transform._plan import PlannedValue as PlannedValue
+from jaxcomp.transform._compress import uncompress as uncompress
+from jaxcomp.transform._plan import Plan as Plan
+from jaxcomp.transform._plan import SavedValue as SavedValue

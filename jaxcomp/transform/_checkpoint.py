@@ -1,4 +1,4 @@
-"""`checkpoint`: any function, with what waits for its backward pass as a policy says."""
+"""`checkpoint`: any function that saves what its backward pass needs as a policy says."""
 
 import functools
 import operator
@@ -10,20 +10,22 @@ import jax.numpy as jnp
 from jax.extend.core import jaxpr_as_fun
 
 from jaxcomp.codecs._codec import Seed
-from jaxcomp.transform._decisions import Asked, Policy, check_policy
+from jaxcomp.policies._policy import JaxPolicy, Policy
+from jaxcomp.policies._specs import PolicyLike, policy_for_function
+from jaxcomp.transform._decisions import PolicyLog
 from jaxcomp.transform._loops import Looped, Static
-from jaxcomp.transform._plan import CheckpointPlan
+from jaxcomp.transform._plan import Plan
 from jaxcomp.transform._programs import Program, avals, closed
 from jaxcomp.transform._schedule import plain_bytes
 
 
 class Checkpointed:
-    """A function whose backward pass reads what a policy stored; see `checkpoint`."""
+    """What `checkpoint` returns: a function that saves values as a policy says."""
 
     def __init__(
         self,
         fn: Callable[..., Any],
-        policy: Policy,
+        policy: Policy | JaxPolicy,
         coded_argnums: tuple[int, ...],
         static_argnums: tuple[int, ...],
         seed: Seed,
@@ -41,16 +43,13 @@ class Checkpointed:
         function = _with_backward_pass(program, coded, self._policy)
         return jax.tree.unflatten(tree, function(self._seed, *constants, *leaves))
 
-    def plan(self, *args: Any, **kwargs: Any) -> CheckpointPlan:
-        """What a call would store; nothing is computed.
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        """What a call would save; nothing is computed. `jaxcomp.plan` calls it.
 
         Args:
-            *args: The function's arguments, or `jax.ShapeDtypeStruct`s; every floating-point one
+            *args: The function's arguments, or `jax.ShapeDtypeStruct`s. Every floating-point one
                 counts as differentiated, arrays that the function closes over do not.
-            **kwargs: Likewise.
-
-        Returns:
-            The plan, which prints as a table.
+            **kwargs: Its keyword arguments, likewise.
 
         Raises:
             ValueError: If no argument is a floating-point array, or as `checkpoint` does.
@@ -65,7 +64,7 @@ class Checkpointed:
         if not active:
             raise ValueError("no argument is a floating-point array: there is no gradient")
         looped = _looped(program, active, coded, self._policy)
-        return CheckpointPlan.of(looped, plain_bytes(program, active, coded))
+        return Plan.of_program(looped, plain_bytes(program, active, coded))
 
     def _trace(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -103,15 +102,17 @@ def _positions(name: str, numbers: tuple[int, ...], count: int) -> set[int]:
     return {number % count for number in numbers}
 
 
-def _looped(program: Program, active: list[int], coded: list[int], policy: Policy) -> Looped:
-    asked = Asked(policy)
-    looped = Looped.of(program, active, coded, asked)
-    asked.check()
+def _looped(
+    program: Program, active: list[int], coded: list[int], policy: Policy | JaxPolicy
+) -> Looped:
+    log = PolicyLog(policy)
+    looped = Looped.of(program, active, coded, log)
+    log.check()
     return looped
 
 
 def _with_backward_pass(
-    program: Program, coded: list[int], policy: Policy
+    program: Program, coded: list[int], policy: Policy | JaxPolicy
 ) -> Callable[..., list[Any]]:
     """The program as a function of a seed and of its arguments."""
 
@@ -145,51 +146,50 @@ def _with_backward_pass(
 
 def checkpoint(
     fn: Callable[..., Any],
-    policy: Policy,
+    policy: PolicyLike,
     *,
     coded_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
     seed: Seed = None,
 ) -> Checkpointed:
-    """Makes a function store what its backward pass reads as a policy says.
+    """Transforms a function to save what its backward pass needs as a policy says.
 
-    It reads like `jax.checkpoint` and takes its policies; but where a policy of those says that a
-    value is kept or computed again, this one's may also give it a codec. The function's results
-    are the same. Its derivative is taken in the forward pass, at the exact values; of what the
-    backward pass multiplies by, a smallest set is stored from which the rest follows:
+    It is used like `jax.checkpoint` and takes the same policies. A `Policy` may also encode a value
+    where those keep or recompute it. The function's results are bit-identical. Its derivative is
+    taken in the forward pass, at the exact values. Of the coefficients of the backward pass a
+    smallest set of values is saved from which the others follow:
 
-    - From a coded value only affine steps are taken again; what enters a non-linear step has the
-      step's derivative stored instead. Masks, indices and statistics are exact.
-    - Arguments are held by the caller and cost nothing, except `coded_argnums`.
-    - A value that appears twice in a product of the backward pass has two codes of independent
-      noise, unless a mean over at least 64 elements lies between them (a norm's): then the plan
-      tells the bias.
+    - Only affine steps are recomputed from a decoded value. For a nonlinear step its derivative is
+      saved instead. Masks, indices and statistics are exact.
+    - Arguments are held by the caller and take no memory, except `coded_argnums`.
+    - A value that appears twice in a product of the backward pass gets two codes of independent
+      noise. If a mean over at least 64 elements lies between the two (as in a norm) it gets one
+      code, and the plan states the bias.
+    - Each iteration of a `scan` without side effects saves what the policy says of its values. The
+      carry from the iteration before has the role "input" and is always saved.
 
-    - Each iteration of a `scan` without side effects stores what the policy says of its values, the
-      state that arrives from the iteration before as role "input"; it is stored whatever the policy
-      says of the loop.
-
-    So the gradient is unbiased if the codecs are. What a user's `custom_vjp`, an inner
-    `jax.checkpoint`, a `while` loop or a branch reads is exact.
+    So the gradient is unbiased if the codecs are. Values that a user's `jax.custom_vjp`, an inner
+    `jax.checkpoint`, a `while` loop or a branch reads are exact.
 
     Args:
-        fn: A function of any pytrees. What it closes over is differentiated as its arguments are.
-        policy: A codec, for all that may be coded; a policy of `jaxcomp.policies`; or one of
-            `jax.checkpoint_policies`.
+        fn: A function of any pytrees. Arrays that it closes over are differentiated, too.
+        policy: A `Policy`; a codec, for every value that it can encode; the spec of either; or one
+            of `jax.checkpoint_policies`.
         coded_argnums: Positional arguments that nothing else keeps, such as the result of the
-            layer before: they wait for the backward pass as the policy says for role "input".
+            layer before. The policy decides about them by the role "input".
         static_argnums: Positional arguments that are no arrays.
-        seed: Integer scalar, or a key of `jax.random.key`, that redraws the rounding noise. Noise
-            is a hash of the values: where the same values come back, so does their noise, unless
-            the seed is another.
+        seed: Integer scalar, or a key of `jax.random.key`, that redraws the rounding noise. The
+            noise is a hash of the values and the seed: equal values have equal noise.
 
     Returns:
-        The function, with a method `plan(*args)` that tells what is stored.
+        The transformed function. `jaxcomp.plan(it, *args)` shows what it saves.
 
     Raises:
-        TypeError: If `policy` is none, or answers what is no answer, or a codec for integers.
-        ValueError: If a rule of the policy matches nothing, once a gradient or a plan is made.
-        NotImplementedError: On a second derivative through a code.
+        TypeError: If `fn` is no function, or `policy` or `seed` is not one of these; once a
+            gradient is taken, if a rule gives integers to a codec.
+        ValueError: If a spec is unknown; once a gradient is taken, if a required rule of the policy
+            matches nothing.
+        NotImplementedError: If a second derivative passes through a code.
 
     Example:
         >>> from jaxcomp import Quantize
@@ -202,7 +202,6 @@ def checkpoint(
         >>> jax.grad(lambda *args: f(*args).sum())(*args).shape
         (256, 64)
     """
-    check_policy(policy)
     if not callable(fn):
         raise TypeError(f"fn={fn!r}: expected a function")
     if seed is not None:
@@ -215,7 +214,7 @@ def checkpoint(
         _numbers("coded_argnums", coded_argnums),
         _numbers("static_argnums", static_argnums),
     )
-    return Checkpointed(fn, policy, coded, static, seed)
+    return Checkpointed(fn, policy_for_function(policy), coded, static, seed)
 
 
 def _numbers(name: str, given: int | Sequence[int]) -> tuple[int, ...]:

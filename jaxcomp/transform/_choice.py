@@ -156,12 +156,12 @@ class _Choice:
                 wanted if lossless else demand.exact,
                 self._exact_parents,
                 self._exact_cost,
-                self._toll,
+                self._recompute_cost,
             )
         self._exact = self._had_exactly(first, again)
         for value in self._graph.order:  # so that recursion stays shallow
             self._is_lossy(value)
-        second, _ = cheapest(wanted - self._exact, self._parents, self._cost, self._toll)
+        second, _ = cheapest(wanted - self._exact, self._parents, self._cost, self._recompute_cost)
         stored = {value: self._exactly(value, value in demand.exact) for value in first}
         for value in second:
             codec = self._decisions[value].codec
@@ -190,21 +190,23 @@ class _Choice:
         found = {*graph.held, *graph.jaxpr.constvars, *stored}
         for value in graph.order:
             parents = self._exact_parents(value)
-            free = value in again or not self._toll(value)
+            free = value in again or not self._recompute_cost(value)
             if parents is not None and free and found.issuperset(parents):
                 found.add(value)
         return found
 
     def _may_recompute(self, value: Any) -> bool:
-        again = self._graph.again(value)
-        if again is None or again[0].effects:
+        defined = self._graph.defining_equation(value)
+        if defined is None or defined[0].effects:
             return False
-        return is_cheap(again[0]) or self._decisions[value].action in ("recompute", "again")
+        return is_cheap(defined[0]) or self._decisions[value].action in ("recompute", "cheapest")
 
-    def _toll(self, value: Any) -> int:
+    def _recompute_cost(self, value: Any) -> int:
         """What it costs to make a product again where the policy leaves that open, in bytes."""
-        decision, again = self._decisions.get(value), self._graph.again(value)
-        if decision is None or decision.action != "again" or again is None or is_cheap(again[0]):
+        decision, defined = self._decisions.get(value), self._graph.defining_equation(value)
+        if decision is None or decision.action != "cheapest" or defined is None:
+            return 0
+        if is_cheap(defined[0]):
             return 0
         return nbytes(value.aval) // 2
 
@@ -229,7 +231,7 @@ class _Choice:
             decision = self._decisions[value]
             if decision.codec is not None:
                 self._lossy[value] = True
-            elif decision.action in ("store", "offload") or not self._may_recompute(value):
+            elif decision.action in ("keep", "offload") or not self._may_recompute(value):
                 self._lossy[value] = False
             else:
                 self._lossy[value] = any(map(self._is_lossy, self._graph.operands(value)))
@@ -242,14 +244,14 @@ class _Choice:
             return []
         if not self._may_recompute(value):
             return None
-        again = self._graph.again(value)
-        assert again is not None
+        defined = self._graph.defining_equation(value)
+        assert defined is not None
         operands = self._graph.operands(value)
         if not any(map(self._is_lossy, operands)) or self._biased:
             return operands
-        if self._decisions[value].action in ("store", "offload") or not is_cheap(again[0]):
+        if self._decisions[value].action in ("keep", "offload") or not is_cheap(defined[0]):
             return None
-        return operands if is_affine(again[0], self._is_lossy) else None
+        return operands if is_affine(defined[0], self._is_lossy) else None
 
     def _cost(self, value: Any) -> int:
         decision = self._decisions.get(value)

@@ -1,6 +1,6 @@
-"""`compress`: a whole Flax model, with what waits for its backward pass as a policy says."""
+"""`compress`: a Flax NNX model that saves what its backward pass needs as a policy says."""
 
-import types
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -8,62 +8,134 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxcomp._core.module_scopes import with_module_scopes
-from jaxcomp._core.modules import split_model
+from jaxcomp._core.modules import derived, split_model, stock_class
 from jaxcomp.codecs import Quantize, noise
 from jaxcomp.codecs._codec import Seed
-from jaxcomp.policies import _policies as policies
+from jaxcomp.nn._coded import coded_modules
+from jaxcomp.policies._policy import JaxPolicy, Policy
+from jaxcomp.policies._specs import PolicyLike, policy_for_model
 from jaxcomp.transform._checkpoint import Checkpointed, checkpoint
-from jaxcomp.transform._decisions import Policy, check_policy
-from jaxcomp.transform._plan import CheckpointPlan
+from jaxcomp.transform._layers import LayerCodecs, check_required
 
 M = TypeVar("M", bound=nnx.Module)
 
-LARGE = policies.compress(Quantize(bits=4), min_size=policies.MIN_SIZE)
-"""The policy of `compress` if none is given: values of 16,384 elements or more, in 4 bits."""
+DEFAULT = Quantize(bits=4)
 
 
-def compress(model: M, policy: Policy = LARGE) -> M:
-    """Makes a Flax NNX model store what its backward pass reads as a policy says.
+def compress(model: M, policy: PolicyLike = DEFAULT) -> M:
+    """Makes a Flax NNX model save what its backward pass needs as a policy says.
 
-    The model needs no layers of `jaxcomp.nn`: its call is traced as a whole, functions between the
-    layers too, and treated as `checkpoint` treats a function. Results are the same; parameters,
-    other state, shared modules and `nnx.split` stay as they are, for the model is the same object,
-    of a subclass of its class. Without a gradient nothing is stored. Rounding noise is redrawn
-    whenever a parameter changes.
+    Layers of `jaxcomp.nn` that a rule matches save by its codec. If the model has no such layer, or
+    a required rule is for other values, the call of the model is traced as a whole and treated as
+    `checkpoint` treats a function; layers of Flax and plain functions need no change.
 
-    A call traces the model anew, so make it inside of a `jax.jit` or `nnx.jit`.
+    Results of the forward pass are bit-identical. The model is the same object, of a subclass of
+    its class: parameters, other state, shared modules and `nnx.split` stay as they are. It can be
+    copied, pickled, cloned by `nnx.clone`, and its state restored into the stock model. Without a
+    gradient nothing is encoded. The rounding noise is redrawn whenever a parameter changes.
+
+    A call of a traced model traces it anew, so call it inside of `jax.jit` or `nnx.jit`.
 
     Args:
-        model: The model, which is changed: from now on its own call is the compressed one. Other
-            methods, and calls of its modules from outside, are not.
-        policy: As `checkpoint` takes it; `policies.compress(..., path=...)` is for the modules
-            whose path matches. By default `LARGE`.
+        model: The model, which is changed. A traced model is compressed in its own call, not in
+            other methods or in calls of its modules from outside.
+        policy: A `Policy`; a codec, which is used everywhere (`recipes.everywhere`); the spec of a
+            recipe or codec, such as "fused:bits=4"; or one of `jax.checkpoint_policies`.
+
+    Returns:
+        The same model. `jaxcomp.plan(model, *inputs)` shows what it saves.
+
+    Raises:
+        TypeError: If `model` is no Flax NNX module, or cannot be called where its call has to be
+            traced, or `policy` is none of these.
+        ValueError: If the model is compressed already, a spec is unknown, a rule gives a layer a
+            codec that cannot serve it, or a required rule matches nothing. Values are only known on
+            the first gradient or `plan`; until then the model is unchanged by an error.
+
+    Example:
+        >>> model = nnx.Sequential(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), jax.nn.gelu)
+        >>> model = compress(model, "quantize:bits=4")
+        >>> jax.grad(lambda x: model(x).sum())(jnp.ones((512, 64))).shape
+        (512, 64)
+    """
+    if not isinstance(model, nnx.Module):
+        raise TypeError(f"model={model!r}: expected a Flax NNX module")
+    if is_compressed(model):
+        raise ValueError(
+            f"model={type(model).__name__}: is compressed already; jaxcomp.uncompress undoes it"
+        )
+    chosen = policy_for_model(policy)
+    layers = LayerCodecs({}, ())
+    of_values: Policy | JaxPolicy | None = chosen
+    if isinstance(chosen, Policy):
+        layers = LayerCodecs.of(model, chosen)
+        for_values = tuple(rule for rule in layers.unmatched if rule.is_for_values)
+        traced = any(rule.required for rule in for_values) or not layers.codecs
+        of_values = Policy(for_values, chosen.lossy_recomputation) if traced else None
+        check_required(model, [rule for rule in layers.unmatched if not rule.is_for_values])
+    if of_values is not None and not callable(model):
+        raise TypeError(
+            f"model of type {type(model).__name__}: expected one that can be called, since its "
+            "call has to be traced"
+        )
+    layers.set(model)
+    model.__class__ = derived(type(model), _compressed, of_values)  # type: ignore[assignment]
+    return model
+
+
+def uncompress(model: M) -> M:
+    """Gives a model its stock behaviour back: what `compress` did is undone.
+
+    Args:
+        model: What `compress` returned, or a model whose layers of `jaxcomp.nn` have codecs. It is
+            changed: its class is what it was, and all layers of `jaxcomp.nn` have `codec=None`.
 
     Returns:
         The same model.
 
     Raises:
-        TypeError: If `model` is not a module that can be called, or `policy` is no policy.
-        ValueError: If it is compressed already; on a call, as `checkpoint`.
+        TypeError: If `model` is no Flax NNX module.
+        ValueError: If nothing in it is compressed.
 
     Example:
-        >>> model = nnx.Sequential(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), jax.nn.gelu)
-        >>> x = jnp.ones((512, 64))
-        >>> y = compress(model)(x)
-        >>> [value.decision for value in plan(model, x).values]
-        ["Quantize(bits=4, group='channel', rounding='stochastic')"]
+        >>> model = compress(nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
+        >>> type(uncompress(model)) is nnx.Linear
+        True
     """
-    if not isinstance(model, nnx.Module) or not callable(model):
-        raise TypeError(f"model={model!r}: expected a Flax NNX module that can be called")
-    check_policy(policy)
-    kind = type(model)
-    if hasattr(kind, "compressed_call"):
-        raise ValueError(f"model={kind.__name__}: is compressed already")
+    if not isinstance(model, nnx.Module):
+        raise TypeError(f"model={model!r}: expected a Flax NNX module")
+    compressed = [module for _, module in nnx.iter_modules(model) if is_compressed(module)]
+    coded = [module for module in coded_modules(model).values() if module.codec is not None]
+    if not compressed and not coded:
+        raise ValueError(f"model={type(model).__name__}: expected a compressed model")
+    for module in compressed:
+        module.__class__ = stock_class(module)
+    for layer in coded:
+        layer.codec = None
+    return model
+
+
+def is_compressed(model: nnx.Module) -> bool:
+    """Whether `compress` returned this model."""
+    return hasattr(type(model), "compressed_call")
+
+
+def traced_call(
+    model: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Checkpointed, Any] | None:
+    """The call of a compressed model as a function of arrays, and these; None if not traced."""
+    call: Callable[..., Any] | None = getattr(type(model), "compressed_call", None)
+    return None if call is None else call(model, args, kwargs)
+
+
+def _compressed(kind: type[nnx.Module], policy: Policy | JaxPolicy | None) -> dict[str, Any]:
+    """Methods of a compressed model of class `kind`; without a policy the call is the stock one."""
+    if policy is None:
+        return {"compressed_call": None}
 
     def compressed_call(
         self: nnx.Module, args: Any, kwargs: Any, seed: Seed = None
     ) -> tuple[Checkpointed, Any]:
-        """The call as a function of arrays, and these."""
         graphdef, params, rest = split_model(self)
         leaves, tree = jax.tree.flatten((args, kwargs))
         arrays = {i: leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "dtype")}
@@ -87,26 +159,4 @@ def compress(model: M, policy: Policy = LARGE) -> M:
         nnx.update(self, rest)
         return result
 
-    body = {"__call__": call, "compressed_call": compressed_call, "exact_class": kind}
-    model.__class__ = types.new_class(kind.__name__, (kind,), exec_body=lambda b: b.update(body))
-    return model
-
-
-def plan(model: nnx.Module, *args: Any, **kwargs: Any) -> CheckpointPlan:
-    """What a call of a compressed model would store; nothing is computed.
-
-    Args:
-        model: What `compress` returned.
-        *args: What it would be called with: arrays or `jax.ShapeDtypeStruct`s.
-        **kwargs: Likewise.
-
-    Returns:
-        The plan, which prints as a table.
-
-    Raises:
-        ValueError: If the model is not compressed, or as `checkpoint`.
-    """
-    if not hasattr(model, "compressed_call"):
-        raise ValueError(f"model={type(model).__name__}: expected what jaxcomp.compress returned")
-    function, arguments = model.compressed_call(args, kwargs)
-    return function.plan(*arguments)
+    return {"__call__": call, "compressed_call": compressed_call, "encodes": True}

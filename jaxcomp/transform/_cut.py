@@ -25,7 +25,7 @@ def cheapest(
     wanted: Collection[V],
     made_of: Callable[[V], Sequence[V] | None],
     cost: Callable[[V], int],
-    toll: Callable[[V], int] = lambda value: 0,
+    recompute_cost: Callable[[V], int] = lambda value: 0,
 ) -> Cut[V]:
     """Chooses what to store so that all that is wanted can be had.
 
@@ -36,7 +36,7 @@ def cheapest(
         wanted: The values that must be stored or computed.
         made_of: What a value is computed from; None if it cannot be computed again.
         cost: Of storing a value; `NEVER` if it cannot be stored.
-        toll: Of computing it again.
+        recompute_cost: Of computing it again.
 
     Returns:
         The values to store, and those to compute.
@@ -49,8 +49,8 @@ def cheapest(
         >>> costs = {"x": 4, "y": 4, "z": 4, "mask": 1}
         >>> sorted(cheapest(["y", "z"], parents.get, costs.get).stored)
         ['mask', 'x']
-        >>> costs, tolls = costs | {"z": 5}, {"y": 4, "z": 0}
-        >>> sorted(cheapest(["y", "z"], parents.get, costs.get, tolls.__getitem__).stored)
+        >>> costs, recompute_costs = costs | {"z": 5}, {"y": 4, "z": 0}
+        >>> sorted(cheapest(["y", "z"], parents.get, costs.get, recompute_costs.__getitem__).stored)
         ['x', 'y']
     """
     residual: dict[Hashable, dict[Hashable, int]] = collections.defaultdict(dict)
@@ -71,7 +71,7 @@ def cheapest(
         if parents is None:
             edge(source, (value, "in"), NEVER)
             continue
-        edge(source, (value, "in"), toll(value))
+        edge(source, (value, "in"), recompute_cost(value))
         for parent in parents:
             edge((parent, "out"), (value, "in"), NEVER)
             if parent not in seen:

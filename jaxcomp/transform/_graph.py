@@ -39,7 +39,7 @@ class Graph:
         """The equation that makes each value in the program itself."""
         return {v: e for e in self.jaxpr.eqns for v in e.outvars if not isinstance(v, DropVar)}
 
-    def again(self, value: Any) -> tuple[JaxprEqn, int] | None:
+    def defining_equation(self, value: Any) -> tuple[JaxprEqn, int] | None:
         """The equation that computes a value again, and which of its results that is."""
         while value in self.same:
             value = self.same[value]
@@ -48,7 +48,7 @@ class Graph:
 
     def operands(self, value: Any) -> list[Any]:
         """The variables that a value is computed again from."""
-        found = self.again(value)
+        found = self.defining_equation(value)
         return variables(found[0].invars) if found else []
 
     @functools.cached_property
@@ -57,8 +57,8 @@ class Graph:
         position = {value: i for i, value in enumerate(self.made_by)}
 
         def last(value: Any) -> int:
-            again = self.again(value)
-            return position[value if again is None else again[0].outvars[again[1]]]
+            defined = self.defining_equation(value)
+            return position[value if defined is None else defined[0].outvars[defined[1]]]
 
         return sorted(self.made_by, key=last)
 
@@ -111,12 +111,12 @@ class Graph:
         found = dict(uses)
         for value in reversed(self.order):
             role = found.get(value)
-            again = self.again(value)
-            if role is None or again is None or not is_cheap(again[0]):
+            defined = self.defining_equation(value)
+            if role is None or defined is None or not is_cheap(defined[0]):
                 continue
-            for operand in variables(again[0].invars):
+            for operand in variables(defined[0].invars):
                 if (
-                    is_affine(again[0], functools.partial(operator.is_, operand))
+                    is_affine(defined[0], functools.partial(operator.is_, operand))
                     and found.get(operand) != "operand"
                 ):
                     found[operand] = role

@@ -1,105 +1,85 @@
-"""`apply`: sets the codecs of a model's `jaxcomp.nn` layers."""
+"""The codecs that a policy gives to a model's layers of `jaxcomp.nn`."""
 
 import dataclasses
-import itertools
-from collections.abc import Sequence
+from collections.abc import Collection
 
 from flax import nnx
 
-from jaxcomp._core import table
 from jaxcomp.codecs import Codec, Exact
 from jaxcomp.nn._coded import coded_modules, covered_paths
-from jaxcomp.policies._rules import Rule, Rules
+from jaxcomp.policies._policy import Policy
+from jaxcomp.policies._rule import Rule
 
 
 @dataclasses.dataclass(frozen=True)
-class Decision:
-    """What was decided for one module.
+class LayerCodecs:
+    """What a policy decides about the layers of `jaxcomp.nn` of a model.
 
     Attributes:
-        path: Its path.
-        kind: Its kind of operation.
-        codec: How it stores what waits for its backward pass.
+        codecs: The codec of each layer that a rule matches, by path.
+        unmatched: The rules that match no layer.
     """
 
-    path: str
-    kind: str
-    codec: Codec
+    codecs: dict[str, Codec]
+    unmatched: tuple[Rule, ...]
+
+    @classmethod
+    def of(cls, model: nnx.Module, policy: Policy) -> "LayerCodecs":
+        """Applies the rules of a policy to each layer; of several that match the first decides.
+
+        A layer that another one covers, such as the norm of a `NormAct` with a codec, saves nothing
+        and is left out.
+
+        Args:
+            model: Any Flax NNX model. A module that is shared has the first of its paths.
+            policy: The policy.
+
+        Raises:
+            ValueError: If a rule gives a layer a codec that the layer cannot save by.
+        """
+        modules = coded_modules(model)
+        matched: set[int] = set()
+        found: dict[str, Codec] = {}
+        covered: set[str] = set()
+        for path in sorted(modules, key=lambda path: path.count("/")):  # from outside in
+            if path in covered:
+                continue
+            module = modules[path]
+            codec = module.codec
+            for number, rule in enumerate(policy.rules):
+                if rule.matches_layer(path, module.kind):
+                    matched.add(number)
+                    codec = rule.action if isinstance(rule.action, Codec) else Exact()
+                    try:
+                        module.check_codec(codec)
+                    except ValueError as error:
+                        raise ValueError(f"{rule} matches {path}: {error}") from error
+                    found[path] = codec
+                    break
+            if not isinstance(codec, Exact | None):
+                covered |= covered_paths(path, module)
+        unmatched = (rule for i, rule in enumerate(policy.rules) if i not in matched)
+        return cls(found, tuple(unmatched))
+
+    def set(self, model: nnx.Module) -> None:
+        """Gives the layers their codecs; `Exact()` becomes None, the stock behaviour."""
+        modules = coded_modules(model)
+        for path, codec in self.codecs.items():
+            modules[path].codec = None if isinstance(codec, Exact) else codec
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """The decisions for all modules of a model that have a coded form; prints as a table.
-
-    Not listed is what a module covers that has a codec: norms, ReLU and pool of a `NormAct`. A
-    convolution whose input brings its code keeps that, whatever is decided for it here.
-    """
-
-    decisions: tuple[Decision, ...]
-
-    def __str__(self) -> str:
-        """One line for each module."""
-        rows = [("path", "op", "codec")]
-        rows += [(d.path, d.kind, str(d.codec)) for d in self.decisions]
-        return "\n".join(table.lines(rows))
-
-
-def apply(model: nnx.Module, rules: Rules) -> Plan:
-    """Sets the codecs of a model's `jaxcomp.nn` modules; of several matching rules the first wins.
+def check_required(model: nnx.Module, rules: Collection[Rule]) -> None:
+    """Raises a ValueError for a required rule that is for layers of `jaxcomp.nn` and matched none.
 
     Args:
-        model: Any Flax NNX model; modules of Flax's own stay as they are.
-        rules: The rules, in order of precedence; what none matches keeps the codec that it has.
-
-    Returns:
-        What every module now stores by.
-
-    Raises:
-        TypeError: If `rules` is not a sequence of rules.
-        ValueError: If a rule matches nothing, or gives a codec to a module that cannot store by it.
-            The model is then unchanged. A module that is shared has the first of its paths.
-
-    Example:
-        >>> from jaxcomp import Quantize
-        >>> from jaxcomp.nn import Linear
-        >>> model = nnx.Sequential(Linear(4, 4, rngs=nnx.Rngs(0)))
-        >>> print(apply(model, (Rule(Quantize(bits=4), op="dot"),)).decisions[0].path)
-        layers/0
+        model: The model.
+        rules: The rules that matched nothing.
     """
-    if not isinstance(rules, Sequence) or not all(isinstance(rule, Rule) for rule in rules):
-        raise TypeError(f"rules={rules!r}: expected a tuple of Rule, as a recipe returns")
-    modules = coded_modules(model)
-    used = set()
-    decisions = {}
-    covered: set[str] = set()
-    for path in sorted(modules, key=lambda path: path.count("/")):  # from outside in
-        if path in covered:
-            continue
-        module = modules[path]
-        codec = module.codec or Exact()
-        matching = (i for i, rule in enumerate(rules) if rule.matches(path, module.kind))
-        for i in itertools.islice(matching, 1):
-            codec = rules[i].codec
-            used.add(i)
-            try:
-                module.check_codec(codec)
-            except ValueError as error:
-                raise ValueError(f"{rules[i]} matches {path}: {error}") from error
-        if not isinstance(codec, Exact):
-            covered |= covered_paths(path, module)
-        decisions[path] = Decision(path, module.kind, codec)
-    for i, rule in enumerate(rules):
-        if rule.required and i not in used:
-            kinds = (
-                ", ".join(sorted({module.kind for module in modules.values()}))
-                or "no coded modules"
-            )
+    for rule in rules:
+        if rule.required:
+            kinds = ", ".join(sorted({module.kind for module in coded_modules(model).values()}))
             raise ValueError(
                 f"{rule} matches nothing, or only what an earlier rule took or a norm_act with a "
-                f"codec covers; the model has: {kinds}"
+                "codec covers; the model's layers of jaxcomp.nn have the kinds: "
+                f"{kinds or 'none, it has no such layers'}"
             )
-    decided = [decisions[path] for path in modules if path in decisions]
-    for decision in decided:
-        exact = isinstance(decision.codec, Exact)
-        modules[decision.path].codec = None if exact else decision.codec
-    return Plan(tuple(decided))

@@ -16,7 +16,7 @@ from jaxcomp.codecs import noise
 from jaxcomp.codecs._codec import Seed
 from jaxcomp.transform import _passes as stages
 from jaxcomp.transform._algebra import tangents_of
-from jaxcomp.transform._decisions import Asked
+from jaxcomp.transform._decisions import PolicyLog
 from jaxcomp.transform._graph import LOOP, Graph
 from jaxcomp.transform._programs import (
     Program,
@@ -74,15 +74,15 @@ class Looped:
 
     @classmethod
     def of(
-        cls, program: Program, active: Sequence[int], coded: Collection[int], asked: Asked
+        cls, program: Program, active: Sequence[int], coded: Collection[int], log: PolicyLog
     ) -> "Looped":
         """As `scheme`, for a program and each iteration of its loops."""
         program = flat(program)
         loops: list[Loop] = []
         has_loops = any(map(_is_loop, program.jaxpr.eqns))
         if has_loops:
-            program = _with_coded_loops(program, active, coded, asked, loops)
-        chosen = scheme(program, active, coded, asked)
+            program = _with_coded_loops(program, active, coded, log, loops)
+        chosen = scheme(program, active, coded, log)
         return cls(chosen, tuple(loops), has_loops)
 
     def forward(self, seed: Seed, arguments: Sequence[Any]) -> tuple[list[Any], Any]:
@@ -124,7 +124,7 @@ def _with_coded_loops(
     program: Program,
     active: Sequence[int],
     coded: Collection[int],
-    asked: Asked,
+    log: PolicyLog,
     loops: list[Loop],
 ) -> Program:
     """The program, and a seed as its last argument, with a backward pass of ours for each loop."""
@@ -141,7 +141,7 @@ def _with_coded_loops(
             if not _is_loop(equation) or reached.isdisjoint(variables(equation.invars)):
                 return apply(jaxpr, equation, values)
             is_free = [not is_variable(v) or v in free for v in equation.invars]
-            loop = _coded_loop(equation, numbers[id(equation)], is_free, asked, loops)
+            loop = _coded_loop(equation, numbers[id(equation)], is_free, log, loops)
             with scope_of(equation):
                 return loop(seed, *values)
 
@@ -152,7 +152,7 @@ def _with_coded_loops(
 
 
 def _coded_loop(
-    equation: JaxprEqn, number: int, is_free: list[bool], asked: Asked, loops: list[Loop]
+    equation: JaxprEqn, number: int, is_free: list[bool], log: PolicyLog, loops: list[Loop]
 ) -> Callable[..., list[Any]]:
     """A loop as a function of a seed and its operands, of which some are free to be had again."""
     body, length = equation.params["jaxpr"], equation.params["length"]
@@ -177,7 +177,7 @@ def _coded_loop(
         values = [operand.value for operand in operands]
         perturbed = {i for i, operand in enumerate(operands) if operand.perturbed}
         active = _active(body.jaxpr, perturbed, consts, carries)
-        chosen = Looped.of(_scoped(body, equation), active, coded, asked)
+        chosen = Looped.of(_scoped(body, equation), active, coded, log)
         loops.append(Loop(chosen, length, f"{LOOP}{next(_numbers)}"))
 
         def step(carry: Any, x: list[Any]) -> tuple[Any, Any]:
@@ -191,7 +191,7 @@ def _coded_loop(
         (count, final), (ys, kept) = lax.scan(
             step, start, values[at_x:], reverse=reverse, **options
         )
-        # By its name no policy is asked what is ours, the count of iterations neither.
+        # No policy decides about values that are ours by this name, such as the iteration count.
         kept, _ = jax.tree.map(lambda leaf: checkpoint_name(leaf, loops[-1].name), (kept, count))
         used = stages.used_arguments(chosen.scheme)
         held = {i: values[i] for i in used if _is_held(i)}

@@ -1,32 +1,11 @@
-"""Where in the user's code an equation comes from."""
+"""Where in the user's model and code an equation comes from."""
 
-import functools
 import os
-from typing import Any
 
-import jax
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from jaxcomp._core.module_scopes import scope_paths
-
-_LIBRARIES = tuple(
-    os.path.dirname(file) + os.sep
-    for file in (jax.__file__, os.path.dirname(__file__), functools.__file__)
-)
-
-
-def source(equation: JaxprEqn | None) -> str:
-    """`file:line` of the innermost code outside of JAX and this package that made an equation."""
-    for frame in _frames(equation):
-        if not frame.file_name.startswith(_LIBRARIES) and os.path.isabs(frame.file_name):
-            return f"{os.path.basename(frame.file_name)}:{frame.line_num}"
-    return ""
-
-
-def _frames(equation: JaxprEqn | None) -> list[Any]:
-    """The innermost first."""
-    traceback: Any = None if equation is None else equation.source_info.traceback
-    return traceback.frames if traceback else []
+from jaxcomp.memory._source_line import LIBRARIES, frames
 
 
 def module_path(equation: JaxprEqn | None) -> str:
@@ -51,8 +30,8 @@ def located(called: Jaxpr, call: JaxprEqn) -> Jaxpr:
 
 def _is_of_jax(equation: JaxprEqn) -> bool:
     """Whether the innermost jitted function that an equation is in has no line of the user's."""
-    for frame in _frames(equation):
-        if not frame.file_name.startswith(_LIBRARIES):
+    for frame in frames(equation):
+        if not frame.file_name.startswith(LIBRARIES):
             return False
         if os.path.basename(frame.file_name) == "pjit.py":
             return True

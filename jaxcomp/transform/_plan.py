@@ -1,124 +1,121 @@
-"""The plan of a checkpointed function: what it stores, why, and in how many bytes."""
+"""`Plan`: what a function or model saves for its backward pass, why, and in how many bytes."""
 
 import dataclasses
 import math
 from collections.abc import Iterator
 
 from jaxcomp._core import table
-from jaxcomp.policies._policies import dtype_name
+from jaxcomp.memory._source_line import source_line
+from jaxcomp.policies._value import dtype_name
 from jaxcomp.transform._graph import plain_nbytes
 from jaxcomp.transform._loops import Looped
-from jaxcomp.transform._origins import module_path, source
+from jaxcomp.transform._origins import module_path
 from jaxcomp.transform._schedule import Scheme
 
 _HARDLY = 0.9
 
 
 @dataclasses.dataclass(frozen=True)
-class PlannedValue:
-    """A value that waits for the backward pass.
+class SavedValue:
+    """What is saved for the backward pass: one value, or all that a layer of `jaxcomp.nn` saves.
 
     Attributes:
-        shape: Its shape.
-        dtype: Its dtype's name.
-        source: `file:line` where it is made, "" for an argument.
-        path: Path of the innermost module that makes it, in a model of `jaxcomp.compress`, or "".
-        role: What the backward pass does with it, as `policies.Value` lists roles.
-        decision: How it is stored.
-        exact_bytes: Bytes that it takes as it is.
-        stored_bytes: Bytes that it takes as it is stored, metadata included; 0 in host memory.
-        note: What there is to say about it.
+        path: Path of the innermost module that computes it, or "".
+        source: `file:line` of the code that computes it, or "".
+        op: Kind of operation of a layer of `jaxcomp.nn`, such as "conv"; "" for a value.
+        shape: Its shape; of a layer the number of its elements, over all calls.
+        dtype: Name of its dtype; "" for a layer.
+        role: What the backward pass does with a value, as `policies.Value` lists roles; "" for a
+            layer.
+        decision: What encodes it, or "exact" or "offload".
+        exact_bytes: Bytes without compression.
+        saved_bytes: Bytes in the device's memory, metadata included; 0 for an offloaded value.
+        note: A remark, such as why a value is exact.
     """
 
+    path: str
+    source: str
+    op: str
     shape: tuple[int, ...]
     dtype: str
-    source: str
-    path: str
     role: str
     decision: str
     exact_bytes: int
-    stored_bytes: int
-    note: str
+    saved_bytes: int
+    note: str = ""
+
+    @property
+    def elements(self) -> int:
+        """Number of elements that are saved or encoded."""
+        return math.prod(self.shape)
 
     @property
     def bits_per_element(self) -> float:
-        """Stored bits of an element, metadata included."""
-        elements = math.prod(self.shape)
-        return 8 * self.stored_bytes / elements if elements else 0.0
+        """Saved bits per element, metadata included; 0 where there are no elements."""
+        return 8 * self.saved_bytes / self.elements if self.elements else 0.0
 
 
 @dataclasses.dataclass(frozen=True)
-class CheckpointPlan:
-    """What a checkpointed function stores for its backward pass; prints as a table.
+class Plan:
+    """What a function or model saves for its backward pass; prints as a table.
 
     Attributes:
-        values: What it stores. Arguments that the caller holds anyway are not listed.
-        plain_bytes: Bytes that JAX would declare to keep without `checkpoint`, arguments not
-            counted.
-        biased: Whether non-linear steps are computed again from codes.
-        idle: Whether the policy has codecs, but none stores anything.
+        values: What it saves. Arguments and parameters, which the caller holds, are not listed.
+        exact_bytes: Bytes that JAX would declare to keep without compression.
+        notes: Remarks on the whole.
     """
 
-    values: tuple[PlannedValue, ...]
-    plain_bytes: int
-    biased: bool
-    idle: bool
+    values: tuple[SavedValue, ...]
+    exact_bytes: int
+    notes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, looped: Looped, plain_bytes: int) -> "CheckpointPlan":
-        """The plan of a function's scheme, and of the schemes of its loops."""
+    def of_program(cls, looped: Looped, exact_bytes: int) -> "Plan":
+        """The plan of a traced function: of its schedule, and of those of its loops."""
         schemes = list(_schemes(looped))
         asked = any(d.codec is not None for s in schemes for d in s.decisions.values())
         codes = any(stored.is_noisy for s in schemes for stored in s.stored.values())
         values = tuple(_planned(looped))
-        idle = bool(values) and asked and not codes
-        return cls(values, plain_bytes, looped.scheme.biased, idle)
+        notes = []
+        if sum(value.saved_bytes for value in values) > _HARDLY * exact_bytes:
+            notes.append("hardly anything is saved: leave the function as it is")
+        if values and asked and not codes:
+            notes.append("the policy's codecs encode nothing: all follows from exact values")
+        if looped.scheme.biased:
+            notes.append("biased: nonlinear steps are recomputed from decoded values")
+        return cls(values, exact_bytes, tuple(notes))
 
     @property
-    def stored_bytes(self) -> int:
-        """Bytes that wait for the backward pass, arguments not counted."""
-        return sum(value.stored_bytes for value in self.values)
+    def saved_bytes(self) -> int:
+        """Bytes in the device's memory that are saved, arguments and parameters not counted."""
+        return sum(value.saved_bytes for value in self.values)
+
+    @property
+    def bits_per_element(self) -> float:
+        """Mean bits of an encoded element, metadata included; 0 if nothing is encoded."""
+        coded = [v for v in self.values if v.decision not in ("exact", "offload", "")]
+        coded = [v for v in coded if v.saved_bytes and not v.decision.startswith("Packed")]
+        elements = sum(v.elements for v in coded)
+        return 8 * sum(v.saved_bytes for v in coded) / elements if elements else 0.0
 
     def __str__(self) -> str:
-        """One line for each value, and the sums."""
+        """A line for each value, and the totals."""
         rows = [
-            (
-                "value",
-                "made by",
-                "role",
-                "decision",
-                "exact bytes",
-                "stored bytes",
-                "bits",
-                "note",
-            )
-        ]
-        for value in self.values:
-            name = f"{value.dtype}{list(value.shape)}"
-            figures = f"{value.exact_bytes:,}", f"{value.stored_bytes:,}"
-            bits = f"{value.bits_per_element:.2f}"
-            rows.append(
+            ("module", "source", "value", "role", "decision", "bytes", "saved", "bits", "note"),
+            *(
                 (
-                    name,
-                    f"{value.path} {value.source}".strip(),
-                    value.role,
-                    value.decision,
-                    *figures,
-                    bits,
+                    *(value.path, value.source, value.op or f"{value.dtype}{list(value.shape)}"),
+                    *(value.role, value.decision),
+                    f"{value.exact_bytes:,}",
+                    f"{value.saved_bytes:,}",
+                    f"{value.bits_per_element:.2f}",
                     value.note,
                 )
-            )
-        lines = table.lines(rows, right=range(4, 7))
-        lines.append(
-            f"{self.stored_bytes:,} bytes are stored where JAX would declare {self.plain_bytes:,}"
-        )
-        if self.stored_bytes > _HARDLY * self.plain_bytes:
-            lines.append("hardly anything is gained: leave the function as it is")
-        if self.idle:
-            lines.append("the policy's codecs store nothing: it all follows from what is exact")
-        if self.biased:
-            lines.append("biased: non-linear steps are computed again from codes")
-        return "\n".join(lines)
+                for value in self.values
+            ),
+        ]
+        total = f"{self.saved_bytes:,} bytes are saved, {self.exact_bytes:,} without compression"
+        return "\n".join([*table.lines(rows, right=range(5, 8)), total, *self.notes])
 
 
 def _schemes(looped: Looped) -> Iterator[Scheme]:
@@ -128,8 +125,8 @@ def _schemes(looped: Looped) -> Iterator[Scheme]:
         yield from _schemes(loop.body)
 
 
-def _planned(looped: Looped) -> Iterator[PlannedValue]:
-    """What a function stores; what its loops have stored as their iterations do."""
+def _planned(looped: Looped) -> Iterator[SavedValue]:
+    """What a function saves, and what the iterations of its loops save."""
     scheme = looped.scheme
     names: set[str] = set()
     for variable, stored in scheme.stored.items():
@@ -140,16 +137,17 @@ def _planned(looped: Looped) -> Iterator[PlannedValue]:
         equation = scheme.graph.made_by.get(variable)
         how = "exact" if stored.codec is None else str(stored.codec)
         decision = "offload" if stored.offload else how
-        yield PlannedValue(
-            variable.aval.shape,
-            dtype_name(variable.aval.dtype),
-            source(equation),
-            module_path(equation),
-            scheme.roles.get(variable, "other") if equation is not None else "input",
-            decision if stored.copies == 1 else f"{stored.copies} x {decision}",
-            plain_nbytes(variable.aval),
-            stored.nbytes(variable.aval),
-            stored.note,
+        yield SavedValue(
+            path=module_path(equation),
+            source=source_line(equation),
+            op="",
+            shape=variable.aval.shape,
+            dtype=dtype_name(variable.aval.dtype),
+            role=scheme.roles.get(variable, "other") if equation is not None else "input",
+            decision=decision if stored.copies == 1 else f"{stored.copies} x {decision}",
+            exact_bytes=plain_nbytes(variable.aval),
+            saved_bytes=stored.nbytes(variable.aval),
+            note=stored.note,
         )
     for loop in looped.loops:
         for value in _planned(loop.body) if loop.name in names else ():
@@ -157,6 +155,6 @@ def _planned(looped: Looped) -> Iterator[PlannedValue]:
                 value,
                 shape=(loop.length, *value.shape),
                 exact_bytes=loop.length * value.exact_bytes,
-                stored_bytes=loop.length * value.stored_bytes,
+                saved_bytes=loop.length * value.saved_bytes,
                 note=f"{loop.length} iterations; {value.note}".removesuffix("; "),
             )

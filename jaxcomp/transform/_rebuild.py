@@ -118,9 +118,9 @@ class Rebuild:
                 return self._again[value]
             key = value, tuple(sorted((id(v), n) for v, n in numbers.items()))
             if key not in done:
-                again = graph.again(value)
-                assert again is not None
-                equation, index = again
+                defined = graph.defining_equation(value)
+                assert defined is not None
+                equation, index = defined
                 made = apply(graph.jaxpr, equation, [compute(a) for a in equation.invars])
                 done[key] = made[index]
                 if not is_cheap(equation):

@@ -1,6 +1,5 @@
-"""`jax.checkpoint` around each block of a model, whose input may wait compressed."""
+"""`jax.checkpoint` around each block of a model, whose input may be saved encoded."""
 
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 from jaxcomp._core import barriers
-from jaxcomp._core.modules import split_model
+from jaxcomp._core.modules import derived, split_model
 from jaxcomp._core.shard_map import match_varying
 from jaxcomp.codecs import Codec, Encoded
 from jaxcomp.transform._late_constants import evaluate_after
@@ -19,19 +18,19 @@ from jaxcomp.transform._late_constants import evaluate_after
 def remat_blocks(
     model: nnx.Module, policy: Callable[..., Any] | None = None, codec: Codec | None = None
 ) -> nnx.Module:
-    """Makes each block of a model be recomputed in the backward pass.
+    """Recomputes each block of a model in the backward pass.
 
     A block is a module in a list of modules (`nnx.List`, `nnx.Sequential`, a tuple); of lists
     inside lists the outermost counts. Parameters, state and paths stay as they are.
 
-    With a codec a block's arguments wait as that stores them, and the block is recomputed and
-    differentiated at the decoded ones. That is biased even where the codec is not, as far as the
-    block is not linear.
+    With a codec the arguments of a block are saved encoded, and the block is recomputed and
+    differentiated at the decoded arguments. The gradient is biased even if the codec is not, since
+    a block is not linear.
 
     Args:
         model: The model, which is changed.
-        policy: What of a block is kept instead, as `jax.checkpoint` takes it; None is nothing.
-        codec: How the arguments of a block wait; None is exactly. Not with a policy.
+        policy: What of a block is kept, as `jax.checkpoint` takes it; None keeps nothing.
+        codec: Encodes the arguments of a block; None saves them as they are. Not with a policy.
 
     Returns:
         The same model.
@@ -60,7 +59,7 @@ def remat_blocks(
             "for each to be recomputed; it has none"
         )
     for block in blocks.values():
-        block.__class__ = _recomputed(type(block), policy, codec)
+        block.__class__ = derived(type(block), _recomputed, policy, codec)
     return model
 
 
@@ -74,8 +73,8 @@ def _has_arrays(value: Any) -> bool:
 
 def _recomputed(
     kind: type[nnx.Module], policy: Callable[..., Any] | None, codec: Codec | None
-) -> type[nnx.Module]:
-    """The class with its call under `jax.checkpoint`; an argument without arrays is a constant."""
+) -> dict[str, Any]:
+    """A call under `jax.checkpoint`; an argument without arrays is a constant."""
 
     def call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         arrays = [a for a in (*args, *kwargs.values()) if _has_arrays(a)]
@@ -90,14 +89,13 @@ def _recomputed(
             return _from_codes(run, codec, self, arrays)
         return nnx.remat(run, policy=policy)(self, *arrays)
 
-    body = {"__call__": call} | ({} if codec is None else {"exact_class": kind})
-    return types.new_class(kind.__name__, (kind,), exec_body=lambda b: b.update(body))
+    return {"__call__": call, "encodes": codec is not None}
 
 
 def _from_codes(
     run: Callable[..., Any], codec: Codec, block: nnx.Module, arrays: Sequence[Any]
 ) -> Any:
-    """Calls a block, of whose arguments the codes wait."""
+    """Calls a block and saves the codes of its arguments."""
     graphdef, params, rest = split_model(block)
 
     def pure(params: Any, rest: Any, arrays: Any) -> tuple[Any, Any]:

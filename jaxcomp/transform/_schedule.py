@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from jaxcomp.codecs import Quantize
-from jaxcomp.policies._policies import CodecPolicy
+from jaxcomp.policies._policy import Policy
 from jaxcomp.transform import _paths as paths
 from jaxcomp.transform._algebra import tangents_of
 from jaxcomp.transform._bounds import bounds
 from jaxcomp.transform._choice import Demand, Stored, choose, coefficients_returned
-from jaxcomp.transform._decisions import Asked, Decision, decide
+from jaxcomp.transform._decisions import Decision, PolicyLog, decide
 from jaxcomp.transform._derivatives import merge
 from jaxcomp.transform._graph import Graph, nbytes, plain_nbytes
 from jaxcomp.transform._programs import (
@@ -77,7 +77,7 @@ def scheme(
     program: Program,
     active: Sequence[int],
     coded: Collection[int],
-    asked: Asked,
+    log: PolicyLog,
 ) -> Scheme:
     """Decides what of a program waits for its backward pass.
 
@@ -85,7 +85,7 @@ def scheme(
         program: The function, traced.
         active: The arguments that are differentiated.
         coded: The arguments that the policy may store in another form.
-        asked: The policy, which is told what it was asked.
+        log: The policy, which takes note of what it decides.
 
     Raises:
         TypeError: If the policy answers what is no answer.
@@ -107,8 +107,8 @@ def scheme(
     graph = _graph(forward, coded, same)
     demand = Demand.of(linearized)
     roles = graph.roles(demand.roles)
-    decisions = decide(graph, roles, asked)
-    biased = isinstance(asked.policy, CodecPolicy) and asked.policy.lossy_recomputation
+    decisions = decide(graph, roles, log)
+    biased = isinstance(log.policy, Policy) and log.policy.lossy_recomputation
     stored = choose(graph, decisions, demand, biased=biased)
     linearized, coefficients, copies, means = _number_codes(linearized, graph, stored, biased)
     for value, storing in stored.items():

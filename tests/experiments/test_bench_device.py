@@ -10,9 +10,9 @@ from experiments.bench import device
 SHAPES = jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((8, 64), jnp.bfloat16)
 
 
-def small_step(way, *_):
+def small_step(strategy, *_):
     """A step of one product, or with "remat" of one more."""
-    times = 1 + (way == "remat")
+    times = 1 + (strategy == "remat")
 
     @jax.jit
     def step(state, x):

@@ -13,7 +13,7 @@ from experiments.reproduce.transformers import Task
 from experiments.transformers import LM, Shape
 from jaxcomp._core.modules import split_model
 from jaxcomp.models.training import TrainState
-from jaxcomp.planning._strategies import Way
+from jaxcomp.planning import Strategy
 from tests.helpers import normal
 
 FOUND = {"bias": 0.1, "bias_interval": [0.05, 0.15], "floor": 0.02, "noise": 0.3}
@@ -46,18 +46,18 @@ def test_files_tell_bias_noise_and_bits(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("way", "family"),
+    ("strategy", "family"),
     [
         ("quantize:bits=2", "quantize"),
         ("division:bits=4", "division"),
-        ("fused:bits=2,unit=range", "fused:unit=range"),
+        ("fused:bits=2,scale_source=range", "fused:scale_source=range"),
         ("pruning:density=0.25,rest_bits=2", "pruning"),
         ("pooling:window=2", "pooling"),
         ("planned:quantize:bits=3", "planned:quantize"),
     ],
 )
-def test_ways_of_one_family_share_a_line(way, family):
-    assert module.family(way) == family
+def test_ways_of_one_family_share_a_line(strategy, family):
+    assert module.family(strategy) == family
 
 
 def test_a_transformer_is_looked_at_before_and_after_training(tmp_path, monkeypatch):
@@ -71,33 +71,33 @@ def test_a_transformer_is_looked_at_before_and_after_training(tmp_path, monkeypa
         "numbers",
     )
     monkeypatch.setitem(module.TASKS, "lm", lambda batch: task)
-    ways = ["compress:transformer:bits=2", "remat:quantize:bits=8"]
-    module.main(tmp_path, way=ways, model="lm", steps=2, batch=16, draws=3)
+    strategies = ["transformer:bits=2", "remat:quantize:bits=8"]
+    module.main(tmp_path, strategy=strategies, model="lm", steps=2, batch=16, draws=3)
     rows = json.loads((tmp_path / "gradients.json").read_text())["rows"]
-    assert [(row["row"], row["steps"]) for row in rows] == [(w, s) for w in ways for s in (0, 2)]
+    assert [(row["row"], row["steps"]) for row in rows] == [(w, s) for w in strategies for s in (0, 2)]
     assert all(0 < row["bits"] < 16 for row in rows)
     assert all(row["coded"]["noise"] > 100 * row["control"]["noise"] for row in rows)
 
 
 def test_plans_are_other_widths_of_the_same_bits(tmp_path, monkeypatch):
-    def in_way(way):
+    def in_strategy(strategy):
         rngs = nnx.Rngs(0)
         model = nnx.Sequential(*(jc.nn.Linear(32, 32, rngs=rngs) for _ in range(3)))
-        return Way.parse(way)(model)
+        return Strategy.parse(strategy)(model)
 
     def network(model, steps, batch):
-        _, params, rest = split_model(in_way("plain"))
+        _, params, rest = split_model(in_strategy("plain"))
         state = TrainState(jnp.zeros((), int), params, rest, ())
         # Of samples that need bits and of others, side by side.
         scale = jnp.tile(jnp.linspace(0.1, 3, 8), batch // 8)[:, None]
         batches = [(scale * normal((batch, 32), seed=s), jnp.arange(batch)) for s in (1, 2)]
-        return module.Subject(in_way, (state, state), *batches)
+        return module.Subject(in_strategy, (state, state), *batches)
 
     monkeypatch.setattr(module, "network", network)
-    ways = ["quantize:bits=2", "planned:quantize:bits=2"]
-    module.main(tmp_path, way=ways, model="mlp", steps=1, batch=32, draws=16)
+    strategies = ["quantize:bits=2", "planned:quantize:bits=2"]
+    module.main(tmp_path, strategy=strategies, model="mlp", steps=1, batch=32, draws=16)
     rows = json.loads((tmp_path / "gradients.json").read_text())["rows"]
-    assert [row["row"] for row in rows] == [ways[0]] * 2 + [ways[1]] * 2
+    assert [row["row"] for row in rows] == [strategies[0]] * 2 + [strategies[1]] * 2
     equal, planned = rows[0], rows[2]
     assert planned["bits"] == pytest.approx(equal["bits"], rel=0.05)
     assert 0 < planned["noise_over_sgd"] < 0.9 * equal["noise_over_sgd"]

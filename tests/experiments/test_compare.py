@@ -16,17 +16,17 @@ from experiments.train import TrainResult
 from jaxcomp import memory
 
 CONFIG = TrainConfig(model="tiny", dataset="tiny", epochs=1, epoch_steps=1, batch=16)
-WAYS = ["plain", "accumulate:2", "quantize:bits=2"]
+STRATEGIES = ["plain", "accumulate:2", "quantize:bits=2"]
 
 
 def make_rows():
     cost = Measurement(2**20, 32.5, "cpu", 3 * 2**20, step_seconds=0.5, step_time_ratio=1.25)
-    return [Row(way, [0.5, 0.75], [2.5, 1.5, 1.0], cost) for way in WAYS]
+    return [Row(strategy, [0.5, 0.75], [2.5, 1.5, 1.0], cost) for strategy in STRATEGIES]
 
 
 def test_measure(tiny):
-    result = measure(CONFIG, WAYS, tiny, rounds=2)
-    assert list(result) == WAYS
+    result = measure(CONFIG, STRATEGIES, tiny, rounds=2)
+    assert list(result) == STRATEGIES
     plain, accumulate, quantize = result.values()
     assert plain.step_time_ratio == 1
     assert all(m.step_seconds > 0 and m.temp_bytes > 0 for m in result.values())
@@ -46,18 +46,18 @@ def test_measure(tiny):
 
 
 def test_measure_needs_plain_first(tiny):
-    with pytest.raises(ValueError, match=r"ways=\['remat', 'plain'\]: expected plain first"):
+    with pytest.raises(ValueError, match=r"strategies=\['remat', 'plain'\]: expected plain first"):
         measure(CONFIG, ["remat", "plain"], tiny, rounds=1)
     with pytest.raises(ValueError, match="rounds=0: expected 1 or more"):
         measure(CONFIG, ["plain"], tiny, rounds=0)
 
 
 def test_compare_keeps_finished_runs(tiny, tmp_path, monkeypatch):
-    ways, seeds = ["plain", "quantize:bits=2"], [0, 1]
-    cost = dict.fromkeys(ways, make_rows()[0].measurement)
+    strategies, seeds = ["plain", "quantize:bits=2"], [0, 1]
+    cost = dict.fromkeys(strategies, make_rows()[0].measurement)
     monkeypatch.setattr(module, "measure", lambda *arguments: cost)
-    rows = compare(CONFIG, ways, seeds, tmp_path)
-    assert [row.way for row in rows] == ways
+    rows = compare(CONFIG, strategies, seeds, tmp_path)
+    assert [row.strategy for row in rows] == strategies
     assert all(len(row.test_accuracy) == 2 and len(row.loss) == 1 for row in rows)
     assert sorted(folder.name for folder in tmp_path.iterdir()) == [
         "plain-0",
@@ -70,35 +70,35 @@ def test_compare_keeps_finished_runs(tiny, tmp_path, monkeypatch):
         raise AssertionError("trained again")
 
     monkeypatch.setattr(module, "train", fail)
-    assert compare(CONFIG, ways, seeds, tmp_path) == rows
+    assert compare(CONFIG, strategies, seeds, tmp_path) == rows
     with pytest.raises(ValueError, match=r"another one: expected the same lr=0.2 \(there: 0.1\)"):
-        compare(dataclasses.replace(CONFIG, lr=0.2), ways, seeds, tmp_path)
+        compare(dataclasses.replace(CONFIG, lr=0.2), strategies, seeds, tmp_path)
 
 
 def test_only_ways_that_quantize_are_planned(tiny, tmp_path, monkeypatch):
     planned = {}
 
     def finish(config, out, tensorboard):
-        planned[config.way] = config.plan_steps
+        planned[config.strategy] = config.plan_steps
         return {"test_accuracy": [0.5], "loss": [1.0]}
 
-    ways = ["plain", "fused:bits=2", "actnn"]
-    monkeypatch.setattr(module, "measure", lambda *arguments: dict.fromkeys(ways))
+    strategies = ["plain", "fused:bits=2", "actnn"]
+    monkeypatch.setattr(module, "measure", lambda *arguments: dict.fromkeys(strategies))
     monkeypatch.setattr(module, "_finish", finish)
     config = dataclasses.replace(CONFIG, plan_steps=1)
-    compare(config, ways, [0], tmp_path)
+    compare(config, strategies, [0], tmp_path)
     assert planned == {"plain": None, "fused:bits=2": None, "actnn": 1}
     with pytest.raises(
-        ValueError, match=r"plan_steps=1: expected a way that quantizes in \['plain"
+        ValueError, match=r"plan_steps=1: expected a strategy that quantizes in \['plain"
     ):
-        compare(config, ways[:2], [0], tmp_path)
+        compare(config, strategies[:2], [0], tmp_path)
 
 
 def test_compare_stops_with_an_interrupted_run(tiny, tmp_path, monkeypatch):
     calls = []
 
     def interrupted(config, out, **options):
-        calls.append(config.way)
+        calls.append(config.strategy)
         return TrainResult(None, None, finished=False)
 
     monkeypatch.setattr(module, "measure", lambda *arguments: {})

@@ -9,16 +9,16 @@ from experiments import demo
 
 def test_demo(tiny, tmp_path, monkeypatch, capsys):
     config = dataclasses.replace(demo.CONFIG, model="tiny", epoch_steps=1, batch=16)
-    ways = ["plain", "quantize:bits=2"]
+    strategies = ["plain", "quantize:bits=2"]
     monkeypatch.setattr(demo, "CONFIG", config)
-    monkeypatch.setattr(demo, "WAYS", ways)
+    monkeypatch.setattr(demo, "STRATEGIES", strategies)
     cache = jax.config.jax_compilation_cache_dir
     demo.main(tmp_path)
     content = json.loads((tmp_path / "comparison.json").read_text())
-    assert [row["way"] for row in content["rows"]] == ways
+    assert [row["strategy"] for row in content["rows"]] == strategies
     assert (tmp_path / "comparison.png").exists()
     printed = capsys.readouterr().out
-    assert all(way in printed for way in ways)
+    assert all(strategy in printed for strategy in strategies)
     assert jax.config.jax_compilation_cache_dir == cache
 
 

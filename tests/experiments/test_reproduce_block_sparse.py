@@ -8,15 +8,15 @@ from experiments import compare
 from experiments.measure import Measurement
 from experiments.reproduce import block_sparse as module
 from experiments.rows import Row
-from jaxcomp.planning._strategies import Way
+from jaxcomp.planning import Strategy
 
 
-def row(way, accuracy, temp_bytes):
-    return Row(way, accuracy, [2.0, 1.0], Measurement(10, 4.0, "cpu", temp_bytes, 0.1, 1.5))
+def row(strategy, accuracy, temp_bytes):
+    return Row(strategy, accuracy, [2.0, 1.0], Measurement(10, 4.0, "cpu", temp_bytes, 0.1, 1.5))
 
 
 def test_ways_are_known():
-    assert [Way.parse(way).spec for way in module.WAYS] == list(module.WAYS)
+    assert [Strategy.parse(strategy).spec for strategy in module.STRATEGIES] == list(module.STRATEGIES)
 
 
 def test_table_and_plot_are_written(tmp_path, monkeypatch):
@@ -24,17 +24,17 @@ def test_table_and_plot_are_written(tmp_path, monkeypatch):
     drawn = []
     monkeypatch.setattr(compare, "compare", lambda *given: rows)
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
-    module.main(tmp_path, way=["plain", "pruning:density=0.1"], seed=[0, 1], epochs=1)
+    module.main(tmp_path, strategy=["plain", "pruning:density=0.1"], seed=[0, 1], epochs=1)
     assert json.loads((tmp_path / "comparison.json").read_text())["seeds"] == [0, 1]
     memory, time = drawn[-1].axes
     (plain,) = time.containers[0].lines[0].get_xydata().tolist()
     assert plain == pytest.approx([1.5, 60])
     assert memory.containers[0].lines[0].get_xdata().tolist() == [1.0]
-    assert [text.get_text() for text in time.get_legend().get_texts()] == [r.way for r in rows]
+    assert [text.get_text() for text in time.get_legend().get_texts()] == [r.strategy for r in rows]
 
 
 def test_bad_input(tmp_path):
     with pytest.raises(typer.BadParameter, match="expected plain first, 2 or more seeds"):
-        module.main(tmp_path, way=["remat"], seed=[0, 1])
+        module.main(tmp_path, strategy=["remat"], seed=[0, 1])
     with pytest.raises(typer.BadParameter, match="expected plain first, 2 or more seeds"):
         module.main(tmp_path, seed=[0])

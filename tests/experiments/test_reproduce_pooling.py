@@ -9,14 +9,14 @@ from flax import nnx
 from experiments.config import TrainConfig
 from experiments.reproduce import pooling as module
 from jaxcomp.models import catalog
-from jaxcomp.planning._strategies import Way
+from jaxcomp.planning import Strategy
 
 CONFIG = TrainConfig(model="tiny", dataset="tiny", epochs=1, batch=16)
 
 
 def create(config):
     model = catalog.create("tiny", num_classes=4, image_size=8, in_channels=1, rngs=nnx.Rngs(0))
-    Way.parse(config.way)(model).eval()
+    Strategy.parse(config.strategy)(model).eval()
     return model
 
 

@@ -15,7 +15,7 @@ def test_differences_are_between_runs_of_the_same_seed():
         Row("division", [0.72, 0.80, 0.91], [1.0], COST),
     ]
     header, plain, fused, division = module.paired(rows)
-    assert header == ["way", "test accuracy", "difference, 95% interval"]
+    assert header == ["strategy", "test accuracy", "difference, 95% interval"]
     assert plain == ["plain", "80.00% ± 10.00%", ""]
     assert fused[2] == "-1.00 ± 0.00"
     assert division[2] == "+1.00 ± 2.48"  # 4.303 * 0.01 / sqrt(3)

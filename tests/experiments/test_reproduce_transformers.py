@@ -77,7 +77,7 @@ def test_seeds_are_compared_in_pairs(tmp_path, monkeypatch):
         for seed, (loss, accuracy) in enumerate(seeds):
             file = tmp_path / "lm" / "runs" / f"{name}-{seed}-20.json"
             file.write_text(json.dumps(run(loss, accuracy)))
-    module.main(tmp_path, task=["lm"], way=["plain", "remat"], seeds=2, steps=20)
+    module.main(tmp_path, task=["lm"], strategy=["plain", "remat"], seeds=2, steps=20)
     text = (tmp_path / "lm" / "runs.md").read_text()
     # Mean differences of 0.2 and 2, and 12.706 (Student, one degree of freedom) times their errors.
     assert "| remat | 1.7000 ± 0.8485 | +0.2000 ± 1.2706 | 52.00% ± 1.41% | +2.00 ± 12.71 |" in text

@@ -67,9 +67,9 @@ def test_learns_and_writes_metrics(tiny, tmp_path):
 
 
 # Steps 1 to 4 are the first epoch: within it, at its end before the evaluation, within the second.
-@pytest.mark.parametrize(("way", "stop"), [("plain", 4), ("plain", 6), ("quantize:bits=2", 3)])
-def test_resumed_run_equals_unbroken_one(tiny, tmp_path, monkeypatch, way, stop):
-    config = dataclasses.replace(CONFIG, way=way)
+@pytest.mark.parametrize(("strategy", "stop"), [("plain", 4), ("plain", 6), ("quantize:bits=2", 3)])
+def test_resumed_run_equals_unbroken_one(tiny, tmp_path, monkeypatch, strategy, stop):
+    config = dataclasses.replace(CONFIG, strategy=strategy)
     unbroken = train(config, tmp_path / "unbroken")
 
     with monkeypatch.context() as patch:
@@ -89,7 +89,7 @@ def test_resumed_run_equals_unbroken_one(tiny, tmp_path, monkeypatch, way, stop)
 
 def test_resumed_run_goes_on_with_its_plan(tiny, tmp_path, monkeypatch):
     """Bits are planned at steps 0 and 5; the run stops between them."""
-    config = dataclasses.replace(CONFIG, way="actnn", plan_steps=5)
+    config = dataclasses.replace(CONFIG, strategy="actnn", plan_steps=5)
     unbroken = train(config, tmp_path / "unbroken")
     assert "0" in unbroken.history.plans
     with monkeypatch.context() as patch:
@@ -126,10 +126,10 @@ def test_last_checkpoint_has_every_test_accuracy(tiny, tmp_path):
         ({"batch": 12}, "batch=12: expected a multiple of 8"),
         ({"batch": 80}, "batch_size=80: expected 1 to 70"),
         ({"epoch_steps": 5}, "epoch_steps=5: expected at most 4"),
-        ({"way": "quantise"}, "way='quantise': expected plain"),
-        ({"way": "accumulate:4"}, "batch=16: expected a multiple of 32"),
+        ({"strategy": "quantise"}, "strategy='quantise': expected plain"),
+        ({"strategy": "accumulate:4"}, "batch=16: expected a multiple of 32"),
         ({"model": "resnet21"}, "name='resnet21': expected one of"),
-        ({"way": "avg_pool:window=8"}, r"window=8 .* the map of shape \(16, 4, 4, 8\)"),
+        ({"strategy": "pooling:window=8"}, r"window=8 .* the map of shape \(16, 4, 4, 8\)"),
     ],
 )
 def test_wrong_config_writes_nothing(tiny, tmp_path, changes, message):
@@ -222,8 +222,8 @@ def test_bfloat16_keeps_state_in_float32(tiny):
     assert jnp.isfinite(metrics.loss)
 
 
-@pytest.mark.parametrize("way", ["plain", "accumulate:2"])
-def test_step_is_traced_once(tiny, monkeypatch, way):
+@pytest.mark.parametrize("strategy", ["plain", "accumulate:2"])
+def test_step_is_traced_once(tiny, monkeypatch, strategy):
     traced = []
     make_loss = training.make_loss
 
@@ -237,7 +237,7 @@ def test_step_is_traced_once(tiny, monkeypatch, way):
         return recording_loss
 
     monkeypatch.setattr(training, "make_loss", recording_make_loss)
-    run = build(dataclasses.replace(CONFIG, way=way), tiny)
+    run = build(dataclasses.replace(CONFIG, strategy=strategy), tiny)
     before = len(traced)
     assert before > 0
     batch = next(tiny.batches("train", 16, seed=0, epoch=0, augment=False, drop_remainder=True))
@@ -308,10 +308,10 @@ def test_tensorboard_missing_writes_nothing(tiny, tmp_path, monkeypatch):
 def test_command_line_names_what_is_wrong(tmp_path):
     app = module.typer.Typer()
     app.command()(module.main)
-    arguments = ["--out", str(tmp_path / "run"), "--way", "accumulate:0"]
+    arguments = ["--out", str(tmp_path / "run"), "--strategy", "accumulate:0"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2
-    assert "way='accumulate:0'" in result.output
+    assert "strategy='accumulate:0'" in result.output
     assert files(tmp_path) == []
 
 

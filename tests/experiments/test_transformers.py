@@ -13,7 +13,7 @@ import jaxcomp as jc
 from experiments import transformers
 from experiments.bench import transformers as bench
 from jaxcomp import policies
-from jaxcomp.planning._strategies import Way
+from jaxcomp.planning import Strategy
 from tests.helpers import assert_close, assert_same_bits, assert_unbiased, normal
 
 SHAPE = transformers.Shape(width=32, depth=2, heads=4)
@@ -59,7 +59,7 @@ def test_blocks_under_a_scan_compute_the_same_and_are_compressed():
 
 def test_blocks_under_a_scan_take_no_coded_inputs():
     with pytest.raises(ValueError, match="expected none that codes the inputs of blocks"):
-        transformers.scanned_lm(Way.parse("remat:quantize:bits=8"), 1)
+        transformers.scanned_lm(Strategy.parse("remat:quantize:bits=8"), 1)
 
 
 def test_queries_keys_and_values_are_not_stored():
@@ -102,9 +102,9 @@ def test_the_gradient_is_unbiased():
         assert_unbiased(found, exact["blocks"][0][name]["kernel"][...])
 
 
-def test_steps_are_those_of_any_way():
+def test_steps_are_those_of_any_strategy():
     for make, batch in ((transformers.lm, 8), (transformers.long_lm, 1), (transformers.vit_b16, 4)):
-        step, arguments = make(Way.parse("plain"), batch)
+        step, arguments = make(Strategy.parse("plain"), batch)
         state, metrics = jax.eval_shape(step, *arguments)
         assert metrics.loss.shape == ()
         assert jax.tree.structure(state) == jax.tree.structure(arguments[0])
@@ -114,14 +114,14 @@ def test_frontier_is_drawn(tmp_path, monkeypatch):
     written = {"hbm_traffic_bytes": 2, "total_bytes": 2**20, "error": None}
     rows = [
         {"row": "plain"} | written,
-        {"row": "compress:quantize:bits=4"} | written | {"hbm_traffic_bytes": 3},
+        {"row": "quantize:bits=4"} | written | {"hbm_traffic_bytes": 3},
         {"row": "remat"} | written | {"error": "refused"},
     ]
 
-    def tabulate(make_step, ways, title, batch, target, folder, add):
+    def tabulate(make_step, strategies, title, batch, target, folder, add):
         folder.mkdir()
         (folder / "memory.json").write_text(json.dumps({"rows": rows}))
-        assert ("accumulate:4" in ways) == (batch > 1)
+        assert ("accumulate:4" in strategies) == (batch > 1)
 
     monkeypatch.setattr(bench, "tabulate", tabulate)
     bench.main(tmp_path, target="h100")

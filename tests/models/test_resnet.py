@@ -98,7 +98,7 @@ def test_rule_that_does_not_fit_is_an_error() -> None:
         )
 
 
-SPECS = ("cast:dtype=bfloat16", "avg_pool:window=2", "quantize:bits=2", "quantize:bits=8")
+SPECS = ("cast:dtype=bfloat16", "pooling:window=2", "quantize:bits=2", "quantize:bits=8")
 NETWORKS: dict[str, typing.Any] = {
     "imagenet": (resnet.Bottleneck, (1, 1), 4, True),
     "cifar": (resnet.BasicBlock, (1, 1), 8, False),
@@ -229,10 +229,10 @@ def test_mean_gradient_over_draws_is_near_the_exact_one() -> None:
     assert mean < one / 3
 
 
-@pytest.mark.parametrize("way", ["fused:bits=4", "fused:bits=4,scale_source=range"])
-def test_one_code_for_each_unit_is_unbiased_too(way: str) -> None:
+@pytest.mark.parametrize("strategy", ["fused:bits=4", "fused:bits=4,scale_source=range"])
+def test_one_code_for_each_unit_is_unbiased_too(strategy: str) -> None:
     expected = _vector(_compile("imagenet", ())(IMAGES).gradients)
-    step = _compile("imagenet", from_spec(way))
+    step = _compile("imagenet", from_spec(strategy))
     rng = np.random.default_rng(0)
     draws = [IMAGES + 1e-5 * rng.normal(size=IMAGES.shape) for _ in range(64)]
     gradients = np.stack([_vector(step(x.astype(IMAGES.dtype)).gradients) for x in draws])
@@ -284,7 +284,7 @@ def test_declared_bytes_fall() -> None:
 
         return jc.memory.declared_residual_bytes(forward, state, images)
 
-    order = "quantize:bits=2", "quantize:bits=4", "avg_pool:window=2", "exact"
+    order = "quantize:bits=2", "quantize:bits=4", "pooling:window=2", "exact"
     figures = [declared(spec) for spec in order]
     assert figures == sorted(set(figures))
     # Of 32-bit values two inputs (of the norm, of the convolution) and a mask wait.
@@ -307,7 +307,7 @@ def test_bfloat16_computes_in_it_and_keeps_parameters_in_float32() -> None:
 
 
 def test_window_larger_than_a_map_is_an_error() -> None:
-    graphdef, state = nnx.split(_abstract("resnet20", "avg_pool:window=9"))
+    graphdef, state = nnx.split(_abstract("resnet20", "pooling:window=9"))
     images = jax.ShapeDtypeStruct((8, 32, 32, 3), jnp.float32)  # the last maps are 8 by 8
     with pytest.raises(ValueError, match="window=9"):
         jax.eval_shape(lambda state, x: nnx.merge(graphdef, state)(x), state, images)

@@ -37,7 +37,7 @@ def test_rows_are_the_reports_of_their_steps():
     assert [row.name for row in table.rows] == names
     plain, remat, accumulate, quantize = (row.report for row in table.rows)
     for row in table.rows:
-        step, arguments = make_step(jc.ways.Way.parse(row.name), 64)
+        step, arguments = make_step(jc.planning.Strategy.parse(row.name), 64)
         alone = jc.memory.analyze(step, *arguments, target="cpu", capacity=2**20)
         same = alone.to_dict() | {"compile_seconds": row.report.compile_seconds}
         assert row.report.to_dict() == same
@@ -98,7 +98,7 @@ def test_largest_batch():
     )
     plain, remat = (row.max_batch for row in table.rows)
     assert 8 < plain < remat
-    step, arguments = make_step(jc.ways.Way.parse("plain"), plain)
+    step, arguments = make_step(jc.planning.Strategy.parse("plain"), plain)
     assert jc.memory.analyze(step, *arguments, target="cpu", capacity=2**18).fits
 
 
@@ -128,7 +128,7 @@ def test_progress_sees_each_row():
 
 def test_a_factory_that_ignores_the_way_is_found_out():
     def ignore(transform, batch):
-        return make_step(jc.ways.Way.parse("plain"), batch)
+        return make_step(jc.planning.Strategy.parse("plain"), batch)
 
     def transform_only(transform, batch):
         transform(nnx.Sequential(nnx.Linear(1, 1, rngs=nnx.Rngs(0))))
@@ -147,9 +147,9 @@ def test_a_factory_that_ignores_the_way_is_found_out():
 
 
 def test_a_row_that_does_not_fit_the_model_leaves_the_others():
-    table = compare(make_step, ["plain", "avg_pool:window=2"], batch=8, target="cpu")
+    table = compare(make_step, ["plain", "pooling:window=2"], batch=8, target="cpu")
     assert table.rows[0].report is not None
-    assert "avg_pool:window=2: " in str(table)
+    assert "pooling:window=2: " in str(table)
     assert "matches nothing" in table.rows[1].error
 
 
@@ -162,7 +162,7 @@ def test_without_plain_there_are_no_ratios():
     [
         ([], 8, r"rows=\[\]: expected a list of at least one"),
         (["plain", "plain"], 8, "expected a list of at least one, and each once"),
-        (["plane"], 8, "way='plane': expected plain"),
+        (["plane"], 8, "strategy='plane': expected plain"),
         (["accumulate:3"], 8, "batch=8: expected a multiple of 3"),
         ("plain", 8, "rows='plain': expected a list"),
     ],

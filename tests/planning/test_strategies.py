@@ -5,44 +5,44 @@ from flax import nnx
 
 import jaxcomp as jc
 from jaxcomp import policies
-from jaxcomp.planning._strategies import Way
+from jaxcomp.planning import Strategy
 from jaxcomp.policies import recipes
 
 
 @pytest.mark.parametrize(
     ("spec", "expected"),
     [
-        ("plain", Way("plain")),
-        ("remat", Way("remat", remat=True)),
+        ("plain", Strategy("plain")),
+        ("remat", Strategy("remat", remat=True)),
         (
             "remat:dots",
-            Way("remat:dots", remat=True, policy=jax.checkpoint_policies.checkpoint_dots),
+            Strategy("remat:dots", remat=True, policy=jax.checkpoint_policies.checkpoint_dots),
         ),
         (
             "remat:quantize:bits=8",
-            Way("remat:quantize:bits=8", remat=True, boundary=jc.Quantize(bits=8)),
+            Strategy("remat:quantize:bits=8", remat=True, boundary=jc.Quantize(bits=8)),
         ),
-        ("accumulate:4", Way("accumulate:4", micro_batches=4)),
+        ("accumulate:4", Strategy("accumulate:4", micro_batches=4)),
         (
-            "compress:quantize:bits=2",
-            Way(
-                "compress:quantize:bits=2",
+            "quantize:bits=2",
+            Strategy(
+                "quantize:bits=2",
                 compressed=policies.compress(jc.Quantize(bits=2), min_size=2**14),
             ),
         ),
         (
-            "accumulate:2:compress:transformer:bits=2",
-            Way(
-                "accumulate:2:compress:transformer:bits=2",
+            "accumulate:2:transformer:bits=2",
+            Strategy(
+                "accumulate:2:transformer:bits=2",
                 micro_batches=2,
                 compressed=recipes.transformer(2),
             ),
         ),
-        ("quantize:bits=2", Way("quantize:bits=2", rules=recipes.from_spec("quantize:bits=2"))),
+        ("quantize:bits=2", Strategy("quantize:bits=2", rules=recipes.from_spec("quantize:bits=2"))),
     ],
 )
 def test_parse(spec, expected):
-    assert Way.parse(spec) == expected
+    assert Strategy.parse(spec) == expected
 
 
 @pytest.mark.parametrize(
@@ -58,8 +58,8 @@ def test_parse(spec, expected):
     ],
 )
 def test_parse_wrong_accumulate(spec):
-    with pytest.raises(ValueError, match=rf"way='{spec}': expected accumulate:N with N=2 or more"):
-        Way.parse(spec)
+    with pytest.raises(ValueError, match=rf"strategy='{spec}': expected accumulate:N with N=2 or more"):
+        Strategy.parse(spec)
 
 
 @pytest.mark.parametrize(
@@ -76,23 +76,23 @@ def test_parse_wrong_accumulate(spec):
     ],
 )
 def test_parse_unknown(spec):
-    with pytest.raises(ValueError, match=rf"way='{spec}': expected plain, remat, remat:dots, "):
-        Way.parse(spec)
+    with pytest.raises(ValueError, match=rf"strategy='{spec}': expected plain, remat, remat:dots, "):
+        Strategy.parse(spec)
 
 
 def test_parse_unknown_way_of_micro_batches():
-    with pytest.raises(ValueError, match="way='plane': expected plain, remat, "):
-        Way.parse("accumulate:2:plane")
+    with pytest.raises(ValueError, match="strategy='plane': expected plain, remat, "):
+        Strategy.parse("accumulate:2:plane")
 
 
 def test_check_batch():
-    Way.parse("accumulate:2").check_batch(batch=16, devices=8)
+    Strategy.parse("accumulate:2").check_batch(batch=16, devices=8)
     with pytest.raises(ValueError, match="batch=24: expected a multiple of 16"):
-        Way.parse("accumulate:2").check_batch(batch=24, devices=8)
+        Strategy.parse("accumulate:2").check_batch(batch=24, devices=8)
     with pytest.raises(ValueError, match="batch=12: expected a multiple of 8"):
-        Way.parse("plain").check_batch(batch=12, devices=8)
+        Strategy.parse("plain").check_batch(batch=12, devices=8)
     with pytest.raises(ValueError, match="batch=16: expected a multiple of 3"):
-        Way.parse("accumulate:3").check_batch(batch=16, devices=1)
+        Strategy.parse("accumulate:3").check_batch(batch=16, devices=1)
 
 
 def mlp():
@@ -104,15 +104,15 @@ def mlp():
 
 def test_a_way_is_applied_to_the_model():
     model = mlp()
-    assert Way.parse("plain")(model) is model
+    assert Strategy.parse("plain")(model) is model
     assert model.layers[0].layers[0].codec is None
-    assert Way.parse("quantize:bits=4")(model) is model
+    assert Strategy.parse("quantize:bits=4")(model) is model
     assert model.layers[0].layers[0].codec == jc.Quantize(bits=4)
 
 
 def test_any_model_is_compressed():
     model = nnx.Sequential(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), jnp.sin)
-    assert Way.parse("compress:quantize:bits=2")(model) is model
+    assert Strategy.parse("quantize:bits=2")(model) is model
     (value,) = jc.plan(model, jax.ShapeDtypeStruct((512, 64), jnp.float32)).values
     assert value.decision.startswith("Quantize(bits=2")
 
@@ -120,7 +120,7 @@ def test_any_model_is_compressed():
 @pytest.mark.parametrize(("spec", "stored"), [("plain", 2), ("remat", 1), ("remat:dots", 2)])
 def test_what_of_a_block_waits(spec, stored):
     """Of two blocks: both cosines; the second's input, the first's being given; both products."""
-    model = Way.parse(spec)(mlp())
+    model = Strategy.parse(spec)(mlp())
     x = jax.ShapeDtypeStruct((64, 16), jnp.float32)
     step = nnx.grad(lambda model, x: model(x).sum(), argnums=1)
     residuals = jc.memory.declared_residuals(jax.make_jaxpr(step)(model, x))
@@ -128,7 +128,7 @@ def test_what_of_a_block_waits(spec, stored):
 
 
 def test_plain_is_told_from_others():
-    assert Way.parse("plain").is_plain
-    assert Way.parse("exact").is_plain
-    for spec in ("remat", "offload", "accumulate:2", "quantize:bits=2", "compress:quantize:bits=2"):
-        assert not Way.parse(spec).is_plain
+    assert Strategy.parse("plain").is_plain
+    assert Strategy.parse("exact").is_plain
+    for spec in ("remat", "offload", "accumulate:2", "quantize:bits=2", "quantize:bits=2"):
+        assert not Strategy.parse(spec).is_plain

@@ -1,0 +1,137 @@
+"""`plan`: what a function or model saves for its backward pass, before anything runs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxcomp._core.module_scopes import scope_paths, with_module_scopes
+from jaxcomp._core.modules import split_model
+from jaxcomp.codecs import Exact
+from jaxcomp.memory import declared_residuals
+from jaxcomp.nn._coded import Coded, coded_modules, covered
+from jaxcomp.transform._checkpoint import Checkpointed
+from jaxcomp.transform._compress import traced_call
+from jaxcomp.transform._plan import Plan, SavedValue
+
+
+def plan(model_or_fn: nnx.Module | Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
+    """Tells what a call would save for its backward pass; nothing is computed.
+
+    The bytes are those that the program declares, for the gradient with respect to parameters and
+    floating-point inputs. `jaxcomp.memory.analyze` tells what XLA makes of them.
+
+    Args:
+        model_or_fn: A Flax NNX model in training mode, compressed or not; what `checkpoint`
+            returned; or any function of arrays. A model whose call is traced, and a function, are
+            listed by value; other models by module, in the order of the calls. What a function
+            outside of any module saves is listed with the module that calls it.
+        *args: What it would be called with: arrays, `jax.ShapeDtypeStruct`s or pytrees of them.
+        **kwargs: Its keyword arguments, likewise.
+
+    Returns:
+        The plan, which prints as a table.
+
+    Raises:
+        TypeError: If `model_or_fn` can not be called.
+        ValueError: If it has no gradient, or as `checkpoint` raises for its policy.
+
+    Example:
+        >>> import jaxcomp as jc
+        >>> model = jc.compress(nnx.Sequential(jc.nn.Linear(64, 4, rngs=nnx.Rngs(0))))
+        >>> found = plan(model, jax.ShapeDtypeStruct((32, 64), jax.numpy.float32))
+        >>> found.exact_bytes, found.saved_bytes, found.bits_per_element
+        (8192, 1280, 5.0)
+    """
+    if not callable(model_or_fn):
+        raise TypeError(f"model_or_fn={model_or_fn!r}: expected a model or function to be called")
+    if isinstance(model_or_fn, Checkpointed):
+        return model_or_fn.plan(*args, **kwargs)
+    if not isinstance(model_or_fn, nnx.Module):
+        return _of_function(model_or_fn, args, kwargs)
+    traced = traced_call(model_or_fn, args, kwargs)
+    if traced is not None:
+        function, arguments = traced
+        return function.plan(*arguments)
+    return _of_modules(model_or_fn, args, kwargs)
+
+
+def _of_function(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+    program = jax.make_jaxpr(lambda args, kwargs: fn(*args, **kwargs))(args, kwargs)
+    values = tuple(
+        SavedValue(
+            path=next(reversed(scope_paths(residual.scope)), ""),
+            source=residual.source,
+            op="",
+            shape=residual.shape,
+            dtype=residual.dtype,
+            role="",
+            decision="exact",
+            exact_bytes=residual.nbytes,
+            saved_bytes=residual.nbytes,
+        )
+        for residual in declared_residuals(program)
+    )
+    return Plan(values, sum(value.exact_bytes for value in values))
+
+
+def _of_modules(model: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+    """What each module keeps, now and with nothing encoded."""
+    exact = nnx.clone(model)
+    for module in coded_modules(exact).values():
+        module.codec = None
+    layers = coded_modules(model)
+    hidden = covered(layers)
+    elements: dict[str, int] = {}
+    after, sources = _bytes(model, args, kwargs, elements, hidden)
+    before, _ = _bytes(exact, args, kwargs, {}, hidden)
+    kinds = {"/".join(map(str, path)): type(m).__name__ for path, m in nnx.iter_modules(model)}
+    values = []
+    for path in sorted(before.keys() | after.keys(), key=[*elements, *before].index):
+        layer = layers.get(path)
+        values.append(
+            SavedValue(
+                path=path,
+                source=sources.get(path, ""),
+                op=kinds[path] if layer is None else layer.kind,
+                shape=(elements.get(path, 0),),
+                dtype="",
+                role="",
+                decision=_decision(layer),
+                exact_bytes=before.get(path, 0),
+                saved_bytes=after.get(path, 0),
+            )
+        )
+    return Plan(tuple(values), sum(before.values()))
+
+
+def _decision(layer: Coded | None) -> str:
+    codec = None if layer is None else layer.codec
+    return "exact" if isinstance(codec, Exact | None) else str(codec)
+
+
+def _bytes(
+    model: nnx.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    elements: dict[str, int],
+    hidden: set[str],
+) -> tuple[dict[str, int], dict[str, str]]:
+    """Bytes and a source line by the path of the innermost module that is not hidden."""
+    graphdef, params, rest = split_model(with_module_scopes(model, elements))
+
+    def run(params: Any, rest: Any, args: Any, kwargs: Any) -> Any:
+        copy = nnx.merge(graphdef, params, jax.lax.stop_gradient(rest), copy=True)
+        return copy(*args, **kwargs)
+
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (params, rest))
+    program = jax.make_jaxpr(run)(*shapes, args, kwargs)
+    # Calls are noted once a program is traced; the gradient is taken of its jaxpr.
+    found: dict[str, int] = {}
+    sources: dict[str, str] = {}
+    for residual in declared_residuals(program):
+        path = next((p for p in reversed(scope_paths(residual.scope)) if p not in hidden), "")
+        found[path] = found.get(path, 0) + residual.nbytes
+        sources.setdefault(path, residual.source)
+    return found, sources

@@ -1,0 +1,156 @@
+"""A rule of a policy: which values it is for, and what becomes of them."""
+
+import dataclasses
+import math
+import re
+import typing
+from collections.abc import Sequence
+
+from jaxcomp.codecs import Codec
+from jaxcomp.policies._value import ROLES, Value, dtype_name
+
+Action = typing.Literal["keep", "recompute", "cheapest", "offload"]
+ACTIONS: tuple[Action, ...] = typing.get_args(Action)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Rule:
+    """One rule of a `Policy`: what becomes of the values that meet all of its conditions.
+
+    A condition that is empty holds for every value. A rule is for layers of `jaxcomp.nn`, for other
+    values, or for both:
+
+    - With `op` it is for layers of `jaxcomp.nn` alone. They save what they need by the codec.
+    - With `names`, `primitives`, `roles` or `dtypes` it is for values alone.
+    - With neither it is for the layers of `jaxcomp.nn` that can save by the codec, whatever their
+      size; where it matches none of a model's layers, it is for values.
+
+    Attributes:
+        action: A codec, which encodes the value for the backward pass (`Offload` of a codec puts
+            the code into the host's memory); "keep", which saves it as it is; "recompute", which
+            computes it again in the backward pass; "offload", which saves it as it is in the host's
+            memory; or "cheapest", which keeps or recomputes a product, whichever takes fewer bytes.
+            Each product that is recomputed then counts for half of its own bytes.
+        path: Regular expression for the whole path of the module that computes the value,
+            attributes and indices joined by "/".
+        op: Regular expression for the whole kind of operation of a layer of `jaxcomp.nn`, such as
+            "conv|dot"; `jaxcomp.nn.Coded` lists the kinds.
+        names: Names given by `jax.ad_checkpoint.checkpoint_name`.
+        primitives: Names of the JAX primitives that compute the value.
+        roles: Roles, as `jaxcomp.policies.Value` lists them. Without any, all but "statistic".
+        dtypes: Names of dtypes.
+        min_size: Least number of elements of a value.
+        required: Whether it is an error if the rule matches nothing.
+
+    Raises:
+        TypeError: If `action` is no codec and no string, or a condition has another type.
+        ValueError: If `action`, a role or a combination of conditions is unknown, or a pattern is
+            not a regular expression.
+
+    Example:
+        >>> from jaxcomp import Quantize
+        >>> Rule(Quantize(bits=2), op="conv|batch_norm", path="blocks/.*").action.bits
+        2
+    """
+
+    action: Codec | Action
+    path: str = ""
+    op: str = ""
+    names: Sequence[str] = ()
+    primitives: Sequence[str] = ()
+    roles: Sequence[str] = ()
+    dtypes: Sequence[str] = ()
+    min_size: int = 0
+    required: bool = True
+
+    def __post_init__(self) -> None:
+        _check_action(self.action)
+        for field in ("path", "op"):
+            _check_pattern(field, getattr(self, field))
+        for field in ("names", "primitives", "roles", "dtypes"):
+            given = getattr(self, field)
+            if isinstance(given, str) or not all(isinstance(text, str) for text in given):
+                raise TypeError(f"{field}={given!r}: expected a tuple of strings")
+            object.__setattr__(self, field, tuple(given))
+        if isinstance(self.min_size, bool) or not isinstance(self.min_size, int):
+            raise TypeError(f"min_size={self.min_size!r}: expected a number of elements")
+        if not isinstance(self.required, bool):
+            raise TypeError(f"required={self.required!r}: expected True or False")
+        unknown = sorted(set(self.roles) - set(ROLES))
+        if unknown:
+            raise ValueError(f"roles={self.roles}: {unknown} not among {ROLES}")
+        if self.op and (self._values_only or self.min_size):
+            raise ValueError(
+                f"op={self.op!r}: expected no names, primitives, roles, dtypes or min_size beside "
+                "it, since a layer of jaxcomp.nn is chosen by its path and its kind alone"
+            )
+        if self.op and not (isinstance(self.action, Codec) or self.action == "keep"):
+            raise ValueError(
+                f"action={self.action!r}: expected a codec or 'keep' with op={self.op!r}, since a "
+                "layer of jaxcomp.nn saves by its codec"
+            )
+
+    @property
+    def _values_only(self) -> bool:
+        return bool(self.names or self.primitives or self.roles or self.dtypes)
+
+    @property
+    def is_for_values(self) -> bool:
+        """Whether the rule can match a value outside of the layers of `jaxcomp.nn`."""
+        return not self.op
+
+    def matches_layer(self, path: str, kind: str) -> bool:
+        """Whether the rule is for the layer of `jaxcomp.nn` of this path and kind of operation."""
+        if self._values_only or not (isinstance(self.action, Codec) or self.action == "keep"):
+            return False
+        if not self.op and isinstance(self.action, Codec) and kind not in self.action.kinds:
+            return False
+        return _fits(self.op, kind) and _fits(self.path, path)
+
+    def matches_value(self, value: Value) -> bool:
+        """Whether the rule is for a value."""
+        role = value.role in self.roles if self.roles else value.role != "statistic"
+        # Naming an integer for a codec is an error, which is told later.
+        able = value.is_float or bool(self.names) or not isinstance(self.action, Codec)
+        return (
+            self.is_for_values
+            and role
+            and able
+            and (not self.names or bool(set(self.names) & set(value.names)))
+            and (not self.primitives or value.primitive in self.primitives)
+            and (not self.dtypes or dtype_name(value.dtype) in self.dtypes)
+            and math.prod(value.shape) >= self.min_size
+            and _fits(self.path, value.path)
+        )
+
+    def __repr__(self) -> str:
+        """The constructor call, without defaults."""
+        shown = [
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in dataclasses.fields(self)
+            if field.name != "action" and getattr(self, field.name) != field.default
+        ]
+        return f"Rule({', '.join([repr(self.action), *shown])})"
+
+
+def _fits(pattern: str, text: str) -> bool:
+    return not pattern or bool(re.fullmatch(pattern, text))
+
+
+def _check_action(action: object) -> None:
+    if isinstance(action, Codec) or action in ACTIONS:
+        return
+    if isinstance(action, str):
+        raise ValueError(f"action={action!r}: expected a codec or one of {ACTIONS}")
+    raise TypeError(
+        f"action={action!r}: expected a codec such as Quantize(bits=4), or one of {ACTIONS}"
+    )
+
+
+def _check_pattern(name: str, pattern: object) -> None:
+    if not isinstance(pattern, str):
+        raise TypeError(f"{name}={pattern!r}: expected a regular expression")
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{name}={pattern!r}: not a regular expression: {error}") from error

@@ -1,0 +1,163 @@
+"""Policies and codecs from text."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from jaxcomp.codecs import BlockSparse, Cast, Codec, DualPrecision, Exact, Offload, Quantize
+from jaxcomp.codecs._block_sparse import Block
+from jaxcomp.policies import recipes
+from jaxcomp.policies._policy import JaxPolicy, Policy
+from jaxcomp.policies._rule import Rule
+
+PolicyLike = Policy | Codec | str | JaxPolicy
+"""What stands for a policy: one, a codec, the spec of either, or a policy of `jax.checkpoint`."""
+
+_CODECS: dict[str, type[Codec]] = {
+    c.name: c for c in (Exact, Cast, Quantize, DualPrecision, BlockSparse)
+}
+_RECIPES: dict[str, Callable[..., Policy]] = {
+    recipe.__name__: recipe
+    for recipe in (
+        recipes.fused,
+        recipes.transformer,
+        recipes.division,
+        recipes.pooling,
+        recipes.pruning,
+        recipes.actnn,
+    )
+}
+
+
+def from_spec(spec: str) -> Policy:
+    """Reads a policy from text.
+
+    Args:
+        spec: The name of a recipe or codec with options, such as "fused:bits=2",
+            "transformer:bits=4", "quantize:bits=4", "cast:dtype=float16",
+            "block_sparse:block=8x16,density=0.25" or "exact". A codec is used everywhere
+            (`recipes.everywhere`). "offload:" in front puts the codes into the host's memory.
+            " @ " behind gives a regular expression for the paths of the modules that it is for.
+            Several, in order of precedence, are joined by " + ".
+
+    Returns:
+        The policy.
+
+    Raises:
+        TypeError: If `spec` is no string.
+        ValueError: If a name or an option is unknown, a value is not what it should be, or a path
+            is not a regular expression.
+
+    Example:
+        >>> from_spec("quantize:bits=4").rules[0].action
+        Quantize(bits=4, group='channel', rounding='stochastic')
+        >>> [rule.path for rule in from_spec("pooling:window=4 @ blocks/0/.* + pooling").rules]
+        ['blocks/0/.*', 'blocks/0/.*', 'blocks/0/.*', '', '', '']
+    """
+    if not isinstance(spec, str):
+        raise TypeError(f"spec={spec!r}: expected text such as 'quantize:bits=4'")
+    policy = Policy(())
+    for part in spec.split(" + "):
+        text, _, path = part.partition(" @ ")
+        made = read(text)
+        own = recipes.everywhere(made) if isinstance(made, Codec) else made
+        policy += own.at(path) if path else own
+    return policy
+
+
+def read(spec: str) -> Codec | Policy:
+    """Reads a single codec or recipe, as `from_spec` has it.
+
+    Raises:
+        ValueError: As `from_spec`.
+
+    Example:
+        >>> read("cast:dtype=float16")
+        Cast(dtype='float16')
+    """
+    name, _, options = spec.partition(":")
+    if name == "offload":
+        if options.partition(":")[0] == "offload":
+            raise ValueError(f"spec={spec!r}: expected 'offload:' once")
+        made = read(options)
+        return Offload(made) if isinstance(made, Codec) else made.offloaded()
+    return _make(spec)
+
+
+def policy_for_model(given: PolicyLike) -> Policy | JaxPolicy:
+    """What `given` stands for in `jaxcomp.compress`: a codec is used everywhere.
+
+    Raises:
+        TypeError: If it is no policy, codec, spec or function.
+        ValueError: As `from_spec`.
+    """
+    return recipes.everywhere(given) if isinstance(given, Codec) else _policy(given)
+
+
+def policy_for_function(given: PolicyLike) -> Policy | JaxPolicy:
+    """What `given` stands for in `jaxcomp.checkpoint`: a codec is for all that it can encode.
+
+    Raises:
+        TypeError: If it is no policy, codec, spec or function.
+        ValueError: As `from_spec`.
+    """
+    if isinstance(given, str) and " + " not in given and " @ " not in given:
+        given = read(given)
+    if isinstance(given, Exact):
+        return Policy(())
+    return Policy((Rule(given, required=False),)) if isinstance(given, Codec) else _policy(given)
+
+
+def _policy(given: Policy | str | JaxPolicy) -> Policy | JaxPolicy:
+    if isinstance(given, str):
+        return from_spec(given)
+    if isinstance(given, Policy) or (callable(given) and not isinstance(given, type)):
+        return given
+    raise TypeError(
+        f"policy={given!r}: expected a jaxcomp.Policy, a codec such as Quantize(bits=4), a spec "
+        "such as 'quantize:bits=4', or one of jax.checkpoint_policies"
+    )
+
+
+def _read_block(value: str) -> Block:
+    side, by, other = value.partition("x")
+    return (int(side), int(other)) if by else int(side)
+
+
+_READ: dict[Any, tuple[Callable[[str], Any], str]] = {
+    int: (int, "an integer"),
+    int | None: (int, "an integer"),
+    float: (float, "a number"),
+    bool: ({"true": True, "false": False}.__getitem__, "true or false"),
+    Block: (_read_block, "an integer or two, such as 8x16"),
+}
+
+
+def _make(spec: str) -> Codec | Policy:
+    """Calls the codec or recipe that a spec names, with its options."""
+    name, _, options = spec.partition(":")
+    makers: dict[str, Callable[..., Codec | Policy]] = {**_CODECS, **_RECIPES}
+    make = makers.get(name)
+    if make is None:
+        raise ValueError(
+            f"spec={spec!r}: unknown codec or recipe {name!r}, expected one of {[*makers]}"
+        )
+    parameters = inspect.signature(make).parameters
+    kwargs: dict[str, Any] = {}
+    for option in options.split(",") if options else ():
+        key, _, value = option.partition("=")
+        if key not in parameters:
+            raise ValueError(
+                f"spec={spec!r}: unknown option {key!r}, expected of {list(parameters)}"
+            )
+        if key in kwargs:
+            raise ValueError(f"spec={spec!r}: option {key!r} is given twice")
+        parse, kind = _READ.get(parameters[key].annotation, (str, "text"))
+        try:
+            kwargs[key] = parse(value)
+        except (ValueError, KeyError):
+            raise ValueError(f"spec={spec!r}: {key}={value!r} is not {kind}") from None
+    try:
+        return make(**kwargs)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"spec={spec!r}: {error}") from error

@@ -1,0 +1,54 @@
+"""What rules of a policy see of a value that a backward pass needs."""
+
+import dataclasses
+import typing
+
+import jax
+import jax.numpy as jnp
+
+from jaxcomp.codecs._codec import FLOATS
+
+ROLES = ("operand", "derivative", "mask", "index", "statistic", "input", "other")
+
+
+def dtype_name(dtype: typing.Any) -> str:
+    """Name of a dtype, of those of JAX's keys too.
+
+    Example:
+        >>> dtype_name(jnp.float32), dtype_name(jax.random.key(0).dtype)
+        ('float32', 'key<fry>')
+    """
+    extended = jnp.issubdtype(dtype, jax.dtypes.extended)
+    return str(dtype) if extended else jnp.dtype(dtype).name
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """A value that a backward pass needs.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its dtype.
+        primitive: Name of the JAX primitive that computes it; "" for an argument.
+        names: The names that `jax.ad_checkpoint.checkpoint_name` gives it.
+        role: What the backward pass does with it, or with what is computed from it: "operand" of a
+            product or convolution, "derivative" that multiplies element by element, "mask"
+            (boolean), "index" (integer), "statistic" (of a reduction to an eighth or less),
+            "input" (one of the `coded_argnums` of `jaxcomp.checkpoint`) or "other".
+        source: `file:line` of the code that computes it, or "".
+        path: Path of the innermost module that computes it, in a model of `jaxcomp.compress`, or
+            "".
+    """
+
+    shape: tuple[int, ...]
+    dtype: typing.Any
+    primitive: str = ""
+    names: tuple[str, ...] = ()
+    role: str = "other"
+    source: str = ""
+    path: str = ""
+
+    @property
+    def is_float(self) -> bool:
+        """Whether codecs for floating-point values can encode its dtype."""
+        return dtype_name(self.dtype) in FLOATS
