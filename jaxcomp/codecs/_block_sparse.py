@@ -154,9 +154,7 @@ class BlockSparse(Codec):
         height, width = math.prod(shape[1:-1]), shape[-1]
         block = max(1, min(tall, height)), max(1, min(wide, width))
         rows, columns = -(-height // block[0]), -(-width // block[1])
-        kept = math.ceil(
-            round(self.density * columns, 6)
-        )  # rounded, because 0.1 * 30 > 3 in floats
+        kept = math.ceil(round(self.density * columns, 6))  # 0.1 * 30 > 3 in floats
         return Grid(rows, columns, kept, block, height, width)
 
     def data_shape(self, shape: tuple[int, ...]) -> tuple[int, int, int, int]:

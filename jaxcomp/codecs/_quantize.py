@@ -119,9 +119,7 @@ class Quantize(Codec):
         offset = noise.uniform(x, seed) if self.rounding == "stochastic" else 0.5
         level = (value - least) * steps
         lower = jnp.floor(level)
-        codes = lower + (
-            level - lower + offset >= 1
-        )  # a separate sum, which keeps the noise's bits
+        codes = lower + (level - lower + offset >= 1)  # separate: the noise keeps its bits
         codes = jnp.clip(codes, 0, top).astype(jnp.int32)
         return *packing.pack(codes, self.bits), low, high
 

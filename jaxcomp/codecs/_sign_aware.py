@@ -18,8 +18,8 @@ HIGHEST_THRESHOLD = 2.0  # of a pre-activation, in standard deviations
 
 ScaleSource = typing.Literal["norm", "range"]
 
-# `first` and `mantissa` of the levels by bits, with scales from the norm. Among the choices that clip
-# few real activations (2% of their sum with 2 bits), these have the least mean square error.
+# `first` and `mantissa` of the levels by bits, with scales from the norm. Among the choices that
+# clip few real activations (2% of their sum with 2 bits), they have the least mean square error.
 _POSITIVE = {2: (0.75, 0), 3: (1.0, 1), 4: (0.7, 2)}
 _NEGATIVE = {2: (1, -0.8), 3: (2, -6.0), 4: (2, -6.0)}  # number of codes and lowest level
 # `first` and `mantissa` with ranges, where nothing is clipped; least error in a trained network.

@@ -25,7 +25,7 @@ def affine(
 
     The result is bit-identical to `x * scale + bias`. The gradients of `x` and `bias` are exact.
     The gradient of `scale` is computed from the decoded `x`, so it is unbiased if the codec is. If
-    no gradient of `scale` is taken, nothing is saved.
+    no gradient of `scale` is taken, `x` is not saved.
 
     Source: the affine layer of ResMLP (Touvron et al., arXiv:2105.03404, section 2) and, without
     `bias`, LayerScale (Touvron et al., arXiv:2103.17239, section 2).

@@ -170,8 +170,8 @@ def conv_transpose(
     """Computes `jax.lax.conv_transpose` and saves `lhs` encoded.
 
     The result is bit-identical to `lax.conv_transpose`. The gradient of `lhs` is exact. The
-    gradient of `rhs` is computed from the decoded `lhs`. If no gradient of `rhs` is taken, nothing
-    is saved.
+    gradient of `rhs` is computed from the decoded `lhs`. If no gradient of `rhs` is taken, `lhs` is
+    not saved.
 
     Args:
         lhs: Input of shape (batch, spatial..., channels).

@@ -41,8 +41,8 @@ def dot_general(
     """Computes `jax.lax.dot_general` and saves `lhs` encoded.
 
     The result is bit-identical to `lax.dot_general`. The gradient of `lhs` is exact. The gradient
-    of `rhs` is computed from the decoded `lhs`. If no gradient of `rhs` is taken, nothing is saved.
-    Flax layers accept the function as their `dot_general` argument.
+    of `rhs` is computed from the decoded `lhs`. If no gradient of `rhs` is taken, `lhs` is not
+    saved. Flax layers accept the function as their `dot_general` argument.
 
     Args:
         lhs: Activations; axis 0 is the batch.
@@ -208,7 +208,7 @@ def bilinear(
 
 
 def is_argument(leaf: typing.Any) -> bool:
-    """Returns whether a leaf is an argument as `jax.custom_vjp` passes it with `symbolic_zeros=True`."""
+    """Returns whether a leaf is what a custom forward rule with `symbolic_zeros` receives."""
     return isinstance(leaf, CustomVJPPrimal)
 
 
