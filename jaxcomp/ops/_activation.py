@@ -134,8 +134,8 @@ def _by_derivative(
         return stock(x)
 
     def forward(x: Array, seed: Seed) -> tuple[Array, Encoded]:
-        # Of a bfloat16 `x` too in float32: exact, and nothing that it shares with the result, such
-        # as a tanh, is written to memory for both.
+        # In float32 also for a bfloat16 `x`: the derivative is exact, and XLA does not write a
+        # subexpression that it shares with the result, such as a tanh, to memory.
         wide = x.astype(jnp.float32)
         derivative = jax.jvp(stock, (wide,), (jnp.ones_like(wide),))[1].astype(x.dtype)
         quantize = inner_codec(codec)
@@ -202,9 +202,8 @@ def dropout(
         return masked(x, draw(key))
 
     def forward(x: Array, key: Array) -> tuple[Array, Encoded]:
-        key, x = barriers.barrier_together(
-            key, x
-        )  # else all layers' numbers may be drawn before the first
+        # Without a barrier, XLA may draw the numbers of all layers before the first layer.
+        key, x = barriers.barrier_together(key, x)
         kept = draw(key)
         return barriers.save_residual(masked(x, kept), codec.encode(kept), codec)
 

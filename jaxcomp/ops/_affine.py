@@ -69,11 +69,11 @@ def affine(
 
     def forward(*given: typing.Any) -> typing.Any:
         x, scale, bias, seed = jax.tree.map(lambda a: a.value, given, is_leaf=is_argument)
-        if not is_perturbed(given[1]):  # as a frozen scale is: nothing reads `x`
+        if not is_perturbed(given[1]):  # a frozen scale: nothing reads `x`
             return stock(x, scale, bias), (None, scale)
         code = codec.encode(x, seed)
-        # Tied is what is written anyway: the operand of the product before LayerScale's sum, or of
-        # the one after an affine layer.
+        # The barrier takes an array that is written to memory anyway: the input of LayerScale, or
+        # the result of an affine layer, which a matrix product reads.
         if bias is None:
             x, code = barriers.save_residual(x, code, codec)
             return stock(x, scale), (code, scale)

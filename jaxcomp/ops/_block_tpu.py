@@ -15,8 +15,8 @@ from jaxcomp._core.shard_map import match_varying, struct_like
 from jaxcomp.codecs import BlockSparse, Encoded
 from jaxcomp.codecs._block_sparse import Grid
 
-LANES, SUBLANES = 128, 8  # of a register of 32 bits
-VMEM_NBYTES = 12 * 2**20  # of the 16 MiB that XLA gives a kernel
+LANES, SUBLANES = 128, 8  # of a 32-bit vector register
+VMEM_NBYTES = 12 * 2**20  # in bytes; XLA gives a kernel 16 MiB
 
 
 def by_tpu(
@@ -44,7 +44,7 @@ def by_tpu(
     Raises:
         NotImplementedError: When the result is differentiated.
     """
-    cotangent = barriers.undifferentiable(cotangent)  # Pallas has no derivative of a kernel
+    cotangent = barriers.undifferentiable(cotangent)  # Pallas cannot differentiate a kernel
     grid = codec.grid(code.shape)
     (tall, wide), batch, columns = grid.block, code.shape[0], cotangent.shape[-1]
     if not code.arrays[0].size:
@@ -56,7 +56,7 @@ def by_tpu(
     features = grid.columns * wide
 
     tile = min(columns, max(1, VMEM_NBYTES // _nbytes(grid)) * LANES)
-    zero = np.int32(0)  # not of 64 bits, which Mosaic does not know
+    zero = np.int32(0)  # Mosaic does not support 64-bit integers
 
     def run(interpret: bool, *args: Array) -> Array:
         return pl.pallas_call(

@@ -15,8 +15,8 @@ from jaxcomp._core.shard_map import match_varying, struct_like
 from jaxcomp.codecs import BlockSparse, Encoded
 from jaxcomp.codecs._block_sparse import Grid
 
-TILE = 64, 64, 64  # rows, features and columns of a step of the kernel
-PROGRAMS = 512  # at least, so that a large GPU is busy
+TILE = 64, 64, 64  # rows, features and columns that one step of the kernel reads
+PROGRAMS = 512  # least number of programs, to occupy a large GPU
 
 
 def by_triton(
@@ -44,7 +44,7 @@ def by_triton(
         NotImplementedError: When the result is differentiated.
         ValueError: If an array has 2^31 or more elements.
     """
-    cotangent = barriers.undifferentiable(cotangent)  # Pallas has no derivative of a kernel
+    cotangent = barriers.undifferentiable(cotangent)  # Pallas cannot differentiate a kernel
     grid = codec.grid(code.shape)
     batch, columns = code.shape[0], cotangent.shape[-1]
     data, slots = codec.data(code), codec.slots(code).astype(jnp.int32)

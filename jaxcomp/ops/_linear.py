@@ -173,7 +173,7 @@ def bilinear(
         values = jax.tree.map(lambda leaf: leaf.value, given, is_leaf=is_argument)
         lhs, rhs, code, sink, seed = values
         if not (is_perturbed(given[1]) or is_perturbed(given[3])):
-            # As of a frozen kernel: nothing in the backward pass reads `lhs`.
+            # For example a frozen kernel: the backward pass does not read `lhs`.
             return stock(lhs, rhs), (None, rhs)
         if code is None:
             coded = codec.encode(part(lhs), seed, importance(sink))

@@ -1,4 +1,4 @@
-"""Normalisation whose input waits for the backward pass compressed."""
+"""Normalisation with a compressed saved input."""
 
 import dataclasses
 import typing
@@ -32,38 +32,44 @@ def batch_norm(
     seed: Seed = None,
     sink: Sink | None = None,
 ) -> tuple[Float[Array, "..."], Float[Array, " features"], Float[Array, " features"]]:
-    """Batch normalisation by the batch's own statistics, its input kept as `codec` stores it.
+    """Normalises over the batch and saves `x` encoded.
 
     Results are bit-identical to those of `flax.nnx.BatchNorm` in training. Mean and variance are
-    kept exactly; the backward pass is the exact one with these statistics at the decoded `x`. What
-    it uses twice, the normalised value in the gradient of `x`, makes that gradient biased by the
-    code's variance (in units of the batch's) divided by the number of values per feature, relative
-    to the cotangent. Where the gradient is much smaller than the cotangent, as sums over it are,
-    the bias is larger relative to it. The codec sees the features last, and masked-out values too:
-    fill them with something inside the others' range.
+    saved exactly. The backward pass applies the exact rule, with these statistics, to the decoded
+    `x`.
+
+    The gradient of `x` is biased, because the normalised value occurs twice in it. Relative to the
+    cotangent, the bias is the variance of the quantization error (in units of the batch's variance)
+    divided by the number of values per feature. It weighs more where the gradient is much smaller
+    than the cotangent, as in sums over the gradient.
+
+    The codec sees the features last. It also sees values that `mask` excludes: fill them with a
+    value within the range of the others.
 
     Args:
-        x: Activations; axis 0 is the batch.
-        scale: Multiplies the normalised values, or None.
-        bias: Is added to them, or None.
-        axis: The feature axis; statistics are taken over all others.
-        epsilon: Added to the variance.
-        use_fast_variance: Whether the variance is E[x^2] - E[x]^2, in one pass.
-        axis_name: Mesh or `vmap` axis over which statistics are averaged too. Of a `vmap` axis the
-            gradient must be taken inside: JAX runs a custom backward rule outside without its name.
-        axis_index_groups: Groups of indices within that axis, as `jax.lax.pmean` takes them.
-        mask: True where a value counts for the statistics; broadcastable to `x`.
-        codec: How `x` is stored; None leaves differentiation to JAX.
-        seed: Redraws the rounding noise of the codec.
-        sink: Takes the samples' sensitivity as its gradient; see `ops.Sink`. Not without a codec.
+        x: float32, bfloat16 or float16 activations; axis 0 is the batch.
+        scale: Factor of the normalised values, or None.
+        bias: Offset of the scaled values, or None.
+        axis: The feature axis. Statistics are taken over all other axes.
+        epsilon: Constant added to the variance.
+        use_fast_variance: Whether the variance is computed as E[x^2] - E[x]^2, in one pass.
+        axis_name: Mesh or `vmap` axis over which statistics are averaged too. For a `vmap` axis,
+            the gradient must be taken inside of the `vmap`, because JAX runs a custom backward rule
+            outside of it without the name.
+        axis_index_groups: Groups of indices within that axis, as in `jax.lax.pmean`.
+        mask: Boolean array that broadcasts to `x`; True where a value counts for the statistics.
+        codec: Codec of `x`. None leaves differentiation to JAX.
+        seed: Integer scalar that selects the rounding noise of the codec.
+        sink: Argument whose gradient is the sensitivity of each sample (`ops.Sink`). Ignored
+            without a codec.
 
     Returns:
-        The normalised array in the dtype of `x`, `scale` and `bias` together, and the mean and the
-        (biased) variance of the batch in float32.
+        The normalised array in the promoted dtype of `x`, `scale` and `bias`; the batch's mean and
+        its (biased) variance, both float32.
 
     Raises:
-        TypeError: If `x` is not a floating-point array.
-        ValueError: If `x` has no such axis, or the codec cannot store its shape.
+        TypeError: If the codec cannot store the dtype of `x`.
+        ValueError: If `x` has no axis `axis`, or the codec cannot store its shape.
 
     Example:
         >>> from jaxcomp import Quantize
@@ -94,31 +100,33 @@ def layer_norm(
     seed: Seed = None,
     sink: Sink | None = None,
 ) -> Float[Array, "*batch features"]:
-    """Layer normalisation over the last axis, its input kept as `codec` stores it.
+    """Normalises over the last axis and saves `x` encoded.
 
     The result is bit-identical to that of `flax.nnx.LayerNorm`. Mean and variance of each token are
-    kept exactly, in float32; the backward pass is the exact one with these statistics at the
-    decoded `x`, biased as `batch_norm`'s is: by the code's variance (in units of the token's)
-    divided by the number of features.
+    saved exactly, in float32. The backward pass applies the exact rule, with these statistics, to
+    the decoded `x`. The gradient of `x` is biased as in `batch_norm`. Relative to the cotangent,
+    the bias is the variance of the quantization error (in units of the token's variance) divided by
+    the number of features.
 
     Args:
-        x: Activations; axis 0 is the batch.
-        scale: Multiplies the normalised values, or None.
-        bias: Is added to them, or None.
-        epsilon: Added to the variance.
-        use_fast_variance: Whether the variance is E[x^2] - E[x]^2, in one pass.
-        axis_name: Mesh or `vmap` axis over which statistics are averaged too, as `batch_norm`.
-        axis_index_groups: Groups of indices within that axis.
-        mask: True where a value counts for the statistics; broadcastable to `x`.
-        codec: How `x` is stored; None leaves differentiation to JAX.
-        seed: Redraws the rounding noise of the codec.
-        sink: Takes the samples' sensitivity as its gradient; see `ops.Sink`. Not without a codec.
+        x: float32, bfloat16 or float16 activations; axis 0 is the batch.
+        scale: Factor of the normalised values, or None.
+        bias: Offset of the scaled values, or None.
+        epsilon: Constant added to the variance.
+        use_fast_variance: Whether the variance is computed as E[x^2] - E[x]^2, in one pass.
+        axis_name: Mesh or `vmap` axis over which statistics are averaged too, as in `batch_norm`.
+        axis_index_groups: Groups of indices within that axis, as in `jax.lax.pmean`.
+        mask: Boolean array that broadcasts to `x`; True where a value counts for the statistics.
+        codec: Codec of `x`. None leaves differentiation to JAX.
+        seed: Integer scalar that selects the rounding noise of the codec.
+        sink: Argument whose gradient is the sensitivity of each sample (`ops.Sink`). Ignored
+            without a codec.
 
     Returns:
-        The normalised array in the dtype of `x`, `scale` and `bias` together.
+        The normalised array in the promoted dtype of `x`, `scale` and `bias`.
 
     Raises:
-        TypeError: If `x` is not a floating-point array.
+        TypeError: If the codec cannot store the dtype of `x`.
         ValueError: If the codec cannot store the shape of `x`.
 
     Example:
@@ -144,7 +152,7 @@ def _coded(
     seed: Seed,
     sink: Sink | None,
 ) -> tuple[Array, Array, Array]:
-    """Normalised array, mean and variance; `x` waits with its `feature` axis moved to the end."""
+    """Returns the normalised array, mean and variance; saves `x` with its feature axis last."""
     axes = norm.axes
 
     def stock(
@@ -191,7 +199,7 @@ def _coded(
         _, transpose = jax.vjp(norm.normalize, x, mean, clipped, scale, bias)
         dx, dmean_y, dvar_y, dscale, dbias = transpose(dy)
 
-        def centred(x: Array) -> Stats:  # mean and variance, differentiable at fixed statistics
+        def centred(x: Array) -> Stats:  # mean and variance around the fixed mean
             x = x.astype(jnp.float32)
             square = lax.square(x - jnp.expand_dims(mean, axes))
             mean_x, var_x = norm.average((x.mean(axes, where=mask), square.mean(axes, where=mask)))
@@ -213,15 +221,15 @@ def _coded(
 
 @dataclasses.dataclass(frozen=True)
 class Norm:
-    """Normalisation as Flax computes it.
+    """Normalisation with the formulas of Flax.
 
     Attributes:
-        axes: The axes that statistics are taken over.
-        scaled: The axes along which scale and bias are the same.
-        epsilon: Added to the variance.
-        use_fast_variance: Whether the variance is E[x^2] - E[x]^2, in one pass.
+        axes: Axes over which statistics are taken.
+        scaled: Axes along which scale and bias are constant.
+        epsilon: Constant added to the variance.
+        use_fast_variance: Whether the variance is computed as E[x^2] - E[x]^2, in one pass.
         axis_name: Mesh or `vmap` axis over which statistics are averaged too.
-        axis_index_groups: Groups of indices within that axis.
+        axis_index_groups: Groups of indices within that axis, as in `jax.lax.pmean`.
     """
 
     axes: tuple[int, ...]
@@ -232,7 +240,7 @@ class Norm:
     axis_index_groups: typing.Any = None
 
     def statistics(self, x: Array, mask: Array | None = None) -> Stats:
-        """Mean and variance, before `clip`."""
+        """Returns the mean and the variance in float32, before `clip`."""
         x = x.astype(jnp.float32)
         if self.use_fast_variance:
             means = x.mean(self.axes, where=mask), lax.square(x).mean(self.axes, where=mask)
@@ -244,13 +252,13 @@ class Norm:
         return mean, var
 
     def clip(self, var: Array) -> Array:
-        """The variance, where E[x^2] - E[x]^2 may come out negative."""
+        """Returns the variance with negative values set to 0, which E[x^2] - E[x]^2 may produce."""
         return jnp.maximum(0.0, var) if self.use_fast_variance else var
 
     def normalize(
         self, x: Array, mean: Array, var: Array, scale: Array | None, bias: Array | None
     ) -> Array:
-        """The normalised array in the dtype of `x`, `scale` and `bias` together."""
+        """Returns the normalised array in the promoted dtype of `x`, `scale` and `bias`."""
         dtype = jnp.result_type(*(a for a in (x, scale, bias) if a is not None))
         x = x - jnp.expand_dims(mean, self.axes)
         factor = lax.rsqrt(jnp.expand_dims(var, self.axes) + self.epsilon)
@@ -262,18 +270,18 @@ class Norm:
         return x.astype(dtype)
 
     def standardize(self, x: Array, mean: Array, var: Array) -> Array:
-        """The normalised array in float32, before scale and bias."""
+        """Returns the normalised array in float32, without scale and bias."""
         return (x.astype(jnp.float32) - self.wide(mean)) * lax.rsqrt(self.wide(var) + self.epsilon)
 
     def wide(self, channels: Array) -> Array:
-        """One value for each feature in float32, broadcastable to the array."""
+        """Returns one float32 value per feature in a shape that broadcasts to the array."""
         return jnp.expand_dims(channels.astype(jnp.float32), self.scaled)
 
     def shares(self, cotangents: tuple[Array, ...], x: Array) -> tuple[Array, ...]:
-        """Of cotangents of statistics, what `average` is to average: each device's share.
+        """Returns this device's share of the cotangents of statistics, for `average` to average.
 
-        Where types say that statistics are the same on all devices, their cotangents are, too: what
-        all devices ask for together.
+        A cotangent that does not vary over the devices by its type is the sum over all devices. It
+        is divided by their number.
         """
         name = self.axis_name
         if name is None or name not in varying_axes(x):
@@ -282,7 +290,7 @@ class Norm:
         return tuple(c if name in varying_axes(c) else c / size for c in cotangents)
 
     def average(self, means: tuple[Array, ...]) -> tuple[Array, ...]:
-        """Means over the named axis, too."""
+        """Averages means over the named axis."""
         if self.axis_name is None:
             return means
         stacked = jnp.stack(means)

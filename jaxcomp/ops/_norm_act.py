@@ -1,4 +1,4 @@
-"""Normalisation, addition and ReLU as one operation, whose one code serves all around it."""
+"""Normalisation, addition and ReLU as one operation that saves one code."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ from jaxcomp.ops._norm import Norm
 from jaxcomp.ops._norm_act_vjp import Input, NormActVjp, sign, threshold
 from jaxcomp.ops._pooling import Padding, Window
 
-# One for each norm: of `x`, and of `residual` if that has one.
+# One array for each norm: that of `x` and, if there is one, that of `residual`.
 Statistics = tuple[Float[Array, " features"], ...]
 
 
@@ -37,56 +37,68 @@ def norm_act(
     codec: SignAware | Offload,
     seed: Seed = None,
 ) -> tuple[CodedArray, Statistics, Statistics]:
-    """`relu(batch_norm(x) + residual)` with one code for it all.
+    """Computes `relu(batch_norm(x) + residual)` and saves one code for the whole operation.
 
-    The result is bit-identical to the operations' in turn. Without `residual`, one code of the
-    pre-activation, in units of the norm, serves the norm's backward pass, is ReLU's mask, and goes
-    on with the result to the convolutions that read it. With `residual`, the norm's own value has a
-    uniform code of its own, and the result's code is the mask and goes on. No range is looked for:
-    the norm's statistics are the only metadata. With `SignAware(scale_source="range")` levels lie
-    between the extremes of each channel of each sample instead, which are stored, too.
+    The result is bit-identical to that of the separate operations. It is a `CodedArray`: an
+    operation that reads it, such as a convolution, saves the same code and encodes nothing.
 
-    With `residual_norm` it is `relu(batch_norm(x) + batch_norm(residual))`, as where a network's
-    shape changes: the codes of both norms are made where the sum is, and both backward passes share
-    what they read, so less moves than with a norm of its own.
+    What is saved depends on the arguments:
 
-    With `pool` the result's maxima over windows are the result, as in the stem of a network: the
-    value before pooling is never in memory, and neither is its cotangent. The norm's value has a
-    uniform code of its own, too. Of each window the index of its maximum is stored, exactly, in 4
-    bits, or 8 if it has over 16 values.
+    - Without `residual`: one code of the pre-activation. The norm's backward pass reads it, it is
+      the mask of the ReLU, and it is the code of the result.
+    - With `residual`: the normalised values have a uniform code. The result has a code of its own,
+      which is also the mask of the ReLU.
+    - With `residual_norm`, the operation is `relu(batch_norm(x) + batch_norm(residual))`, for
+      blocks that change the shape. The normalised values of both norms have a uniform code. Both
+      backward passes share their reads, so HBM traffic is lower than with two separate norms.
+    - With `pool`, the result is the maximum of each window of the ReLU's output, as in the stem of
+      a network. Neither the value before pooling nor its cotangent is written to memory. The
+      normalised values have a uniform code. The index of each window's maximum is saved exactly: in
+      4 bits, or in 8 bits if a window has more than 16 values.
 
-    Mask and statistics are exact; the backward pass is the exact rule at the decoded normalised
-    values, `code` decoded by `codec.decode` is what consumers read. With 3 or 4 bits unbiased as
-    `ops.batch_norm` is, but for values outside the levels: more than `codec.levels.top` units, or
-    more than 4 standard deviations where the norm's value has a code of its own; with ranges there
-    are none outside. A NaN or Inf shows in what consumers decode if it reaches statistics, scale or
-    bias, as one in `x` does.
+    By default, the per-channel scale follows from the parameters of the norms, so no pass computes
+    ranges, and the norm's statistics are the only metadata. With `SignAware(scale_source="range")`
+    the levels lie between the extremes of each channel of each sample, which are saved too.
+
+    Mask and statistics are exact. The backward pass applies the exact rule to the decoded
+    normalised values. Operations that read the result decode its code with `codec.decode`. With 3
+    or 4 bits, gradients are as unbiased as those of `ops.batch_norm`, except for values that the
+    levels clip: above `codec.levels.top` times the scale, or more than 4 standard deviations where
+    the normalised values have a code of their own. With ranges nothing is clipped. A NaN or Inf in
+    `x`, `scale` or `bias`, or in the statistics, makes the decoded values of its channel
+    non-finite.
 
     Args:
-        x: A convolution's result, or another array with the features last; axis 0 is the batch.
-        scale: Multiplies the normalised values.
-        bias: Is added to them.
-        residual: Is added before ReLU. An array that is no `CodedArray` and has no norm costs a
-            pass that finds its channel scale.
-        residual_norm: Scale and bias of a batch norm of `residual`, whose options are the same.
-        relu: Whether there is a ReLU. Without it the result has no code.
-        pool: `window_shape`, `strides` and `padding` of `ops.max_pool`, after ReLU.
-        epsilon: Added to the variance.
-        use_fast_variance: Whether the variance is E[x^2] - E[x]^2, in one pass.
-        axis_name: Mesh or `vmap` axis over which statistics are averaged too, as `ops.batch_norm`.
-        axis_index_groups: Groups of indices within that axis.
-        codec: Bits of every code, and their scale source: `SignAware`, or `Offload` of it.
-        seed: Redraws the rounding noise.
+        x: float32, bfloat16 or float16 array with the features last, such as the result of a
+            convolution; axis 0 is the batch.
+        scale: Factor of the normalised values.
+        bias: Offset of the scaled values.
+        residual: Array that is added before the ReLU: the skip connection. If it is neither a
+            `CodedArray` nor normalised by `residual_norm`, one pass computes its per-channel scale.
+        residual_norm: Scale and bias of a batch norm of `residual`. Its options are those of the
+            first norm.
+        relu: Whether to apply the ReLU. Without it the result has no code.
+        pool: `window_shape`, `strides` and `padding` of `ops.max_pool`, which is applied after the
+            ReLU.
+        epsilon: Constant added to the variance.
+        use_fast_variance: Whether the variance is computed as E[x^2] - E[x]^2, in one pass.
+        axis_name: Mesh or `vmap` axis over which statistics are averaged too, as in
+            `ops.batch_norm`.
+        axis_index_groups: Groups of indices within that axis, as in `jax.lax.pmean`.
+        codec: `SignAware`, or `Offload` of it: bits per element and source of the per-channel
+            scale.
+        seed: Integer scalar that selects the rounding noise.
 
     Returns:
-        The result with its code, and the batch's mean and (biased) variance in float32, each as a
-        tuple: of `x` and, if there is a `residual_norm`, of `residual`.
+        The result with its code, a tuple of means, and a tuple of (biased) variances. Both tuples
+        hold float32 statistics of `x` and, with `residual_norm`, of `residual`.
 
     Raises:
-        TypeError: If `x` is not a floating-point array.
-        ValueError: If there is a `residual` but no ReLU, or a `residual_norm` but no `residual`, or
-            a `pool` but no ReLU or with a `residual`, or as `ops.max_pool`, or if levels are to be
-            of ranges and `x` has no axes between the batch and the features.
+        TypeError: If the codec cannot store the dtype of `x`.
+        ValueError: If `residual` is given without a ReLU, `residual_norm` without `residual`, or
+            `pool` without a ReLU or with `residual`; if shapes do not match; if `pool` is invalid
+            for `ops.max_pool`; or if `scale_source` is "range" and `x` has no axes between the
+            batch and the features.
 
     Example:
         >>> import jax
@@ -137,7 +149,7 @@ def norm_act(
         channel_scale = jnp.hypot(channel_scale, jnp.sqrt(square.mean(axes, keepdims=True)))
     channel_scale = lax.stop_gradient(channel_scale)
     y, code, means, variances = op(inputs, residual, channel_scale, seed)
-    # A NaN travels on with a value that has no code, too.
+    # Also for a result without a code: a NaN in a statistic makes the scale NaN.
     channel_scale += lax.stop_gradient(op.unknown(variances))
     return CodedArray(y, channel_scale, code, placed_like(codec, by)), means, variances
 
@@ -153,22 +165,23 @@ def clipped(
     *,
     epsilon: float = 1e-5,
 ) -> Float[Array, ""]:
-    """The part of the elements of a `norm_act` of which some code is clipped to the last level.
+    """Returns the fraction of the elements of a `norm_act` with a code clipped to the last level.
 
-    With a pool it is the part of the elements before and after it, which have a code each.
+    With a pool, the elements before and after it are counted, as both have a code.
 
     Args:
-        x: Its input, and so are the arguments that follow.
-        scale: See there.
-        bias: See there.
-        means: What it returned.
-        variances: What it returned.
-        activation: What it returned.
-        residual: Its residual, if that has a norm; else None.
-        epsilon: Its argument.
+        x: Argument `x` of `norm_act`.
+        scale: Argument `scale` of `norm_act`.
+        bias: Argument `bias` of `norm_act`.
+        means: The means that `norm_act` returned.
+        variances: The variances that `norm_act` returned.
+        activation: The result that `norm_act` returned.
+        residual: Argument `residual` of `norm_act`, if it was given with `residual_norm`; else
+            None.
+        epsilon: Argument `epsilon` of `norm_act`.
 
     Returns:
-        From 0 to 1; NaN if a statistic is.
+        float32 scalar from 0 to 1; NaN if a statistic is NaN.
 
     Example:
         >>> x = jnp.zeros((100, 2)).at[0].set(1.0)  # ten standard deviations

@@ -1,4 +1,4 @@
-"""The rule of `norm_act`: what it computes, what of that is kept, and the backward pass."""
+"""Forward and backward rule of `norm_act`, and what it saves between them."""
 
 import dataclasses
 import functools
@@ -18,7 +18,13 @@ from jaxcomp.ops._pooling import Window
 
 
 class Input(typing.NamedTuple):
-    """What a batch norm takes."""
+    """Arguments of one batch norm.
+
+    Attributes:
+        x: Array to normalise, with the features last.
+        scale: Factor of each feature.
+        bias: Offset of each feature.
+    """
 
     x: Array
     scale: Array
@@ -26,12 +32,12 @@ class Input(typing.NamedTuple):
 
 
 class Kept(typing.NamedTuple):
-    """The codes that wait for the backward pass.
+    """The codes that are saved for the backward pass.
 
     Attributes:
-        code: Of the result, if there is a ReLU; it goes on with it.
-        own: Of each norm's value, where `code` does not hold it.
-        maxima: The index of each window's, if there is a pool.
+        code: Code of the result, which the result carries; None without a ReLU.
+        own: Codes of the normalised values of each norm, if `code` does not contain them.
+        maxima: Code of the index of each window's maximum; None without a pool.
     """
 
     code: Encoded | None
@@ -45,15 +51,15 @@ _Statistics = tuple[tuple[Array, ...], tuple[Array, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class NormActVjp:
-    """The operation and its backward rule.
+    """The operation of `norm_act` with its custom backward rule.
 
     Attributes:
-        norm: Of each input.
-        codec: `stored_by`, or what that puts into the host's memory.
-        stored_by: How codes are stored.
-        shape: Of each input.
+        norm: Options of the norms.
+        codec: Codec of the result, without `Offload`.
+        stored_by: `codec`, or `Offload` of it.
+        shape: Shape of each norm's input.
         relu: Whether there is a ReLU.
-        window: Of the pool, if there is one.
+        window: Window of the pool, or None.
     """
 
     norm: Norm
@@ -66,7 +72,18 @@ class NormActVjp:
     def __call__(
         self, inputs: tuple[Input, ...], residual: Array | None, channel_scale: Array, seed: Seed
     ) -> tuple[Array, Encoded | None, tuple[Array, ...], tuple[Array, ...]]:
-        """The result, its code, means and variances."""
+        """Runs the operation.
+
+        Args:
+            inputs: Arguments of the norm of `x` and, if there is one, of the norm of the skip
+                connection.
+            residual: Skip connection that is added without a norm, or None.
+            channel_scale: Typical magnitude of the result in each channel; float32.
+            seed: Integer scalar that selects the rounding noise.
+
+        Returns:
+            The result, its code (None without a ReLU), means and variances.
+        """
         inputs, residual, channel_scale, seed = match_varying(
             (inputs, residual, channel_scale, seed)
         )
@@ -92,7 +109,11 @@ class NormActVjp:
         return op(inputs, residual, channel_scale, seed)
 
     def unknown(self, variances: tuple[Array, ...]) -> Array:
-        """NaN where a statistic is, else 0: for whoever reads the result's code to see."""
+        """Returns NaN for channels with a NaN statistic and 0 for others, to be added to the scale.
+
+        A NaN in the scale makes the decoded values NaN, also for operations that only read the
+        code.
+        """
         return sum(
             (self.norm.wide(0 * var) for var in variances[1:]), self.norm.wide(0 * variances[0])
         )
@@ -100,12 +121,12 @@ class NormActVjp:
     def _compute(
         self, inputs: tuple[Input, ...], residual: Array | None, channel_scale: Array, seed: Seed
     ) -> tuple[Array, Kept, tuple[Array, ...], tuple[Array, ...]]:
-        """The result, what is kept, means and variances."""
+        """Returns the result, what is saved, means and variances."""
         norm, codec = self.norm, self.codec
         means, variances = zip(*(norm.statistics(x) for x, _, _ in inputs), strict=True)
         variances = tuple(map(norm.clip, variances))
-        # Of x, the same on any number of devices, as a mean is to rounding only. Both codes of an
-        # element may share their noise: no gradient multiplies one by the other.
+        # Noise is hashed from x, which is the same on any number of devices; a mean is so only up
+        # to rounding. Both codes of an element may share noise: no gradient multiplies them.
         random = [noise.words(x, seed) for x, _, _ in inputs]
         normalized = [
             norm.standardize(x, mean, var)
@@ -147,7 +168,11 @@ class NormActVjp:
     def _after_codes(
         self, inputs: tuple[Input, ...], residual: Array | None, made: Array, after: _Statistics
     ) -> Array:
-        """The result that goes on: `made`, or made anew of statistics of after the codes."""
+        """Returns the result for the operations that read it.
+
+        This is `made`, or the same value computed again from statistics that passed the barrier
+        with the codes.
+        """
 
         def anew(_: Array) -> Array:
             return self._activation(inputs, residual, *after)
@@ -156,8 +181,8 @@ class NormActVjp:
             return made
         offloaded = isinstance(self.stored_by, Offload)
         if self.codec.fuses_decode_on_tpu and (residual is None or offloaded):
-            # On TPUs a value without a barrier is a part of what reads it, too. A sum's codes
-            # do not wait for it on their way to the host.
+            # XLA for TPUs fuses a value without a barrier into its readers. The codes of a sum on
+            # their way to the host then do not wait for the sum.
             return platforms.remake_on_tpu(made, anew)
         return made
 
@@ -168,7 +193,7 @@ class NormActVjp:
         means: tuple[Array, ...],
         variances: tuple[Array, ...],
     ) -> Array:
-        """The ReLU of the sum of all norms and the residual."""
+        """Returns the ReLU of the sum of all norms and the skip connection."""
         y, *others = (
             self.norm.normalize(x, mean, var, *affine)
             for (x, *affine), mean, var in zip(inputs, means, variances, strict=True)
@@ -185,7 +210,7 @@ class NormActVjp:
         dvars: tuple[Array, ...],
         adds: bool,
     ) -> tuple[tuple[Input, ...], Array | None]:
-        """Gradients of the inputs, and of the residual if there is one."""
+        """Returns the gradients of the inputs, and of the skip connection if `adds`."""
         norm = self.norm
         kept, variances, scales = waiting
         read = functools.partial(self._read, scale=scales[0])
@@ -201,7 +226,8 @@ class NormActVjp:
         else:
             dbias, dscales = self._sums(dz, normalized, variances)
         if adds:
-            # It is written with the sums: what follows reads it and not what it was made of.
+            # The masked cotangent is written to memory together with the sums; what follows reads
+            # it instead of its operands.
             masked, (dscales, dbias) = barriers.barrier_together(masked, (dscales, dbias))
             dz = masked.astype(jnp.float32)
         count = dz.size // dz.shape[-1]
@@ -217,13 +243,13 @@ class NormActVjp:
             factor = norm.wide(scale) / deviation
             dx = factor * dz + (dmean - factor * mean_dz)
             slope = 2 * deviation * dvar - factor * mean_dzh
-            # Of a constant channel h is zero; where the variance was clipped it has no derivative.
+            # In a constant channel h is 0; a clipped variance has no derivative.
             dx += h * jnp.where(var == 0, 0, slope)
             inputs.append(Input(dx, dscales[i], dbias))
         return tuple(inputs), masked if adds else None
 
     def _sums(self, dz: Array, normalized: list[Array], variances: tuple[Array, ...]) -> _Sums:
-        """Gradients of the bias and of every scale, in which NaN is where a statistic is."""
+        """Returns the gradients of the bias and of every scale; NaN where a statistic is NaN."""
         dscales = [
             (dz * h).sum(self.norm.axes) + 0 * var
             for h, var in zip(normalized, variances, strict=True)
@@ -237,7 +263,13 @@ class NormActVjp:
         normalized: list[Array],
         variances: tuple[Array, ...],
     ) -> tuple[Array, _Sums]:
-        """The cotangent of the map before the pool, which need not be in memory, and sums."""
+        """Computes the pool's backward pass with sums over windows.
+
+        The cotangent of the map before the pool need not be written to memory.
+
+        Returns:
+            That cotangent in float32, and the result of `_sums`.
+        """
         window = typing.cast(Window, self.window)
         taken = [window.gather(index, h) for h in normalized]
         sums = self._sums(masked.astype(jnp.float32), taken, variances)
@@ -251,13 +283,17 @@ class NormActVjp:
         normalized: list[Array],
         variances: tuple[Array, ...],
     ) -> tuple[Array, _Sums]:
-        """The same, for a TPU: slices of what is decoded cost it more than sums over the map."""
+        """Computes the same as `_over_windows` with sums over the map before the pool.
+
+        This form is for TPUs, on which slices of the decoded values cost more than sums over the
+        map.
+        """
         window = typing.cast(Window, self.window)
         dz = window.scatter(index, masked).astype(jnp.float32)
         return dz, self._sums(dz, normalized, variances)
 
     def _read(self, kept: Kept, scale: Array) -> tuple[Array | None, list[Array], Array | None]:
-        """ReLU's mask, the normalised values, and of a pool the indices."""
+        """Decodes the mask of the ReLU, the normalised values, and the indices of a pool."""
         code, own, index = kept
         if code is not None and self.codec.signed:
             coded = Preactivation(*code.arrays[:-2])
@@ -271,12 +307,12 @@ class NormActVjp:
 
 
 def sign(scale: Array) -> Array:
-    """Of a norm's scale, so that h times it grows with the pre-activation."""
+    """Returns the sign of a norm's scale: `h` times it grows with the pre-activation."""
     return jnp.where(scale < 0, -1.0, 1.0)
 
 
 def threshold(scale: Array, bias: Array) -> Array:
-    """Where h times its sign has to be for ReLU to pass it."""
+    """Returns the value that `h` times its sign must exceed for the ReLU to pass it."""
     size = jnp.abs(scale)
     always = jnp.where(bias > 0, -jnp.inf, jnp.inf)
     return jnp.where(size == 0, always, -bias / jnp.where(size == 0, 1, size))

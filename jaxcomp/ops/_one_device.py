@@ -1,4 +1,4 @@
-"""A computation in two forms: one for a program of a single device, and one that XLA can part."""
+"""Operations with one form for a single device and another form that XLA can partition."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,19 +12,24 @@ Form = Callable[..., Array]
 
 
 def on_one(platform: str, form: Form, portable: Form) -> Form:
-    """Computes by `form` in a program for one device, or in `jax.shard_map`; else by `portable`.
+    """Selects `form` in a program for one device or inside of `jax.shard_map`, else `portable`.
 
-    XLA cannot look into a Pallas kernel, nor past a reshape that joins axes: where `jit` has spread
-    an array over devices, it would gather it. Which form it is shows when the program is lowered,
-    and an absent device counts. Without `jit`, and for derivatives, it is the portable one.
+    XLA cannot partition a Pallas kernel, nor a reshape that joins sharded axes: it would gather the
+    array. The form is selected when the program is lowered, so ahead-of-time compilation for an
+    absent device works. Without `jit`, and for derivatives, `portable` is used.
 
     Args:
         platform: "tpu", "cuda" or "rocm".
-        form: A function of pytrees of arrays for one device of that platform.
-        portable: An equal function.
+        form: Function of pytrees of arrays, for one device of that platform.
+        portable: Function with the same result.
 
     Returns:
-        The function.
+        A function with the arguments of `form`.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> on_one("tpu", jnp.sin, jnp.sin)(jnp.zeros(2)).tolist()
+        [0.0, 0.0]
     """
 
     @jax.custom_jvp
@@ -47,7 +52,10 @@ _choice = Primitive("on_one")
 
 
 def _bind(args: Sequence[Any], forms: Sequence[Any], platform: str) -> Array:
-    """Named as in a `lax.platform_dependent`, for who counts what a program does."""
+    """Binds the primitive with the parameter names of `lax.platform_dependent`.
+
+    Code that counts what a program computes then treats both alike.
+    """
     return _choice.bind(*args, branches=tuple(forms), branches_platforms=((platform,), None))
 
 
@@ -76,7 +84,7 @@ def _lower(context: Any, *args: Any, branches: Any, branches_platforms: Any) -> 
 
 def _lower_for(platform: str) -> Callable[..., Any]:
     def lower(context: Any, *args: Any, branches: Any, branches_platforms: Any) -> Any:
-        # Of JAX's internals: what is known of the devices of the program that is lowered.
+        # JAX internals: the devices for which the program is lowered.
         devices = context.module_context.axis_context
         mesh = getattr(devices, "mesh", None)
         alone = (

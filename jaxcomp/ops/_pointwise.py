@@ -1,4 +1,4 @@
-"""The gradient of a 1x1 kernel, made of the input's code where that takes less than the input."""
+"""Gradients of 1x1 kernels, computed from the code of the input where that is cheaper."""
 
 import functools
 import math
@@ -24,17 +24,18 @@ def kernel_gradient(
     kernel: Array,
     precision: lax.PrecisionLike,
 ) -> WeightGradient | None:
-    """How a code of an input, channels last, and a cotangent make the gradient of a 1x1 kernel.
+    """Returns the function that computes the gradient of a 1x1 kernel from the input's code.
 
     Args:
-        codec: What made the code.
-        product: The convolution of what is decoded and a kernel; neither padded nor dilated.
-        numbers: Its layout.
-        kernel: For its shape and dtype.
-        precision: Of a product of matrices.
+        codec: Codec of the input; the features are last.
+        product: The convolution of the decoded input and a kernel, without padding or dilation.
+        numbers: Layout of the convolution.
+        kernel: The kernel; only its shape and dtype are used.
+        precision: Precision of a matrix product.
 
     Returns:
-        None where it takes the decoded input.
+        A function of the encoded input and the cotangent. None if the codec has no such form and
+        the decoded input is needed.
     """
     if isinstance(codec, AvgPool):
         return _of_means(codec, product, numbers, kernel)
@@ -46,10 +47,10 @@ def kernel_gradient(
 def _of_means(
     codec: AvgPool, product: Product, numbers: lax.ConvDimensionNumbers, kernel: Array
 ) -> WeightGradient:
-    """Nothing is unpooled.
+    """Returns the gradient for `AvgPool`, which uses the stored means as they are.
 
-    Within a window the decoded input is one value, so its products with the cotangent sum to its
-    product with the cotangent's sum.
+    The decoded input is constant within a window. The sum of its products with the cotangent equals
+    its product with the cotangent's sum.
     """
     batch, channel, *spatial = numbers.out_spec
     channels_last = (batch, *spatial, channel)
@@ -74,10 +75,11 @@ def _of_multiples(
     kernel: Array,
     precision: lax.PrecisionLike,
 ) -> WeightGradient:
-    """On a GPU the product is one of integers of 8 bits, then scaled by their channel's scale.
+    """Returns the gradient for `SignAware`: on a GPU, a product of 8-bit integers.
 
-    They are half as long as what they stand for in bfloat16, and XLA for GPUs converts them in the
-    kernel of a matrix product, which it does with nothing else that decodes.
+    The product is scaled by the per-channel scale of the input. The integers take half the bytes of
+    decoded bfloat16 values. XLA for GPUs fuses the conversion of integers, but no other decoding,
+    into a matrix product.
     """
     batch, channel, *spatial = numbers.out_spec
     features, inputs, *ones = numbers.rhs_spec
@@ -106,7 +108,7 @@ def _of_multiples(
         *_, channel_scale, _ = code.arrays
         channels, rows = kernel.shape[inputs], cotangent.size // kernel.shape[features]
         if channel_scale.size != channels or math.prod(code.shape) != rows * channels:
-            return of_decoded(code, cotangent)  # scales of each sample, or groups
+            return of_decoded(code, cotangent)  # scales for each sample, or feature groups
         return platforms.multiply_integers_on_gpu((code, cotangent), of_integers, of_decoded)
 
     return gradient

@@ -1,4 +1,4 @@
-"""Max pooling that keeps packed indices."""
+"""Max pooling that saves packed indices."""
 
 import itertools
 import math
@@ -28,25 +28,26 @@ def max_pool(
     *,
     codec: Codec = INDEX,
 ) -> Float[Array, "batch ..."]:
-    """`flax.nnx.max_pool` that keeps the index of each window's maximum for the backward pass.
+    """Computes `flax.nnx.max_pool` and saves the index of each window's maximum.
 
-    The result is bit-identical to Flax's. Of equal values the first of a window takes the gradient,
-    as there.
+    The result is bit-identical to Flax's. Among equal values, the first of a window gets the
+    gradient, as in Flax.
 
     Args:
         x: Feature map of shape (batch, spatial..., channels).
-        window_shape: Window along each spatial axis.
-        strides: Strides of the window; None is 1 along each axis, as in Flax.
+        window_shape: Size of the window along each spatial axis.
+        strides: Stride along each spatial axis. None is 1 for each axis, as in Flax.
         padding: "SAME", "VALID" or (low, high) for each spatial axis.
-        codec: `Packed`, or `Offload` of it: 2^bits is at least the number of values in a window.
+        codec: `Packed`, or `Offload` of it. 2^bits must be at least the number of values in a
+            window.
 
     Returns:
-        The maxima.
+        The maxima, in the dtype of `x`.
 
     Raises:
-        ValueError: If `x` has not one axis for batch, one for channels and one for each of the
-            window's, if `strides` or `padding` is not for such a window, if a window does not fit
-            in the padded map, or if `codec` has too few bits.
+        ValueError: If `x` does not have a batch axis, a channel axis and one axis for each entry of
+            `window_shape`; if `strides` or `padding` does not match `window_shape`; if a window is
+            larger than the padded map; or if `codec` has too few bits.
         TypeError: If `codec` is not `Packed`.
 
     Example:
@@ -74,11 +75,15 @@ def max_pool(
 
 
 def check_index(window_shape: tuple[int, ...], codec: Codec) -> None:
-    """Raises an error unless a codec stores the index of every value of a window.
+    """Checks that a codec can store the index of every value of a window.
+
+    Args:
+        window_shape: Size of the window along each spatial axis.
+        codec: The codec.
 
     Raises:
-        ValueError: If it has too few bits.
-        TypeError: If it is not `Packed`.
+        ValueError: If the codec has too few bits.
+        TypeError: If the codec is not `Packed`.
     """
     packed = inner_codec(codec)
     if not isinstance(packed, Packed):
@@ -89,10 +94,13 @@ def check_index(window_shape: tuple[int, ...], codec: Codec) -> None:
 
 
 def index_codec(window_shape: tuple[int, ...]) -> Packed:
-    """Stores the index of every value of a window, in 4 or 8 bits.
+    """Returns a codec with 4 or 8 bits that can store the index of every value of a window.
+
+    Args:
+        window_shape: Size of the window along each spatial axis.
 
     Raises:
-        ValueError: If a window has over 256 values.
+        ValueError: If a window has more than 256 values.
     """
     codec = INDEX if math.prod(window_shape) <= 2**INDEX.bits else Packed(bits=8)
     check_index(window_shape, codec)
@@ -100,16 +108,18 @@ def index_codec(window_shape: tuple[int, ...]) -> Packed:
 
 
 class Window:
-    """The taps of a sliding window: tap i of all windows is one strided slice of the padded map.
+    """A sliding window over a feature map.
+
+    Tap i of all windows is one strided slice of the padded map.
 
     Args:
-        shape: Of the map: (batch, spatial..., channels).
-        window: As `max_pool`, and so are the arguments that follow.
-        strides: See there.
-        padding: See there.
+        shape: Shape of the map, (batch, spatial..., channels).
+        window: Size of the window along each spatial axis.
+        strides: Stride along each spatial axis. None is 1 for each axis.
+        padding: "SAME", "VALID" or (low, high) for each spatial axis.
 
     Raises:
-        ValueError: As `max_pool`.
+        ValueError: As in `max_pool`.
     """
 
     def __init__(
@@ -146,11 +156,14 @@ class Window:
         self.starts = [(0, *start, 0) for start in np.ndindex(*window)]
 
     def max(self, x: Array) -> Array:
-        """Maxima, as Flax computes them."""
+        """Returns the maximum of each window, computed as in Flax."""
         return nnx.max_pool(x, *self.arguments)
 
     def argmax(self, x: Array) -> Int[Array, "..."]:
-        """Index of each window's first maximum; a NaN gives way to its successor, as in XLA."""
+        """Returns the index of each window's first maximum.
+
+        A NaN is replaced by the value after it, as in XLA.
+        """
         x = self._pad(x, -jnp.inf)
         best, index = self._tap(x, self.starts[0]), jnp.zeros(self.out, jnp.int32)
         for i, start in enumerate(self.starts[1:], 1):
@@ -160,7 +173,7 @@ class Window:
         return index
 
     def gather(self, index: Int[Array, "..."], x: Array) -> Array:
-        """Of each window, the value that its index names; none is in the padding."""
+        """Returns, for each window, the value at its index. Indices never point to padding."""
         x = self._pad(x, 0.0)
         taken = self._tap(x, self.starts[0])
         for i, start in enumerate(self.starts[1:], 1):
@@ -168,18 +181,18 @@ class Window:
         return taken
 
     def scatter(self, index: Int[Array, "..."], cotangent: Array) -> Array:
-        """The transpose: adds each window's cotangent to the element that its index names.
+        """Adds each window's cotangent to the element at its index: the transpose of `gather`.
 
-        Elements whose place is the same modulo the strides take from the same taps; each such phase
-        is a sum of shifted maps, which no compiler spreads out before it adds them up.
+        Elements at the same position modulo the strides are reached by the same taps. Each such
+        phase is a sum of shifted maps, which compilers do not expand before they add them.
         """
         spatial = range(1, cotangent.ndim - 1)
         strides = self.strides[1:-1]
-        counts = [-(-self.padded[i] // self.strides[i]) for i in spatial]  # of a phase
+        counts = [-(-self.padded[i] // self.strides[i]) for i in spatial]  # per phase
         zero = jnp.zeros((), cotangent.dtype)
         empty = jnp.zeros((len(cotangent), *counts, cotangent.shape[-1]), cotangent.dtype)
         phases = dict.fromkeys(itertools.product(*map(range, strides)), empty)
-        for i, start in reversed(list(enumerate(self.starts))):  # in the windows' own order
+        for i, start in reversed(list(enumerate(self.starts))):  # in the order of the windows
             config = [(0, 0, 0)] * cotangent.ndim
             for j, count in zip(spatial, counts, strict=True):
                 shift = start[j] // self.strides[j]

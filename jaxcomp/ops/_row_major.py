@@ -1,4 +1,4 @@
-"""A kernel's gradient in the order of its parameter."""
+"""Row-major order for gradients of kernels."""
 
 from jax import lax
 from jaxtyping import Array, Float
@@ -7,13 +7,17 @@ from jaxcomp.ops._one_device import on_one
 
 
 def row_major(gradient: Float[Array, "..."]) -> Float[Array, "..."]:
-    """The same array, which in a program for one GPU is in memory in row-major order.
+    """Makes XLA write an array in row-major order, in a program for one GPU.
 
-    cuDNN writes a kernel's gradient with the features first. XLA then leaves it to the optimiser's
-    step to reorder it, which cannot be in place so, and copies parameters and momenta.
+    cuDNN writes a kernel's gradient with the features first. XLA would reorder it in the
+    optimizer's step. That step could then not run in place, and XLA would copy parameters and
+    momenta.
 
     Args:
-        gradient: Of a kernel, in the dtype of the product that made it.
+        gradient: Gradient of a kernel, in the dtype of the product that computed it.
+
+    Returns:
+        The same array.
 
     Example:
         >>> import jax.numpy as jnp
@@ -24,5 +28,5 @@ def row_major(gradient: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 def _flattened(gradient: Array) -> Array:
-    """With a barrier around the only shape that has one order."""
+    """Places a barrier around the flat array, which has only one order."""
     return lax.optimization_barrier(gradient.ravel()).reshape(gradient.shape)

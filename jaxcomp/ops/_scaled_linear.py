@@ -1,4 +1,4 @@
-"""A linear layer and LayerScale as one operation, which stores the layer's input alone."""
+"""A linear layer and LayerScale as one operation that saves only the layer's input."""
 
 import typing
 from collections.abc import Callable
@@ -25,29 +25,31 @@ def scaled_linear(
     codec: Codec,
     seed: Seed = None,
 ) -> Float[Array, "batch ... columns"]:
-    """`(x @ kernel + bias) * scale` that keeps `x` for the backward pass as `codec` stores it.
+    """Computes `(x @ kernel + bias) * scale` and saves `x` encoded.
 
-    The result is bit-identical to that of the three operations in the dtype of `x`. It is
-    `x @ (kernel * scale) + bias * scale`, too, of which the gradients are made: the scale's is a
-    sum over the weight's, so that nothing else waits for the backward pass. The gradients of `x`
-    and `bias` are exact, those of `kernel` and `scale` are exact at the decoded `x`, so they are
-    unbiased where the codec is. LayerScale is Touvron et al., arXiv:2103.17239, section 2.
+    The result is bit-identical to that of the three operations in the dtype of `x`. Gradients are
+    those of the equal expression `x @ (kernel * scale) + bias * scale`. The gradient of `scale` is
+    a sum over the weight gradient, so the operation saves no other activation. The gradients of `x`
+    and `bias` are exact. Those of `kernel` and `scale` are computed from the decoded `x`, so they
+    are unbiased if the codec is.
+
+    Source: LayerScale (Touvron et al., arXiv:2103.17239, section 2).
 
     Args:
-        x: Activations; axis 0 is the batch.
+        x: float32, bfloat16 or float16 activations; axis 0 is the batch.
         kernel: Weights. Parameters may have other dtypes than `x`; their gradients are summed in
             float32 or wider.
-        bias: Is added to each column, or None.
+        bias: Offset of each column, or None.
         scale: Factor of each column.
-        precision: Of the products.
-        codec: How `x` is stored.
-        seed: Redraws the rounding noise of the codec.
+        precision: Precision of the products.
+        codec: Codec of `x`.
+        seed: Integer scalar that selects the rounding noise of the codec.
 
     Returns:
         The result in the dtype of `x`.
 
     Raises:
-        TypeError: If `x` is not a floating-point array.
+        TypeError: If the codec cannot store the dtype of `x`.
         ValueError: If the codec cannot store the shape of `x`.
 
     Example:
@@ -98,7 +100,7 @@ def scaled_linear(
             dscale = (of_scaled * kernel.astype(wide)).sum(0)
             dscale = dscale if bias is None else dscale + total * bias
             dscale = dscale.astype(scale.dtype)
-        if x.dtype == jnp.float16:  # too narrow for a kernel times LayerScale's 1e-6
+        if x.dtype == jnp.float16:  # a kernel times LayerScale's 1e-6 would underflow
             cotangent = by_column(cotangent, scale, lax.mul)
         else:
             kernel = kernel.astype(wide) * scale[None].astype(wide)

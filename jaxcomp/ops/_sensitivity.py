@@ -1,4 +1,4 @@
-"""How much noise the coding of a sample would bring into a parameter's gradient."""
+"""The variance that quantizing a sample adds to the gradient of a parameter."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -9,33 +9,36 @@ from jaxcomp.codecs._per_sample import WIDTHS
 COLUMNS = 2 + len(WIDTHS)
 
 Sink = Float[Array, "batch columns"]
-"""An argument whose gradient is a statistic of the backward pass.
+"""An argument whose gradient is a statistic of the backward pass; float32, one row per sample.
 
-Its gradient with respect to the loss holds for each sample the squared ranges of its input, the
-squared norm of what its code is multiplied by, and what it adds to the variance of the parameter's
-gradient with codes of 1, 2, 4 and 8 bits. Of its own values an operation reads the second column:
-the samples' importance to its codec, such as the norms that were found when they were last seen, or
-ones.
+Columns of the gradient of the loss with respect to it: the sum of squared ranges of the sample's
+groups; the squared norm of the cotangent that its code is multiplied by; and the variance that the
+sample adds to the parameter's gradient with codes of 1, 2, 4 and 8 bits.
+
+An operation reads only the second column of the value: the importance of the samples, which it
+passes to its codec. It may hold the norms of an earlier step, or ones.
 """
 
 
 def sensitivity(
     x: Float[Array, "batch ..."], cotangent: Float[Array, "batch ..."], uses: float
 ) -> Sink:
-    """The gradient of a `Sink`.
+    """Computes the gradient of a `Sink`.
 
-    After ActNN (Chen et al., ICML 2021, arXiv:2104.14129, section 4.2), with the variance of random
-    rounding of the values themselves, f (1 - f) of a squared step, for their bound of a fourth of
-    it: a zero among a ReLU's results is a level, and has none.
+    Source: ActNN (Chen et al., ICML 2021, arXiv:2104.14129, section 4.2). ActNN bounds the variance
+    of stochastic rounding by a quarter of a squared step. Here it is f (1 - f) of a squared step,
+    where f is the fractional position between two levels. A zero among a ReLU's outputs is a level,
+    so its variance is 0.
 
     Args:
-        x: What is coded, the features last. An operation has its decoded values, so only with
-            `Exact()` are these the variances of its codes.
-        cotangent: What the gradient multiplies it by.
-        uses: How often each of its values meets each of the cotangent's channels, on average.
+        x: The array that is encoded, with the features last. Operations pass its decoded values, so
+            the variances are those of the true values only with `Exact()`.
+        cotangent: The array that `x` is multiplied by in the parameter's gradient; axis 0 is the
+            batch.
+        uses: How often each element of `x` meets each channel of the cotangent, on average.
 
     Returns:
-        The gradient. Squared ranges are summed over the groups of `Quantize`.
+        The gradient of the sink, float32. Squared ranges are summed over the groups of `Quantize`.
     """
     low, high = (extreme.astype(jnp.float32) for extreme in Quantize().extremes(x))
     span = high - low
@@ -56,11 +59,19 @@ def sensitivity(
 
 
 def importance(sink: Sink | None) -> Float[Array, " batch"] | None:
-    """What `Codec.encode` takes of a sink."""
+    """Returns the `importance` argument of `Codec.encode` from a sink: its second column."""
     return None if sink is None else sink[:, 1]
 
 
 def check_sink(sink: Sink | None, shape: tuple[int, ...]) -> None:
-    """Raises a ValueError unless a sink is for an array of this shape."""
+    """Checks that a sink fits an array.
+
+    Args:
+        sink: The sink, or None.
+        shape: Shape of the array, (batch, ...).
+
+    Raises:
+        ValueError: If the sink is not of shape (batch, COLUMNS).
+    """
     if sink is not None and sink.shape != (shape[0], COLUMNS):
         raise ValueError(f"sink of shape {sink.shape}: expected {(shape[0], COLUMNS)}")
