@@ -1,4 +1,4 @@
-"""Normalisation and the pad-crop-flip augmentation, vectorised in numpy."""
+"""Normalization and the pad-crop-flip augmentation, vectorized in numpy."""
 
 from collections.abc import Sequence
 
@@ -7,14 +7,22 @@ from jaxtyping import Bool, Float32, Int, UInt8
 
 
 def generator(seed: int, epoch: int, *stream: int) -> np.random.Generator:
-    """A numpy generator that depends on ``seed``, ``epoch`` and the numbers of ``stream`` only."""
+    """Makes a numpy generator that depends only on ``seed``, ``epoch`` and ``stream``."""
     return np.random.default_rng(np.random.SeedSequence(seed, spawn_key=(epoch, *stream)))
 
 
 def normalize(
     images: UInt8[np.ndarray, "*batch h w c"], mean: Sequence[float], std: Sequence[float]
 ) -> Float32[np.ndarray, "*batch h w c"]:
-    """Scales pixels from 0..255 to 0..1, subtracts ``mean`` and divides by ``std`` (per channel).
+    """Scales pixels from 0..255 to 0..1, subtracts ``mean`` and divides by ``std``.
+
+    Args:
+        images: uint8 of shape (..., height, width, channels).
+        mean: the mean of each channel.
+        std: the standard deviation of each channel.
+
+    Returns:
+        The normalized images, float32 of the same shape.
 
     Example:
         >>> normalize(np.full((1, 1, 1), 255, np.uint8), mean=(0.5,), std=(0.25,)).item()
@@ -33,14 +41,18 @@ def pad_crop_flip(
 ) -> UInt8[np.ndarray, "n h w c"]:
     """Pads every image with zeros, crops it back to its size and mirrors it left to right.
 
-    The augmentation of CIFAR in He et al., "Deep Residual Learning for Image Recognition" (2015),
-    section 4.2.
+    This is the augmentation of CIFAR in He et al., "Deep Residual Learning for Image Recognition"
+    (2015), section 4.2.
 
     Args:
-        images: the batch.
-        offsets: row and column where each crop starts in the padded image, 0 to ``2 * pad``.
-        flips: which images are mirrored.
-        pad: pixels of zeros added on each side.
+        images: uint8 of shape (n, height, width, channels).
+        offsets: the row and the column at which each crop starts in the padded image, 0 to
+            ``2 * pad``, of shape (n, 2).
+        flips: whether each image is mirrored, of shape (n,).
+        pad: pixels of zeros to add on each side.
+
+    Returns:
+        The augmented images, of the shape of ``images``.
 
     Example:
         >>> image = np.array([[1, 2], [3, 4]], np.uint8).reshape(1, 2, 2, 1)

@@ -1,4 +1,4 @@
-"""Checkpoints of a training run: its state in arrays and a record in JSON, written by Orbax."""
+"""Checkpoints of a training run, written by Orbax: the state as arrays and a record as JSON."""
 
 from pathlib import Path
 from typing import Any
@@ -10,13 +10,13 @@ from jaxcomp.models.training import TrainState
 
 
 class Checkpoints:
-    """The checkpoints in a directory, one for each step at which one was saved; the last two stay.
+    """The checkpoints in a folder. Each belongs to one step, and only the last two are kept.
 
-    Orbax writes each beside its final name and renames it, so that a checkpoint is either whole or
-    not there. Nothing is created before the first :meth:`save`.
+    Orbax writes a checkpoint under a temporary name and then renames it, so a checkpoint is never
+    partial. The folder is created by the first :meth:`save`.
 
     Args:
-        directory: where the checkpoints are.
+        directory: the folder of the checkpoints.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -34,15 +34,15 @@ class Checkpoints:
         return self._manager
 
     def latest_step(self) -> int | None:
-        """The step of the last checkpoint, None if there is none."""
+        """The step of the last checkpoint; None if there is none."""
         return self._open().latest_step() if self._directory.is_dir() else None
 
     def save(self, state: TrainState, record: dict[str, Any]) -> None:
-        """Saves the state of a run; does nothing where its step is saved already.
+        """Saves the state of a run, unless its step is the last one saved.
 
         Args:
-            state: of the run.
-            record: what JSON can hold, given back by :meth:`load_record`.
+            state: the state of the run.
+            record: a JSON-serializable record, which :meth:`load_record` returns.
         """
         step = int(state.step)
         if step != self.latest_step():
@@ -52,7 +52,7 @@ class Checkpoints:
             self._open().save(step, args=arguments)
 
     def load_record(self) -> dict[str, Any]:
-        """The record of the last checkpoint.
+        """Loads the record of the last checkpoint.
 
         Raises:
             FileNotFoundError: there is no checkpoint.
@@ -60,14 +60,17 @@ class Checkpoints:
         return self._restore(record=ocp.args.JsonRestore()).record
 
     def load_state(self, like: TrainState) -> TrainState:
-        """The state of the last checkpoint.
+        """Loads the state of the last checkpoint.
 
         Args:
-            like: a state of the same structure, whose shapes, dtypes and shardings are used.
+            like: a state of the same structure. It gives the shapes, dtypes and shardings.
+
+        Returns:
+            The state.
 
         Raises:
             FileNotFoundError: there is no checkpoint.
-            ValueError: the checkpoint's arrays are not those of ``like``.
+            ValueError: the arrays of the checkpoint do not match ``like``.
         """
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
         return self._restore(state=ocp.args.StandardRestore(abstract)).state

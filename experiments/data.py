@@ -1,8 +1,9 @@
-"""The data sets of the experiments, as batches that are a function of (seed, epoch, position).
+"""The data sets of the experiments.
 
-``load`` gives a :class:`Dataset`. The default, ``fashion_mnist_embedded``, is a small subset of
-real images that lies in this repository and needs numpy only; the full sets are read with
-TensorFlow Datasets (TFDS) and grain, without TensorFlow.
+``load`` returns a :class:`Dataset`. Its batches are a function of the seed, the epoch and the
+position in the epoch. The default data set, ``fashion_mnist_embedded``, is a small subset of real
+images in this repository, and needs only numpy. The full data sets are read by TensorFlow Datasets
+(TFDS) and grain, without TensorFlow.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,7 +24,12 @@ SplitName = Literal["train", "test"]
 
 
 class Batch(NamedTuple):
-    """Normalised images and their class numbers."""
+    """A batch of examples.
+
+    Attributes:
+        images: normalized images, float32 of shape (n, height, width, channels).
+        labels: class numbers, int32 of shape (n,).
+    """
 
     images: Float32[np.ndarray, "n h w c"]
     labels: Int32[np.ndarray, " n"]
@@ -34,12 +40,13 @@ class Dataset:
     """A data set with a training and a test split.
 
     Attributes:
-        name: what it was loaded by.
-        num_classes: labels are 0 to ``num_classes - 1``.
+        name: the name passed to ``load``.
+        num_classes: the number of classes. Labels are 0 to ``num_classes - 1``.
         image_shape: (height, width, channels) of an image in a batch.
-        mean: per channel, of pixels scaled to 0..1; batches have it subtracted.
-        std: per channel, of pixels scaled to 0..1; batches are divided by it.
-        train: the training examples; ``len(data.train)`` is their number.
+        mean: the mean of each channel, for pixels scaled to 0..1. Batches have it subtracted.
+        std: the standard deviation of each channel, for pixels scaled to 0..1. Batches are divided
+            by it.
+        train: the training examples. ``len(data.train)`` is their number.
         test: the test examples.
     """
 
@@ -52,10 +59,24 @@ class Dataset:
     test: Examples
 
     def num_batches(self, split: SplitName, batch_size: int, *, drop_remainder: bool) -> int:
-        """The number of batches of one epoch.
+        """The number of batches in one epoch.
+
+        Args:
+            split: "train" or "test".
+            batch_size: the number of examples in a batch.
+            drop_remainder: whether to drop the last batch if it is short.
+
+        Returns:
+            The number of batches.
 
         Raises:
-            ValueError: ``split`` is unknown, or ``batch_size`` is not 1 to the number of examples.
+            ValueError: ``split`` is unknown, or ``batch_size`` is less than 1 or more than the
+                number of examples.
+
+        Example:
+            >>> data = load("fashion_mnist_embedded")
+            >>> data.num_batches("train", 300, drop_remainder=True)
+            26
         """
         num_examples = len(self._examples(split))
         if not 1 <= batch_size <= num_examples:
@@ -76,21 +97,26 @@ class Dataset:
         drop_remainder: bool,
         start_batch: int = 0,
     ) -> Iterator[Batch]:
-        """The batches of one epoch: images float32 NHWC, labels int32.
+        """Iterates over the batches of one epoch.
 
-        A batch depends on its number in the epoch but not on ``start_batch``, so that training
-        resumes at exactly the position in the data where it stopped. The train split is shuffled
-        anew every epoch; the test split keeps its order.
+        A batch depends on its number in the epoch and not on ``start_batch``. Training can
+        therefore resume at the exact position where it stopped. The training split is shuffled
+        anew in every epoch. The test split keeps its order.
 
         Args:
             split: "train" or "test".
-            batch_size: examples in a batch.
-            seed: of the order and of the augmentation, 0 or more.
-            epoch: 0 or more.
-            augment: whether to augment the images at random; what is drawn for an example depends
-                on (seed, epoch, example) only.
-            drop_remainder: whether to leave out the last batch when it is short.
-            start_batch: number of the first batch, 0 to ``num_batches`` (which yields none).
+            batch_size: the number of examples in a batch.
+            seed: the seed of the order and of the augmentation, 0 or more.
+            epoch: the number of the epoch, 0 or more.
+            augment: whether to augment the images at random. The augmentation of an example
+                depends only on the seed, the epoch and the example.
+            drop_remainder: whether to drop the last batch if it is short.
+            start_batch: the number of the first batch, 0 to ``num_batches``. The latter gives no
+                batches.
+
+        Returns:
+            The batches: images float32 of shape (n, height, width, channels), labels int32 of
+            shape (n,).
 
         Raises:
             ValueError: an argument is outside its range.
@@ -128,12 +154,15 @@ def load(name: str = "fashion_mnist_embedded", data_dir: Path | str | None = Non
     Args:
         name: "fashion_mnist_embedded" (8000 training and 2000 test images from this repository),
             "fashion_mnist", "cifar10", "cifar100" or "imagenet2012".
-        data_dir: the folder where TFDS keeps its data sets; None for TFDS's own default.
+        data_dir: the folder of the TFDS data sets. None is the default folder of TFDS.
+
+    Returns:
+        The data set.
 
     Raises:
         ValueError: ``name`` is unknown, or ``data_dir`` is given for the embedded data set.
-        ModuleNotFoundError: TFDS or grain is not installed (not needed by the embedded data set).
-        FileNotFoundError: the data set is not in ``data_dir``; the message says how to get it.
+        ModuleNotFoundError: TFDS or grain is not installed. The embedded data set needs neither.
+        FileNotFoundError: the data set is not in ``data_dir``. The message tells how to get it.
 
     Example:
         >>> data = load("fashion_mnist_embedded")
@@ -162,7 +191,7 @@ def _read_embedded() -> tuple[Examples, Examples]:
 
 def _read_tfds(name: str, data_dir: Path | str | None) -> tuple[Examples, Examples]:
     try:
-        from experiments import tfds_source  # the embedded data set must not need the extra
+        from experiments import tfds_source  # the embedded data set needs no extra
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f"the data set {name} needs {error.name}: pip install 'jaxcomp[train]'"

@@ -1,4 +1,4 @@
-"""Examples of a data set, read by their index."""
+"""The examples of a data set, which are read by index."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,18 +9,23 @@ from jaxtyping import Int, Int32, UInt8
 
 from experiments.augment import generator, pad_crop_flip
 
-ORDER, AUGMENTATION = 0, 1  # the random streams of one (seed, epoch)
+ORDER, AUGMENTATION = 0, 1  # The random streams of one (seed, epoch).
 
 
 class RawBatch(NamedTuple):
-    """Images as bytes and their class numbers."""
+    """A batch of examples before normalization.
+
+    Attributes:
+        images: uint8 of shape (n, height, width, channels).
+        labels: class numbers, int32 of shape (n,).
+    """
 
     images: UInt8[np.ndarray, "n h w c"]
     labels: Int32[np.ndarray, " n"]
 
 
 class Examples(Protocol):
-    """The examples of one split, read by their index."""
+    """The examples of one split, which are read by index."""
 
     def __len__(self) -> int:
         """The number of examples."""
@@ -29,19 +34,28 @@ class Examples(Protocol):
     def read(
         self, order: Int[np.ndarray, " n"], batch_size: int, augmentation: tuple[int, int] | None
     ) -> Iterator[RawBatch]:
-        """Yields the examples at the indices ``order`` in batches; only the last may be short.
+        """Reads examples in batches.
 
         Args:
-            order: indices of the examples.
-            batch_size: examples in a batch.
-            augmentation: (seed, epoch) of the random augmentation; None for the images as tested.
+            order: the indices of the examples, in the order of reading.
+            batch_size: the number of examples in a batch.
+            augmentation: (seed, epoch) of the random augmentation; None for no augmentation.
+
+        Yields:
+            The batches. Only the last one may be short.
         """
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class InMemory:
-    """Examples held in memory; they are augmented by padding, random crop and random flip."""
+    """Examples in memory. Their augmentation is padding, a random crop and a random flip.
+
+    Attributes:
+        images: uint8 of shape (n, height, width, channels).
+        labels: class numbers, int32 of shape (n,).
+        pad: pixels of padding on each side.
+    """
 
     images: UInt8[np.ndarray, "n h w c"]
     labels: Int32[np.ndarray, " n"]
@@ -53,9 +67,9 @@ class InMemory:
     def read(
         self, order: Int[np.ndarray, " n"], batch_size: int, augmentation: tuple[int, int] | None
     ) -> Iterator[RawBatch]:
-        """See :meth:`Examples.read`."""
+        """Reads examples in batches, as :meth:`Examples.read`."""
         if augmentation is not None:
-            # Drawn for every example at once, so that an example's choice is its own in any order.
+            # Draws for all examples, so that the draw of an example does not depend on ``order``.
             rng = generator(*augmentation, AUGMENTATION)
             offsets = rng.integers(0, 2 * self.pad, size=(len(self), 2), endpoint=True)
             flips = rng.random(len(self)) < 0.5

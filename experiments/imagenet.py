@@ -1,4 +1,4 @@
-"""ImageNet: JPEG files that are decoded, cropped and augmented as they are read."""
+"""ImageNet: JPEG files that are decoded, cropped and augmented while they are read."""
 
 import io
 import math
@@ -14,13 +14,17 @@ from PIL import Image
 from experiments.augment import generator
 from experiments.examples import AUGMENTATION, RawBatch
 
-SIZE = 224  # pixels of a side, in training and in testing
-TEST_RESIZE = 256  # pixels of the shorter side before the central crop
+SIZE = 224  # Pixels of a side, in training and in testing.
+TEST_RESIZE = 256  # Pixels of the shorter side before the central crop.
 
 
 @dataclass(frozen=True, eq=False)
 class ImageNet:
-    """Examples of a random-access source of {"image": JPEG bytes, "label": class number}."""
+    """The examples of a random-access source.
+
+    Attributes:
+        source: the examples, each a dict {"image": JPEG bytes, "label": class number}.
+    """
 
     source: Sequence[dict[str, Any]]
 
@@ -30,7 +34,10 @@ class ImageNet:
     def read(
         self, order: Int[np.ndarray, " n"], batch_size: int, augmentation: tuple[int, int] | None
     ) -> Iterator[RawBatch]:
-        """See :meth:`experiments.data.Examples.read`; grain decodes in threads, ahead of time."""
+        """Reads examples in batches, as :meth:`experiments.examples.Examples.read`.
+
+        Threads of grain decode the next images in advance.
+        """
 
         def decode(index: int) -> tuple[UInt8[np.ndarray, "224 224 3"], np.int32]:
             example = self.source[int(index)]
@@ -47,7 +54,7 @@ class ImageNet:
 
 
 def central_crop(image: Image.Image) -> Image.Image:
-    """Resizes the shorter side to 256 pixels and cuts out the central 224 x 224."""
+    """Resizes the shorter side to 256 pixels and crops the central 224 x 224 pixels."""
     scale = TEST_RESIZE / min(image.size)
     width, height = (round(side * scale) for side in image.size)
     left, top = (width - SIZE) // 2, (height - SIZE) // 2
@@ -56,10 +63,10 @@ def central_crop(image: Image.Image) -> Image.Image:
 
 
 def random_resized_crop(image: Image.Image, rng: np.random.Generator) -> Image.Image:
-    """Resizes a random part to 224 x 224 and mirrors it left to right half of the time.
+    """Resizes a random crop to 224 x 224 pixels and mirrors it with probability 1/2.
 
-    The augmentation of Szegedy et al., "Going Deeper with Convolutions" (2014), section 6: 8% to
-    100% of the area, aspect ratio 3/4 to 4/3.
+    The crop has 8% to 100% of the area and an aspect ratio of 3/4 to 4/3. This is the augmentation
+    of Szegedy et al., "Going Deeper with Convolutions" (2014), section 6.
     """
     box = _random_box(*image.size, rng)
     resized = image.resize((SIZE, SIZE), Image.Resampling.BILINEAR, box=box)
@@ -69,7 +76,7 @@ def random_resized_crop(image: Image.Image, rng: np.random.Generator) -> Image.I
 
 
 def _random_box(width: int, height: int, rng: np.random.Generator) -> tuple[int, int, int, int]:
-    """Left, top, right and bottom of the part; the largest square when ten draws do not fit."""
+    """Left, top, right and bottom of a random crop; the central square if ten draws do not fit."""
     for _ in range(10):
         area = width * height * rng.uniform(0.08, 1)
         ratio = math.exp(rng.uniform(math.log(3 / 4), math.log(4 / 3)))

@@ -1,4 +1,4 @@
-"""Ctrl-C as a request to stop at the next good moment."""
+"""Handles Ctrl-C as a request to stop at the next opportunity."""
 
 import signal
 from collections.abc import Iterator
@@ -9,7 +9,12 @@ from types import FrameType
 
 @contextmanager
 def deferred_interrupt() -> Iterator[Event]:
-    """Within the context the first SIGINT only sets the event; a second one interrupts as usual.
+    """Defers SIGINT within the context.
+
+    The first SIGINT only sets the event. A second one interrupts as usual.
+
+    Yields:
+        The event.
 
     Example:
         >>> with deferred_interrupt() as interrupted:

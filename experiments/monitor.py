@@ -1,4 +1,4 @@
-"""What a training run shows while it goes on: a progress bar and TensorBoard scalars."""
+"""The progress of a training run: a progress bar and TensorBoard scalars."""
 
 import time
 from collections.abc import Sequence
@@ -14,7 +14,15 @@ if TYPE_CHECKING:
 
 
 def open_tensorboard(directory: Path, step: int) -> "SummaryWriter":
-    """A writer of scalars whose events after ``step``, from a run cut off, are dropped.
+    """Opens a writer of TensorBoard scalars.
+
+    Args:
+        directory: the folder of the event files.
+        step: the number of completed steps. TensorBoard drops the events of later steps, which an
+            interrupted run may have written.
+
+    Returns:
+        The writer.
 
     Raises:
         ModuleNotFoundError: tensorboardX is not installed.
@@ -23,21 +31,21 @@ def open_tensorboard(directory: Path, step: int) -> "SummaryWriter":
         from tensorboardX import SummaryWriter
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "tensorboard=True: expected the package tensorboardX, which is not installed "
-            "(pip install 'jaxcomp[train]'); or turn it off with --no-tensorboard"
+            "tensorboard=True needs the package tensorboardX, which is not installed; install it "
+            "with: pip install 'jaxcomp[train]', or turn TensorBoard off with --no-tensorboard"
         ) from error
     return SummaryWriter(str(directory), purge_step=step + 1)
 
 
 class Monitor:
-    """A progress bar over the steps of a run, and its scalars in TensorBoard.
+    """Shows the progress of a run and writes its TensorBoard scalars.
 
     Args:
-        title: shown before the bar.
-        step: steps already taken.
-        num_steps: steps of the whole run.
-        batch: images in a step.
-        writer: of TensorBoard scalars, None for none.
+        title: the text before the progress bar.
+        step: the number of completed steps.
+        num_steps: the number of steps of the whole run.
+        batch: the number of images in a step.
+        writer: the writer of TensorBoard scalars; None to write none.
     """
 
     def __init__(
@@ -70,7 +78,7 @@ class Monitor:
             self._writer.close()
 
     def report_steps(self, losses: Sequence[float], accuracies: Sequence[float]) -> None:
-        """Shows the next steps, of which the loss and the accuracy are given."""
+        """Reports the loss and the training accuracy of each step since the last report."""
         now = time.perf_counter()
         rate = len(losses) * self._batch / (now - self._time)
         self._time = now
@@ -85,7 +93,7 @@ class Monitor:
         self._progress.update(self._task, completed=self._step, figures=figures)
 
     def report_epoch(self, epoch: int, test_accuracy: float) -> None:
-        """Shows the test accuracy after ``epoch`` epochs."""
+        """Reports the test accuracy after ``epoch`` epochs."""
         self._progress.console.print(f"epoch {epoch}: test accuracy {test_accuracy:.4f}")
         if self._writer is not None:
             self._writer.add_scalar("test/accuracy", test_accuracy, self._step)

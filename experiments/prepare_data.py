@@ -1,10 +1,10 @@
-"""Makes the data of the experiments from the IDX files of Fashion-MNIST.
+"""Prepares the data of the experiments from the IDX files of Fashion-MNIST.
 
 python -m experiments.prepare_data embed --source DIR
 
 python -m experiments.prepare_data tfds --source DIR --data-dir DIR
 
-Needs the extra jaxcomp[train], but not TensorFlow.
+The commands need the extra jaxcomp[train]. They do not need TensorFlow.
 """
 
 import gzip
@@ -35,22 +35,29 @@ app = typer.Typer(help=__doc__, add_completion=False, rich_markup_mode=None)
 Source = Annotated[
     Path,
     typer.Option(
-        help="Folder with the four IDX files, plain or .gz. Debian's package puts them into the "
-        "default: apt-get install dataset-fashion-mnist; or, without root: apt-get download "
-        "dataset-fashion-mnist and dpkg -x FILE.deb DIR, then DIR/usr/share/datasets/fashion-mnist."
+        help="Folder with the four IDX files, plain or .gz. The Debian package "
+        "dataset-fashion-mnist installs them in the default folder. Without root: apt-get download "
+        "dataset-fashion-mnist, dpkg -x FILE.deb DIR, then use "
+        "DIR/usr/share/datasets/fashion-mnist."
     ),
 ]
 
 
 def read_idx(path: Path) -> UInt8[np.ndarray, "..."]:
-    """Reads an IDX file of bytes, plain or (if only ``path`` + ".gz" is there) gzipped.
+    """Reads an IDX file of unsigned bytes.
 
-    The format: two zero bytes, the type (8 for unsigned bytes), the number of dimensions, every
-    dimension as a big-endian uint32, then the values.
+    An IDX file holds two zero bytes, the type (8 for unsigned bytes), the number of dimensions,
+    each dimension as a big-endian uint32, and the values.
+
+    Args:
+        path: the file. If it does not exist, the file ``path`` + ".gz" is read.
+
+    Returns:
+        The values.
 
     Raises:
-        FileNotFoundError: neither file is there.
-        ValueError: the file is not an IDX file of bytes, or is damaged.
+        FileNotFoundError: neither file exists.
+        ValueError: the file is not an IDX file of unsigned bytes, or is damaged.
     """
     zipped = path.with_name(path.name + ".gz")
     if path.exists():
@@ -74,10 +81,18 @@ def read_idx(path: Path) -> UInt8[np.ndarray, "..."]:
 def read_split(
     source: Path, split: str
 ) -> tuple[UInt8[np.ndarray, "n 28 28"], UInt8[np.ndarray, " n"]]:
-    """Reads the images and labels of "train" or "test".
+    """Reads the images and the labels of one split.
+
+    Args:
+        source: the folder of the IDX files.
+        split: "train" or "test".
+
+    Returns:
+        The images, uint8 of shape (n, 28, 28), and the labels, uint8 of shape (n,).
 
     Raises:
-        ValueError: the files hold something else than 28 x 28 images and a label 0 to 9 for each.
+        FileNotFoundError: a file does not exist.
+        ValueError: the files do not hold images of 28 x 28 pixels and one label 0 to 9 for each.
     """
     prefix = IDX_PREFIXES[split]
     images = read_idx(source / f"{prefix}-images-idx3-ubyte")
@@ -95,10 +110,19 @@ def read_split(
 def balanced_subset(
     split: str, labels: UInt8[np.ndarray, " n"], size: int, seed: int
 ) -> Int[np.ndarray, " size"]:
-    """Indices, ascending, of ``size`` random examples of a split with as many of each class.
+    """Chooses random examples of a split, with equally many of each class.
+
+    Args:
+        split: the name of the split, for the error message.
+        labels: the labels of the split, uint8 of shape (n,).
+        size: the number of examples to choose.
+        seed: the seed of the choice.
+
+    Returns:
+        The indices of the examples in ascending order.
 
     Raises:
-        ValueError: ``size`` is no multiple of 10, or a class has too few examples.
+        ValueError: ``size`` is not a positive multiple of 10, or a class has too few examples.
     """
     per_class, rest = divmod(size, NUM_CLASSES)
     if per_class < 1 or rest:
@@ -114,9 +138,10 @@ def balanced_subset(
 
 
 def write_npz(path: Path, arrays: dict[str, np.ndarray]) -> None:
-    """Writes what ``np.load`` reads, packed by LZMA (a seventh smaller than ``savez_compressed``).
+    """Writes arrays to an .npz file that is compressed by LZMA.
 
-    The same arrays give the same bytes, and ``path`` is replaced only by a complete file.
+    The file is a seventh smaller than that of ``np.savez_compressed``. ``np.load`` reads it. Equal
+    arrays give equal bytes. The file is replaced atomically.
     """
     partial = path.with_name(path.name + ".partial")
     try:
@@ -124,7 +149,7 @@ def write_npz(path: Path, arrays: dict[str, np.ndarray]) -> None:
             for name, array in arrays.items():
                 buffer = io.BytesIO()
                 np.lib.format.write_array(buffer, array, allow_pickle=False)
-                entry = zipfile.ZipInfo(f"{name}.npy")  # without the time of day
+                entry = zipfile.ZipInfo(f"{name}.npy")  # without a timestamp
                 archive.writestr(entry, buffer.getvalue(), zipfile.ZIP_LZMA)
         os.replace(partial, path)
     finally:
@@ -132,13 +157,20 @@ def write_npz(path: Path, arrays: dict[str, np.ndarray]) -> None:
 
 
 def write_tfds(splits: Mapping[str, tuple[np.ndarray, np.ndarray]], data_dir: Path) -> Path:
-    """Writes (images, labels) of every split as TFDS's fashion_mnist; returns its folder.
+    """Writes the data set fashion_mnist of TFDS.
 
-    TFDS writes into a temporary folder and renames it when complete. Images are handed over as open
-    files of PNG bytes: TFDS would call TensorFlow to encode an array.
+    TFDS writes to a temporary folder and renames it when it is complete. The images are passed as
+    PNG files, because TFDS would call TensorFlow to encode an array.
+
+    Args:
+        splits: the images and the labels of each split.
+        data_dir: the folder of the TFDS data sets.
+
+    Returns:
+        The folder of the data set.
 
     Raises:
-        FileExistsError: ``data_dir`` holds a prepared fashion_mnist already.
+        FileExistsError: ``data_dir`` already holds the data set.
     """
 
     class Builder(FashionMNIST, skip_registration=True):  # type: ignore[call-arg]
@@ -150,7 +182,7 @@ def write_tfds(splits: Mapping[str, tuple[np.ndarray, np.ndarray]], data_dir: Pa
     builder = Builder(data_dir=data_dir, file_format="array_record")
     if builder.is_prepared():
         raise FileExistsError(f"fashion_mnist is already prepared in {builder.data_dir}")
-    with tempfile.TemporaryDirectory() as downloads:  # stays empty
+    with tempfile.TemporaryDirectory() as downloads:  # nothing is downloaded
         builder.download_and_prepare(download_dir=downloads)
     return Path(builder.data_dir)
 
@@ -158,7 +190,7 @@ def write_tfds(splits: Mapping[str, tuple[np.ndarray, np.ndarray]], data_dir: Pa
 def examples(
     images: UInt8[np.ndarray, "n 28 28"], labels: UInt8[np.ndarray, " n"]
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields (key, example) as TFDS's own builder of fashion_mnist does."""
+    """Yields (key, example) pairs in the format of the TFDS builder of fashion_mnist."""
     for index, (image, label) in enumerate(zip(images, labels, strict=True)):
         png = io.BytesIO()
         Image.fromarray(image).save(png, format="PNG")
@@ -172,9 +204,9 @@ def embed(
     output: Annotated[Path, typer.Option(help="The file to write.")] = EMBEDDED_FILE,
     train: Annotated[int, typer.Option(help="Training images, a multiple of 10.")] = 8000,
     test: Annotated[int, typer.Option(help="Test images, a multiple of 10.")] = 2000,
-    seed: Annotated[int, typer.Option(min=0, help="Of the choice of images.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the choice of images.")] = 0,
 ) -> None:
-    """Write the small class-balanced subset that lies in the repository."""
+    """Write the small class-balanced subset that is part of the repository."""
     if not output.parent.is_dir():
         raise FileNotFoundError(
             f"output={str(output)!r}: expected a file in a folder that is there, "
@@ -192,10 +224,10 @@ def embed(
 
 @app.command("tfds")
 def prepare_tfds(
-    data_dir: Annotated[Path, typer.Option(help="TFDS's folder of data sets.")],
+    data_dir: Annotated[Path, typer.Option(help="Folder of the TFDS data sets.")],
     source: Source = DEBIAN_FOLDER,
 ) -> None:
-    """Write fashion_mnist as TFDS itself does (array_record), without TensorFlow.
+    """Write the TFDS data set fashion_mnist (array_record), without TensorFlow.
 
     Afterwards tfds.data_source("fashion_mnist", data_dir=DIR) reads it.
     """
@@ -204,7 +236,7 @@ def prepare_tfds(
 
 
 def main() -> None:
-    """Runs the command line; bad input ends it with one line instead of a traceback."""
+    """Runs the command line. An invalid input exits with one line instead of a traceback."""
     try:
         app()
     except (OSError, ValueError) as error:

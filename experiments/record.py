@@ -1,4 +1,4 @@
-"""Results in JSON files, with what is needed to make them again."""
+"""JSON and Markdown files of results, with the information to reproduce them."""
 
 import json
 import platform
@@ -15,7 +15,7 @@ import typer
 
 
 def describe_environment() -> dict[str, Any]:
-    """The command line, the devices and the versions of what computes."""
+    """The command line, the devices, and the versions of Python, JAX, Flax and Optax."""
     return {
         "command": shlex.join(["python", *sys.orig_argv[1:]]),
         "devices": [device.device_kind for device in jax.devices()],
@@ -29,36 +29,47 @@ def describe_environment() -> dict[str, Any]:
 
 
 def make_folder(out: Path) -> None:
-    """Makes a command's folder of results, where it is not there yet.
+    """Creates the results folder of a command, if it does not exist.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the folder cannot be created.
     """
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OSError(
-            f"out={str(out)!r}: expected a folder, there or to be made ({error.strerror})"
+            f"out={str(out)!r}: expected a folder that exists or can be created ({error.strerror})"
         ) from error
 
 
 def read_table(path: Path, described: dict[str, Any]) -> dict[str, Any]:
-    """An earlier table of the same description, to which rows are added.
+    """Reads an existing table, to which the caller adds rows.
+
+    Args:
+        path: the JSON file of the table.
+        described: the values that the table must have, such as the network and the target.
+
+    Returns:
+        The table.
 
     Raises:
-        BadParameter: there is none, or it is of another description.
+        BadParameter: the file does not exist, or its values differ from ``described``.
     """
     if not path.exists():
-        raise typer.BadParameter(f"add: {path} is not there yet")
+        raise typer.BadParameter(f"add: {path} does not exist")
     table: dict[str, Any] = json.loads(path.read_text())
-    other = [f"{key}={table.get(key)!r}" for key in described if table.get(key) != described[key]]
+    other = [key for key in described if table.get(key) != described[key]]
     if other:
-        raise typer.BadParameter(f"add: {path} is of {', '.join(other)}")
+        found, expected = (
+            ", ".join(f"{key}={values.get(key)!r}" for key in other)
+            for values in (table, described)
+        )
+        raise typer.BadParameter(f"add: {path} is of {found}; expected {expected}")
     return table
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Writes a file at once or not at all; makes its folder."""
+    """Writes a JSON file atomically, and creates its folder if necessary."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".unfinished")
     unfinished.write_text(json.dumps(content, indent=1) + "\n")
@@ -66,7 +77,17 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def write_table(path: Path, title: str, rows: Sequence[Sequence[str]], command: str) -> str:
-    """Writes a Markdown table, its header first, under a title and over a command; returns it."""
+    """Writes a Markdown file with a title, a table and the command that made the table.
+
+    Args:
+        path: the file to write.
+        title: the text before the table.
+        rows: the cells of each row. The first row is the header.
+        command: the text after the table.
+
+    Returns:
+        The text of the file.
+    """
     header, *body = rows
     lines = [f"| {' | '.join(cells)} |" for cells in (header, ["---"] * len(header), *body)]
     text = "\n".join([f"{title}\n", *lines, f"\n    {command}\n"])

@@ -1,6 +1,6 @@
 """Reads data sets that TensorFlow Datasets (TFDS) prepared as array_record, without TensorFlow.
 
-Small data sets are decoded once into memory; ImageNet is decoded as it is read.
+Small data sets are decoded into memory once. ImageNet is decoded while it is read.
 """
 
 from collections.abc import Sequence
@@ -16,10 +16,19 @@ from experiments.imagenet import ImageNet
 
 
 def read(name: str, data_dir: Path | str | None) -> tuple[Examples, Examples]:
-    """The training and the test examples of a data set (for ImageNet TFDS's "validation").
+    """Reads the training and the test examples of a data set.
+
+    The test examples of ImageNet are the split "validation" of TFDS.
+
+    Args:
+        name: TFDS's name of the data set.
+        data_dir: the folder of the TFDS data sets. None is the default folder of TFDS.
+
+    Returns:
+        The training examples and the test examples.
 
     Raises:
-        FileNotFoundError: the data set is not in ``data_dir``; the message says how to get it.
+        FileNotFoundError: the data set is not in ``data_dir``. The message tells how to get it.
     """
     builder = tfds.builder(name, data_dir=data_dir)
     if not builder.is_prepared():
@@ -36,7 +45,7 @@ def read(name: str, data_dir: Path | str | None) -> tuple[Examples, Examples]:
 
 def _decode(source: Sequence[Any]) -> InMemory:
     examples = grain.MapDataset.source(source).map(lambda x: (x["image"], np.int32(x["label"])))
-    # Small images are bound by the interpreter's lock: more threads than two slow it down.
+    # Python's global lock limits the decoding of small images. More than two threads are slower.
     two_threads = grain.ReadOptions(num_threads=2)
     images, labels = zip(*examples.to_iter_dataset(two_threads), strict=True)
     return InMemory(np.stack(images), np.stack(labels))
