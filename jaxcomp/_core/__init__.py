@@ -1,1 +1,1 @@
-"""Shared by all packages above: barriers, choices by platform, types in `jax.shard_map`."""
+"""Shared foundations: barriers, choices by platform, types in `jax.shard_map`, module scopes."""

@@ -1,12 +1,12 @@
-"""Optimisation barriers that make XLA keep the code of a saved residual instead of the residual.
+"""Optimisation barriers that make XLA save a residual's code instead of the residual.
 
-A residual that is declared in 2 bits is not yet kept in 2 bits. XLA may delay the encoding until
-just before the backward pass and keep the full array, decode early, or use the decoded array late.
-Barriers prevent all three: `save_residual` in the forward rule of a `jax.custom_vjp`,
-`barrier_together` or `decode_after` in its backward rule.
+Encoding a residual in 2 bits does not by itself make XLA keep only 2 bits. XLA may delay the
+encoding until just before the backward pass and keep the full array; it may decode early; or it may
+use the decoded array late. Barriers prevent all three. `save_residual` belongs in the forward rule
+of a `jax.custom_vjp`, `barrier_together` or `decode_after` in its backward rule.
 
-An array that passes a barrier is written to memory, so each barrier takes an array that is written
-there anyway. XLA removes an unused operand from a barrier, so each operand is also used.
+An array that passes a barrier is written to memory. Each barrier therefore takes an array that is
+written to memory anyway. XLA removes unused operands from a barrier, so each operand is also used.
 """
 
 import typing
@@ -27,7 +27,7 @@ C = typing.TypeVar("C")
 
 @typing.runtime_checkable
 class SavedBy(typing.Protocol):
-    """What barriers ask of a codec; `jaxcomp.codecs.Codec` says what each means."""
+    """The properties of a codec that barriers read; `jaxcomp.codecs.Codec` documents them."""
 
     is_exact: typing.ClassVar[bool]
     on_host: typing.ClassVar[bool]
@@ -39,21 +39,19 @@ class SavedBy(typing.Protocol):
 
 
 def save_residual(value: T, residual: C, codec: SavedBy) -> tuple[T, C]:
-    """Saves a residual for the backward pass: it is computed before the value is used.
+    """Saves a residual for the backward pass; it is computed before `value` is used.
 
-    Every array of the residual gets the name `jaxcomp/<codec>`, by which a `jax.checkpoint` policy
-    may save it.
+    Every array of the residual gets the name `jaxcomp/<codec>`. A `jax.checkpoint` policy can save
+    it by that name. The residual of a codec with `on_host` is moved to the host's pinned memory;
+    `barrier_together` and `decode_after` copy it back.
 
-    A gradient of the gradient would need the derivative of the codec, which has none to speak of:
-    it is refused, except for `Exact`.
-
-    The code of `Offload` is moved to the host's pinned memory. `barrier_together` and
-    `decode_after` bring it back.
+    Second derivatives would need the derivative of the codec, which is not defined. They are an
+    error, except for `Exact`.
 
     Args:
-        value: Input or result of the operation, whichever is written to memory anyway; any pytree.
-        residual: What waits for the backward pass, any pytree.
-        codec: What the residual is stored by; gives the name.
+        value: Any pytree; an input or result of the operation that is written to memory anyway.
+        residual: Any pytree; the encoded residual to save.
+        codec: Codec of the residual.
 
     Returns:
         `value` and `residual`, to be used in place of the arguments.
@@ -69,28 +67,32 @@ def save_residual(value: T, residual: C, codec: SavedBy) -> tuple[T, C]:
 
 
 def materialize(value: Array) -> Array:
-    """An array that is in memory before it is encoded, as it will be anyway.
+    """Writes an array to memory before it is encoded.
 
-    A codec reads it more than once, for ranges and then for codes. XLA may otherwise make it anew
-    for each, or write what it is made of to memory as well.
+    A codec may read the array twice, for ranges and for codes. Without the barrier, XLA may compute
+    the array again for each read, or write its operands to memory too.
     """
     return lax.optimization_barrier(value)
 
 
 def name_residual(residual: C, codec: SavedBy) -> C:
-    """Gives every array of a residual, any pytree, the name that `save_residual` gives."""
+    """Names every array of a residual, any pytree, as `save_residual` does."""
     return jax.tree.map(lambda leaf: checkpoint_name(leaf, codec.stored_name()), residual)
 
 
 def await_host_copy(value: Array, residual: typing.Any) -> Array:
-    """An array that on a GPU is not used before residuals that `Offload` made are on the host.
+    """Delays the use of an array on a GPU until residuals of `Offload` are copied to the host.
 
-    XLA for GPUs puts a copy to the host off until somebody waits for it, and keeps the original
-    until then. TPUs copy at once.
+    XLA for GPUs delays a copy to the host until its result is used, and keeps the original until
+    then. TPUs copy at once.
 
     Args:
-        value: What the forward pass still needs; small, or the operand of elementwise operations.
-        residual: What `save_residual` returned, any pytree.
+        value: Array that the forward pass still needs; small, or an operand of elementwise
+            operations.
+        residual: Any pytree; the residual that `save_residual` returned.
+
+    Returns:
+        `value`, to be used in place of the argument.
     """
 
     def waiting(value: Array, copies: list[Array]) -> Array:
@@ -105,7 +107,7 @@ def await_host_copy(value: Array, residual: typing.Any) -> Array:
 
 
 def _to_host(value: T, residual: C) -> tuple[T, C]:
-    """Moves a residual to pinned host memory; the smallest array of the value waits for it."""
+    """Moves a residual to pinned host memory; the smallest array of `value` waits for the copy."""
     residual = jax.tree.map(lambda leaf: jax.device_put(leaf, jax.memory.Space.Host), residual)
     leaves, tree = jax.tree.flatten(value)
     smallest = min(range(len(leaves)), key=lambda i: leaves[i].size)
@@ -114,7 +116,7 @@ def _to_host(value: T, residual: C) -> tuple[T, C]:
 
 
 def on_device(residual: C) -> C:
-    """A residual, any pytree, with what waits in the host's memory brought back."""
+    """Copies the arrays of a residual, any pytree, from host memory to the device."""
 
     def move(leaf: Array) -> Array:
         on_host = jax.typeof(leaf).memory_space == jax.memory.Space.Host
@@ -125,7 +127,7 @@ def on_device(residual: C) -> C:
 
 @jax.custom_jvp
 def undifferentiable(residual: C) -> C:
-    """The same arrays; their derivatives are an error, as `save_residual` says."""
+    """Returns the arrays unchanged; differentiating them is an error."""
     return residual
 
 
@@ -137,21 +139,21 @@ def _refuse(primals: tuple[C], tangents: tuple[C]) -> typing.NoReturn:
 
 
 def barrier_together(one: C, other: T, codec: SavedBy | None = None) -> tuple[C, T]:
-    """Ties two values of a backward rule: neither is used before both are there.
+    """Places one barrier around two values of a backward rule: neither is used before both exist.
 
-    A residual tied to the arriving cotangent is decoded no earlier than that. A weight's gradient
-    tied to the cotangent that it was made of is made before the cotangent is used again; XLA may
-    otherwise put it off to the end of the backward pass, and keep the decoded residual until then.
+    A residual in a barrier with the arriving cotangent is not decoded before the cotangent exists.
+    A weight gradient in a barrier with the cotangent it was computed from is computed before the
+    cotangent is used again. Otherwise XLA may delay it to the end of the backward pass and keep the
+    decoded residual until then.
 
     Args:
-        one: Any pytree, such as what `save_residual` returned or a weight's gradient.
-        other: Any pytree of arrays that are written to memory anyway, such as a cotangent that is
-            an operand of a product.
-        codec: What the residual is stored by. If it is one with `fuses_decode_on_tpu`, nothing
-            is tied on a TPU.
+        one: Any pytree, such as a residual from `save_residual` or a weight gradient.
+        other: Any pytree of arrays that are written to memory anyway, such as a cotangent that a
+            product reads.
+        codec: Codec of the residual. On a TPU there is no barrier if it has `fuses_decode_on_tpu`.
 
     Returns:
-        Both, to be used in place of the arguments.
+        Both values, to be used in place of the arguments.
     """
     one, other = _held((one, other), codec)
     return on_device(one), other
@@ -160,33 +162,34 @@ def barrier_together(one: C, other: T, codec: SavedBy | None = None) -> tuple[C,
 def decode_after(
     cotangent: Array, residual: C, decode: Callable[[C], T], codec: SavedBy | None = None
 ) -> T:
-    """Decodes a residual after one element per sample of the cotangent is there.
+    """Decodes a residual once one element per sample of the cotangent exists.
 
-    For elementwise backward rules: decoding and the cotangent's making can then be parts of one
-    kernel, and neither is written to memory, as `barrier_together` would have it.
+    This form is for elementwise backward rules. XLA can fuse decoding and the computation of the
+    cotangent into one kernel, and writes neither to memory. `barrier_together` would write both.
 
     Args:
         cotangent: The arriving cotangent; axis 0 is the batch.
-        residual: What `save_residual` returned.
-        decode: Makes an array of as many samples of it, or several.
-        codec: As in `barrier_together`; decoding waits for nothing where that ties nothing.
+        residual: Any pytree; the residual that `save_residual` returned.
+        decode: Function of the residual that returns one or more arrays with as many samples.
+        codec: As in `barrier_together`.
 
     Returns:
-        What `decode` returns.
+        The result of `decode`.
     """
     first = cotangent[(slice(None), *(slice(1),) * (cotangent.ndim - 1))[: cotangent.ndim]]
     residual, first, never = _held((residual, first, jnp.bool(False)), codec)
     residual = on_device(residual)
 
     def used(decoded: Array) -> Array:
-        """With a use of `first`, without which XLA drops it from the barrier."""
+        """Uses `first` in the result; XLA would otherwise remove it from the barrier."""
         of_sample = first.astype(decoded.dtype)
         if first.ndim != decoded.ndim:
             of_sample = of_sample.reshape(-1, *(1,) * (decoded.ndim - 1))
         return jnp.where(never, of_sample, decoded)
 
     decoded, tree = jax.tree.flatten(decode(residual))
-    # All are of the one barrier. Of a mask beside values a use would be a kernel of its own.
+    # One use suffices for all, as they passed the same barrier. A use in a mask would be a separate
+    # kernel, so values are preferred.
     floats = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in decoded]
     uses = floats if any(floats) else [True] * len(decoded)
     values = [used(a) if use else a for a, use in zip(decoded, uses, strict=True)]
@@ -194,10 +197,10 @@ def decode_after(
 
 
 def _held(operands: T, codec: SavedBy | None) -> T:
-    """A barrier; for a TPU none if what reads the residual there decodes it, too.
+    """Places a barrier around the operands, but none on a TPU if readers decode there.
 
-    It would cost a pass over the cotangent, which is otherwise a part of the product that makes it
-    or reads it.
+    On a TPU, the barrier would add a pass over the cotangent. Without it, the cotangent is fused
+    with the product that computes or reads it.
     """
     if codec is None or not codec.fuses_decode_on_tpu:
         return lax.optimization_barrier(operands)

@@ -1,8 +1,8 @@
-"""Every choice that depends on the platform that a program is compiled for, by name.
+"""All choices that depend on the platform for which a program is compiled.
 
-Each function takes the forms of one computation and emits the one for the platform. The forms stand
-beside the operation that they belong to. JAX decides when it lowers a program, so an absent target
-of an ahead-of-time compilation counts.
+Each function takes several forms of one computation and emits the form for the platform. The forms
+are defined beside the operation they belong to. JAX selects the platform when it lowers a program,
+so ahead-of-time compilation for an absent device works.
 """
 
 import functools
@@ -21,39 +21,48 @@ def multiply_to_pack_on_tpu(codes: T, by_product: Form[T], by_shift: Form[T]) ->
 
 
 def hold_until_copied_on_gpu(operands: tuple[T, list[T]], hold: Form[T]) -> T:
-    """Holds a value back on a GPU until copies to the host are done; TPUs copy at once."""
+    """Delays a value on a GPU until copies to the host are done; TPUs copy at once."""
     return lax.platform_dependent(*operands, cuda=hold, default=lambda value, _: value)
 
 
 def no_barrier_on_tpu(operands: T) -> T:
-    """An optimisation barrier, but none on a TPU, whose compiler fuses the decoding anyway."""
+    """Places an optimisation barrier, except on a TPU, whose compiler fuses the decoding."""
     return lax.platform_dependent(
         operands, tpu=lambda operands: operands, default=lax.optimization_barrier
     )
 
 
 def remake_on_tpu(made: T, remake: Form[T]) -> T:
-    """A value that a TPU computes again after its codes, as a part of the kernel that reads it."""
+    """Computes a value again on a TPU after its codes, fused into the kernel that reads it."""
     return lax.platform_dependent(made, tpu=remake, default=lambda made: made)
 
 
 def pool_over_map_on_tpu(
     operands: tuple[typing.Any, ...], over_map: Form[T], windows: Form[T]
 ) -> T:
-    """A pool's backward sums over the whole map on a TPU, over the windows elsewhere."""
+    """Sums a pool's backward pass over the map on a TPU, over windows elsewhere."""
     return lax.platform_dependent(*operands, tpu=over_map, default=windows)
 
 
 def multiply_integers_on_gpu(
     operands: tuple[typing.Any, ...], of_integers: Form[T], of_decoded: Form[T]
 ) -> T:
-    """A product of the integers of a code on a GPU, of the decoded values elsewhere."""
+    """Multiplies the integers of a code on a GPU, the decoded values elsewhere."""
     return lax.platform_dependent(*operands, cuda=of_integers, default=of_decoded)
 
 
 def kernel_or_interpreter(
     platform: typing.Literal["cuda", "tpu"], operands: tuple[typing.Any, ...], run: Form[T]
 ) -> T:
-    """A Pallas kernel, `run(interpret, *operands)`: compiled on its platform, else interpreted."""
+    """Runs a Pallas kernel on its platform, and Pallas' interpreter elsewhere.
+
+    Args:
+        platform: Platform of the kernel.
+        operands: Operands of the kernel.
+        run: Function `run(interpret, *operands)` that calls the kernel.
+
+    Returns:
+        The result of `run`.
+    """
     forms = {platform: functools.partial(run, False), "default": functools.partial(run, True)}
     return lax.platform_dependent(*operands, **forms)

@@ -1,7 +1,7 @@
-"""Inside of `jax.shard_map`: over which mesh axes the values of an array vary.
+"""Types of arrays inside of `jax.shard_map`: the mesh axes over which their values vary.
 
-Its types say so where it checks them (`check_vma=True`, the default). Outside, and without the
-check, nothing varies by type.
+Types carry these axes if `jax.shard_map` checks them (`check_vma=True`, the default). Outside of
+`jax.shard_map`, and without the check, no array varies by its type.
 """
 
 import typing
@@ -14,14 +14,17 @@ T = typing.TypeVar("T")
 
 
 def match_varying(operands: T) -> T:
-    """The same arrays, each of the type that varies over every axis over which one of them does.
+    """Makes arrays vary over every mesh axis over which one of them varies.
 
-    A custom rule has to give each argument a gradient of the argument's own type. The batch varies
-    over devices and so does all that a backward pass makes of it, a parameter does not: from here
-    on it does, and JAX adds up its gradient over the devices.
+    A custom rule must return gradients with the types of its arguments. In data parallelism the
+    batch varies over devices, and so does every gradient in the backward pass, but a parameter does
+    not. This function makes the parameter vary, and JAX sums its gradient over the devices.
 
     Args:
         operands: Any pytree of arrays.
+
+    Returns:
+        The same arrays with matching types.
 
     Example:
         >>> import jax.numpy as jnp
@@ -38,19 +41,19 @@ def match_varying(operands: T) -> T:
 
 
 def varying_axes(array: jax.Array) -> frozenset[str]:
-    """The names of the mesh axes over which an array varies by its type."""
+    """Returns the names of the mesh axes over which an array varies by its type."""
     return jax.typeof(array).manual_axis_type.varying
 
 
 def type_like(array: jax.Array) -> typing.Any:
-    """An array's shape, dtype and type, as `jax.linear_transpose` takes them.
+    """Returns shape, dtype and type of an array, as `jax.linear_transpose` takes them.
 
-    A `jax.ShapeDtypeStruct` does not say of which mesh the axes are.
+    A `jax.ShapeDtypeStruct` lacks the mesh of the axes.
     """
     return jax.typeof(array).strip_weak_type()
 
 
 def struct_like(array: jax.Array, shape: tuple[int, ...], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of a kernel's result that varies over the axes over which `array` does."""
+    """Returns shape and dtype of a kernel's result that varies over the mesh axes of `array`."""
     varies = jax.typeof(array).manual_axis_type
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varies)

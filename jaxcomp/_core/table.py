@@ -1,4 +1,4 @@
-"""Rows of text as lines with aligned columns."""
+"""Text tables with aligned columns."""
 
 from collections.abc import Collection, Sequence
 
@@ -7,11 +7,11 @@ def lines(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[st
     """Pads the cells of each column to one width.
 
     Args:
-        rows: Rows of as many cells each; at least one.
-        right: Columns that are aligned to the right, by number.
+        rows: Rows with equal numbers of cells; at least one row.
+        right: Indices of the columns that are aligned to the right.
 
     Returns:
-        A line for each row, without spaces at its end.
+        One line for each row, without trailing spaces.
 
     Example:
         >>> lines([("name", "bytes"), ("x", "8")], right=(1,))

@@ -1,4 +1,4 @@
-"""Flax NNX layers that keep compressed residuals."""
+"""Flax NNX layers with compressed saved activations."""
 
 from jaxcomp.nn._activation import GELU as GELU
 from jaxcomp.nn._activation import Dropout as Dropout

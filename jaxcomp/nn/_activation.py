@@ -1,4 +1,4 @@
-"""Activation and pooling functions as modules, so that a rule can name them by their path."""
+"""Activation functions, dropout and pooling as modules, which a policy can select by their path."""
 
 import dataclasses
 import math
@@ -16,10 +16,14 @@ from jaxcomp.ops import CodedArray, Padding, encode_activation, value
 
 
 class ReLU(Coded, nnx.Module):
-    """`flax.nnx.relu` that keeps a packed mask.
+    """`flax.nnx.relu` as a layer that saves a packed mask.
 
     Args:
-        codec: `Packed(bits=1)` for the packed mask; None leaves the function as it is in Flax.
+        codec: `Packed(bits=1)`, or `Offload` of it. None calls Flax's function.
+
+    Raises:
+        TypeError: If `codec` is not a codec.
+        ValueError: If `codec` does not store masks.
 
     Example:
         >>> import jax.numpy as jnp
@@ -33,7 +37,7 @@ class ReLU(Coded, nnx.Module):
         super().__init__(codec=codec)
 
     def check_codec(self, codec: Codec | None) -> None:
-        """Raises an error unless the codec is a mask's: `Packed(bits=1)`, `Exact()` or None."""
+        """Checks that the codec is `Packed(bits=1)`, `Offload` of it, `Exact()` or None."""
         super().check_codec(codec)
         _check_mask(codec)
 
@@ -43,14 +47,18 @@ class ReLU(Coded, nnx.Module):
 
 
 class GELU(Coded, nnx.Module):
-    """`flax.nnx.gelu` that keeps its derivative as `codec` stores it.
+    """`flax.nnx.gelu` as a layer that saves its encoded derivative (`ops.gelu`).
 
-    It has no parameters to draw its noise by: a value that comes back at the same place of the same
-    shape, such as a padding's zero, is rounded the same way.
+    The layer has no parameters from which to derive a seed. The same value at the same index of an
+    array of the same shape, such as a zero of the padding, is always rounded the same way.
 
     Args:
-        approximate: Whether to use the tanh form, as `flax.nnx.gelu`.
-        codec: How the derivative is stored; None leaves the function as it is in Flax.
+        approximate: Whether to use the tanh approximation, as in `flax.nnx.gelu`.
+        codec: Codec of the derivative. None calls Flax's function.
+
+    Raises:
+        TypeError: If `codec` is not a codec.
+        ValueError: If `codec` does not store derivatives.
 
     Example:
         >>> import jax.numpy as jnp
@@ -66,15 +74,21 @@ class GELU(Coded, nnx.Module):
         self.approximate = approximate
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Returns x times the normal distribution's value at x."""
+        """Returns x times the cumulative distribution function of the normal distribution at x."""
         return ops.gelu(x, self.approximate, codec=self.codec)
 
 
 class SiLU(Coded, nnx.Module):
-    """`flax.nnx.silu` that keeps its derivative as `codec` stores it; its noise is as `GELU`'s.
+    """`flax.nnx.silu` as a layer that saves its encoded derivative (`ops.silu`).
+
+    Its rounding noise is as that of `GELU`.
 
     Args:
-        codec: How the derivative is stored; None leaves the function as it is in Flax.
+        codec: Codec of the derivative. None calls Flax's function.
+
+    Raises:
+        TypeError: If `codec` is not a codec.
+        ValueError: If `codec` does not store derivatives.
 
     Example:
         >>> import jax.numpy as jnp
@@ -94,14 +108,18 @@ class SiLU(Coded, nnx.Module):
 
 
 class Dropout(Coded, nnx.Dropout):
-    """`flax.nnx.Dropout` that keeps a packed mask.
+    """`flax.nnx.Dropout` that saves a packed mask.
 
     Constructor, random numbers and results are those of `flax.nnx.Dropout`.
 
     Args:
-        *args: As `flax.nnx.Dropout`.
-        codec: `Packed(bits=1)` for the packed mask; None leaves the layer as it is in Flax.
-        **kwargs: As `flax.nnx.Dropout`.
+        *args: As in `flax.nnx.Dropout`.
+        codec: `Packed(bits=1)`, or `Offload` of it. None is Flax's layer.
+        **kwargs: As in `flax.nnx.Dropout`.
+
+    Raises:
+        TypeError: If `codec` is not a codec.
+        ValueError: If `codec` does not store masks.
 
     Example:
         >>> import jax.numpy as jnp
@@ -113,7 +131,7 @@ class Dropout(Coded, nnx.Dropout):
     kind = "dropout"
 
     def check_codec(self, codec: Codec | None) -> None:
-        """Raises an error unless the codec is a mask's: `Packed(bits=1)`, `Exact()` or None."""
+        """Checks that the codec is `Packed(bits=1)`, `Offload` of it, `Exact()` or None."""
         super().check_codec(codec)
         _check_mask(codec)
 
@@ -124,7 +142,11 @@ class Dropout(Coded, nnx.Dropout):
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
     ) -> Float[Array, "..."]:
-        """Drops elements of `inputs`; arguments as in `flax.nnx.Dropout`."""
+        """Drops elements of `inputs`; arguments as in `flax.nnx.Dropout`.
+
+        Raises:
+            ValueError: If neither the call nor the constructor got `rngs`.
+        """
         off = self.deterministic if deterministic is None else deterministic
         if self.codec is None or off is not False or not 0 < self.rate < 1:
             return super().__call__(inputs, deterministic=deterministic, rngs=rngs)
@@ -144,13 +166,17 @@ def _check_mask(codec: Codec | None) -> None:
 
 
 class MaxPool(Coded, nnx.Module):
-    """`flax.nnx.max_pool` that keeps packed indices.
+    """`flax.nnx.max_pool` as a layer that saves packed indices.
 
     Args:
-        window_shape: As `flax.nnx.max_pool`.
-        strides: As `flax.nnx.max_pool`.
-        padding: As `flax.nnx.max_pool`.
-        codec: `Packed(bits=...)` for packed indices; None leaves the function as it is in Flax.
+        window_shape: As in `flax.nnx.max_pool`.
+        strides: As in `flax.nnx.max_pool`.
+        padding: As in `flax.nnx.max_pool`.
+        codec: `Packed(bits=...)`, or `Offload` of it. None calls Flax's function.
+
+    Raises:
+        TypeError: If `codec` is not a codec.
+        ValueError: If `codec` does not store indices, or has too few bits for those of a window.
 
     Example:
         >>> import jax.numpy as jnp
@@ -173,7 +199,16 @@ class MaxPool(Coded, nnx.Module):
         super().__init__(codec=codec)
 
     def check_codec(self, codec: Codec | None) -> None:
-        """Raises an error unless the codec can hold the index of every value of a window."""
+        """Checks that the codec can store the index of every value of a window.
+
+        Args:
+            codec: The codec, or None.
+
+        Raises:
+            TypeError: If `codec` is not a codec.
+            ValueError: If `codec` does not store indices, or has too few bits for those of a
+                window.
+        """
         super().check_codec(codec)
         size = math.prod(self.window_shape)
         packed = codec and inner_codec(codec)
@@ -184,11 +219,18 @@ class MaxPool(Coded, nnx.Module):
             )
 
     def saved_elements(self, args: tuple[typing.Any, ...], result: typing.Any) -> int:
-        """Elements of what a call saves: an index for each element of its result."""
+        """Returns the number of elements that a call saves: one index per element of its result."""
         return count_elements(result)
 
     def __call__(self, x: Float[Array, "..."] | CodedArray) -> Float[Array, "..."] | CodedArray:
-        """Returns the maxima of the windows of `x`; of a `CodedArray` they have a code, too."""
+        """Returns the maximum of each window.
+
+        Args:
+            x: Array of shape (batch, spatial..., channels), or a `CodedArray` of one.
+
+        Returns:
+            The maxima; for a `CodedArray` with a code of the maxima.
+        """
         if isinstance(x, CodedArray):
             unsigned = dataclasses.replace(
                 typing.cast(SignAware, inner_codec(x.codec)), signed=False
@@ -201,5 +243,5 @@ class MaxPool(Coded, nnx.Module):
 
     @property
     def arguments(self) -> tuple[tuple[int, ...], tuple[int, ...] | None, Padding]:
-        """What `ops.max_pool` takes after the array."""
+        """Arguments of `ops.max_pool` after the array: window shape, strides and padding."""
         return self.window_shape, self.strides, self.padding

@@ -1,4 +1,4 @@
-"""Scaling and shifting of each feature, with a compressed input."""
+"""Per-feature scaling and shifting as a layer, with a compressed saved input."""
 
 import typing
 
@@ -14,19 +14,24 @@ from jaxcomp.nn._coded import Coded
 
 
 class Affine(Coded, nnx.Module):
-    """`scale * x + bias` for each feature, that keeps its input as `codec` stores it.
+    """Computes `scale * x + bias` for each feature and saves its input encoded (`ops.affine`).
 
-    ResMLP's replacement of a norm (arXiv:2105.03404, section 2) and, without bias and with a small
-    scale, LayerScale (arXiv:2103.17239, section 2).
+    Source: ResMLP's replacement of a norm (Touvron et al., arXiv:2105.03404, section 2). Without
+    bias and with a small `scale_init` it is LayerScale (Touvron et al., arXiv:2103.17239, section
+    2).
 
     Args:
-        num_features: Features, along the last axis of the input.
-        use_bias: Whether there is a bias, zero at first.
+        num_features: Size of the last axis of the input.
+        use_bias: Whether to add a bias, initially 0.
         scale_init: Initial value of all scales.
-        codec: How the input is stored; None leaves differentiation to JAX.
-        dtype: Dtype of the computation; None is that of input and parameters together.
+        codec: Codec of the input. None leaves differentiation to JAX.
+        dtype: Dtype of the computation. None is the promoted dtype of input and parameters.
         param_dtype: Dtype of the parameters.
-        rngs: As Flax's layers have it; nothing is drawn.
+        rngs: As in Flax's layers; unused, because nothing is random.
+
+    Raises:
+        TypeError: If `codec` is not a codec.
+        ValueError: If `codec` is not for this kind of operation.
 
     Example:
         >>> from jaxcomp import Quantize
@@ -54,7 +59,7 @@ class Affine(Coded, nnx.Module):
         super().__init__(codec=codec)
 
     def __call__(self, x: Float[Array, "*batch features"]) -> Float[Array, "*batch features"]:
-        """Scales and shifts `x`."""
+        """Returns `scale * x + bias`."""
         parameters = [self.scale[...], *([] if self.bias is None else [self.bias[...]])]
         seed = None if self.codec is None else noise.fingerprint(*parameters)
         promoted: list[typing.Any] = promote_dtype(x, *parameters, dtype=self.dtype)

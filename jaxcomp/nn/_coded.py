@@ -1,4 +1,4 @@
-"""What modules whose operation has a coded form share."""
+"""Base class and helpers of the layers that save encoded activations."""
 
 import contextlib
 import contextvars
@@ -16,19 +16,21 @@ from jaxcomp.ops import CodedArray, value
 
 
 class Sink(nnx.Variable[Array]):
-    """State of a module that holds what `ops.Sink` is: a row for each sample of the batch."""
+    """Variable of a layer that holds an `ops.Sink`: one row for each sample of the batch."""
 
 
 class Coded:
-    """A module whose operation has a coded form; rules find it by this class.
+    """Base class of the layers whose saved activations a codec can encode.
+
+    Policies select layers of this class.
 
     Attributes:
-        kind: Its kind of operation: "conv", "dot", "batch_norm", "layer_norm", "relu", "gelu",
-            "silu", "affine", "dropout", "max_pool" or "norm_act".
-        covers: Attributes whose modules store nothing once this one has a codec.
-        codec: How it stores what waits for its backward pass; None is as in Flax.
-        sink: Takes each sample's sensitivity as its gradient (`ops.Sink`), if there is a codec;
-            None is nothing. Convolutions, linear layers and batch norms read it.
+        kind: Kind of operation: "conv", "dot", "batch_norm", "layer_norm", "relu", "gelu", "silu",
+            "affine", "dropout", "max_pool" or "norm_act".
+        covers: Names of the attributes whose modules save nothing if this module has a codec.
+        codec: Codec of what the layer saves. None is the behaviour of Flax.
+        sink: Variable whose gradient is the sensitivity of each sample (`ops.Sink`), or None. Only
+            convolutions, linear layers and batch norms with a codec use it.
     """
 
     kind: typing.ClassVar[str]
@@ -42,7 +44,10 @@ class Coded:
         self.codec = codec
 
     def check_codec(self, codec: Codec | None) -> None:
-        """Raises an error if the module cannot store by a codec.
+        """Checks that the layer can save its activation by a codec.
+
+        Args:
+            codec: The codec, or None.
 
         Raises:
             TypeError: If `codec` is not a codec.
@@ -56,51 +61,65 @@ class Coded:
             raise ValueError(f"codec={codec}: stores for {', '.join(codec.kinds)}, not {self.kind}")
 
     def saved_elements(self, args: tuple[typing.Any, ...], result: typing.Any) -> int:
-        """Elements of what a call saves: of its first argument."""
+        """Returns the number of elements that a call saves: those of its first argument.
+
+        Args:
+            args: Positional arguments of the call.
+            result: Result of the call.
+        """
         return count_elements(args[:1])
 
     def sink_argument(self) -> dict[str, typing.Any]:
-        """The sink as a keyword argument of an operation, if there is one."""
+        """Returns the sink as a keyword argument of an operation; an empty dict without a sink."""
         return {} if self.sink is None else {"sink": self.sink[...]}
 
 
 def count_elements(values: typing.Any) -> int:
-    """Elements of all arrays of a pytree, in which a `ops.CodedArray` is one array."""
+    """Returns the number of elements of all arrays of a pytree.
+
+    An `ops.CodedArray` counts as one array.
+    """
     leaves = jax.tree.leaves(values, is_leaf=lambda x: isinstance(x, CodedArray))
     return sum(math.prod(value(leaf).shape) for leaf in leaves)
 
 
 def covered(modules: dict[str, Coded]) -> set[str]:
-    """The paths of the modules that store nothing, since one that covers them has a codec."""
+    """Returns the paths of modules that save nothing, because a module with a codec covers them.
+
+    Args:
+        modules: Modules by path, as from `coded_modules`.
+    """
     coding = ((path, module) for path, module in modules.items() if module.codec is not None)
     return {name for path, module in coding for name in covered_paths(path, module)}
 
 
 def covered_paths(path: str, module: Coded) -> set[str]:
-    """The paths of the modules that a module at `path` covers."""
+    """Returns the paths of the modules that the module at `path` covers."""
     return {f"{path}/{name}".lstrip("/") for name in module.covers}
 
 
 def coded_modules(model: nnx.Module) -> dict[str, Coded]:
-    """The `jaxcomp.nn` modules of a model by path."""
+    """Returns the `jaxcomp.nn` modules of a model by path."""
     modules = nnx.iter_modules(model)
     return {"/".join(map(str, path)): m for path, m in modules if isinstance(m, Coded)}
 
 
 @dataclasses.dataclass(frozen=True)
 class CodedOp:
-    """A product of `jaxcomp.ops` with its codec, comparable and hashable as Flax's static data.
+    """A product of `jaxcomp.ops` with its codec.
+
+    It is comparable and hashable, as Flax requires of static attributes.
 
     Attributes:
-        op: The operation of an input and a kernel, which takes `codec=` and `seed=`.
-        codec: Its codec, or None for the stock operation.
+        op: Operation of an input and a kernel, with the arguments `codec` and `seed`.
+        codec: Codec of the input. None calls the stock operation.
     """
 
     op: Callable[..., typing.Any]
     codec: Codec | None
 
     def __call__(self, x: Array, kernel: Array, *args: typing.Any, **kwargs: typing.Any) -> Array:
-        """Calls the operation with the codec; its noise is drawn anew when the kernel changes."""
+        """Calls the operation with the codec; the seed is derived from the kernel."""
         seed = None if self.codec is None else noise.fingerprint(kernel)
         activation, given = _GIVEN.get()
         lhs = x if activation is None else dataclasses.replace(activation, value=x)
@@ -113,11 +132,11 @@ _GIVEN: contextvars.ContextVar[_Given] = contextvars.ContextVar("given", default
 
 @contextlib.contextmanager
 def giving(activation: CodedArray | None, **arguments: typing.Any) -> Iterator[None]:
-    """Gives a `CodedOp` that Flax's layer calls what that does not pass on.
+    """Passes arguments through a Flax layer to the `CodedOp` that the layer calls.
 
     Args:
-        activation: Whose code goes with the operation's input; None if the input has none.
-        **arguments: Of the operation.
+        activation: `CodedArray` whose code belongs to the layer's input, or None.
+        **arguments: Keyword arguments of the operation.
     """
     token = _GIVEN.set((activation, arguments))
     try:

@@ -1,4 +1,4 @@
-"""Flax's linear layers with a compressed input."""
+"""Flax's convolutions and linear layers with a compressed saved input."""
 
 import typing
 from collections.abc import Sequence
@@ -18,14 +18,18 @@ from jaxcomp.ops import CodedArray, value
 
 
 class Conv(Coded, nnx.Conv):
-    """`flax.nnx.Conv` that keeps its input for the backward pass as `codec` stores it.
+    """`flax.nnx.Conv` that saves its input encoded (`ops.conv_general_dilated`).
 
     Constructor, parameters, state and results are those of `flax.nnx.Conv`.
 
     Args:
-        *args: As `flax.nnx.Conv`.
-        codec: How the input is stored; None leaves the layer as it is in Flax.
-        **kwargs: As `flax.nnx.Conv`, without `conv_general_dilated`.
+        *args: As in `flax.nnx.Conv`.
+        codec: Codec of the input. None is Flax's layer.
+        **kwargs: As in `flax.nnx.Conv`, without `conv_general_dilated`.
+
+    Raises:
+        TypeError: If `codec` is not a codec.
+        ValueError: If `codec` is not for this kind of operation.
 
     Example:
         >>> from jaxcomp import Quantize
@@ -43,14 +47,20 @@ class Conv(Coded, nnx.Conv):
     def __call__(
         self, inputs: Float[Array, "..."] | CodedArray, out_sharding: typing.Any = None
     ) -> Float[Array, "..."]:
-        """Convolves `inputs`; of a `CodedArray` with a code, that waits for the backward pass."""
+        """Convolves `inputs`, as Flax does.
+
+        Args:
+            inputs: Array, or `CodedArray`. The code of a `CodedArray` is saved in place of a new
+                one.
+            out_sharding: As in `flax.nnx.Conv`.
+        """
         activation = inputs if isinstance(inputs, CodedArray) and inputs.code is not None else None
         with giving(activation, **({} if activation else self.sink_argument())):
             return super().__call__(value(inputs), out_sharding)
 
     @property
     def codec(self) -> Codec | None:
-        """How the input is stored."""
+        """Codec of the input."""
         op = self.conv_general_dilated
         return op.codec if isinstance(op, CodedOp) else None
 
@@ -61,14 +71,19 @@ class Conv(Coded, nnx.Conv):
 
 
 class ConvTranspose(Coded, nnx.ConvTranspose):
-    """`flax.nnx.ConvTranspose` that keeps its input for the backward pass as `codec` stores it.
+    """`flax.nnx.ConvTranspose` that saves its input encoded (`ops.conv_transpose`).
 
     Constructor, parameters, state and results are those of `flax.nnx.ConvTranspose`.
 
     Args:
-        *args: As `flax.nnx.ConvTranspose`.
-        codec: How the input is stored; None leaves the layer as it is in Flax.
-        **kwargs: As `flax.nnx.ConvTranspose`; with a codec not padding="CIRCULAR".
+        *args: As in `flax.nnx.ConvTranspose`.
+        codec: Codec of the input. None is Flax's layer.
+        **kwargs: As in `flax.nnx.ConvTranspose`. padding="CIRCULAR" needs `codec=None`.
+
+    Raises:
+        TypeError: If `codec` is not a codec.
+        ValueError: If `codec` is not for this kind of operation, or is given with
+            padding="CIRCULAR".
 
     Example:
         >>> from jaxcomp import Quantize
@@ -80,7 +95,16 @@ class ConvTranspose(Coded, nnx.ConvTranspose):
     kind = "conv"
 
     def check_codec(self, codec: Codec | None) -> None:
-        """Raises an error if the layer cannot store by a codec."""
+        """Checks that the layer can save its input by a codec.
+
+        Args:
+            codec: The codec, or None.
+
+        Raises:
+            TypeError: If `codec` is not a codec.
+            ValueError: If `codec` is not for this kind of operation, or is given with
+                padding="CIRCULAR".
+        """
         super().check_codec(codec)
         if codec is not None and self.padding == "CIRCULAR":
             raise ValueError(f"codec={codec}: has no form for padding='CIRCULAR'")
@@ -118,14 +142,18 @@ def _for_each_axis(value: int | Sequence[int] | None, axes: int) -> tuple[int, .
 
 
 class Linear(Coded, nnx.Linear):
-    """`flax.nnx.Linear` that keeps its input for the backward pass as `codec` stores it.
+    """`flax.nnx.Linear` that saves its input encoded (`ops.dot_general`).
 
     Constructor, parameters, state and results are those of `flax.nnx.Linear`.
 
     Args:
-        *args: As `flax.nnx.Linear`.
-        codec: How the input is stored; None leaves the layer as it is in Flax.
-        **kwargs: As `flax.nnx.Linear`, without `dot_general`.
+        *args: As in `flax.nnx.Linear`.
+        codec: Codec of the input. None is Flax's layer.
+        **kwargs: As in `flax.nnx.Linear`, without `dot_general`.
+
+    Raises:
+        TypeError: If `codec` is not a codec.
+        ValueError: If `codec` is not for this kind of operation.
 
     Example:
         >>> from jaxcomp import Quantize
@@ -145,14 +173,14 @@ class Linear(Coded, nnx.Linear):
         *,
         scale: Affine | None = None,
     ) -> Float[Array, "..."]:
-        """Multiplies `inputs`, as Flax does.
+        """Multiplies `inputs` by the kernel, as Flax does.
 
         Args:
             inputs: Activations; axis 0 is the batch.
-            out_sharding: As Flax's layer has it.
-            scale: LayerScale that is applied to the result. Where it has a codec, nothing of its
-                own waits for the backward pass (`ops.scaled_linear`), if this layer has a codec,
-                too, and both compute in one dtype.
+            out_sharding: As in `flax.nnx.Linear`.
+            scale: LayerScale to apply to the result. If both layers have a codec and compute in the
+                same dtype, they run as `ops.scaled_linear`, and the LayerScale saves nothing of its
+                own.
         """
         if scale is not None and self._is_fused_with(scale, inputs, out_sharding):
             kernel, factor = self.kernel[...], scale.scale[...]
@@ -173,7 +201,7 @@ class Linear(Coded, nnx.Linear):
         return y if scale is None else scale(y)
 
     def _is_fused_with(self, scale: Affine, inputs: Array, out_sharding: typing.Any) -> bool:
-        """Whether `ops.scaled_linear` is what both layers do, and stores less."""
+        """Returns whether `ops.scaled_linear` computes both layers and saves less."""
         if self.codec is None or isinstance(scale.codec, Exact | None) or scale.bias is not None:
             return False
         if not (self.sink is self.preferred_element_type is out_sharding is None):
@@ -189,7 +217,7 @@ class Linear(Coded, nnx.Linear):
 
     @property
     def codec(self) -> Codec | None:
-        """How the input is stored."""
+        """Codec of the input."""
         op = self.dot_general
         return op.codec if isinstance(op, CodedOp) else None
 

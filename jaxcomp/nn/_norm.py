@@ -1,4 +1,4 @@
-"""Flax's normalisation layers with a compressed input."""
+"""Flax's normalisation layers with a compressed saved input."""
 
 import jax
 from flax import nnx
@@ -11,15 +11,19 @@ from jaxcomp.nn._coded import Coded
 
 
 class BatchNorm(Coded, nnx.BatchNorm):
-    """`flax.nnx.BatchNorm` that keeps its input for the backward pass as `codec` stores it.
+    """`flax.nnx.BatchNorm` that saves its input encoded (`ops.batch_norm`).
 
-    Constructor, parameters, running statistics and results are those of `flax.nnx.BatchNorm`; with
-    running averages in use (evaluation) it is that layer.
+    Constructor, parameters, running statistics and results are those of `flax.nnx.BatchNorm`. With
+    running averages (evaluation) it is Flax's layer.
 
     Args:
-        *args: As `flax.nnx.BatchNorm`.
-        codec: How the input is stored; None leaves the layer as it is in Flax.
-        **kwargs: As `flax.nnx.BatchNorm`.
+        *args: As in `flax.nnx.BatchNorm`.
+        codec: Codec of the input. None is Flax's layer.
+        **kwargs: As in `flax.nnx.BatchNorm`.
+
+    Raises:
+        TypeError: If `codec` is not a codec.
+        ValueError: If `codec` is not for this kind of operation.
 
     Example:
         >>> from jaxcomp import Quantize
@@ -68,21 +72,31 @@ class BatchNorm(Coded, nnx.BatchNorm):
         return y
 
     def update(self, mean: Float[Array, " features"], var: Float[Array, " features"]) -> None:
-        """Moves the running statistics towards a batch's, as Flax does."""
+        """Updates the running statistics by those of a batch, as Flax does.
+
+        Args:
+            mean: Mean of the batch, float32.
+            var: Biased variance of the batch, float32.
+        """
         for average, value in ((self.mean, mean), (self.var, var)):
             updated = self.momentum * average[...] + (1 - self.momentum) * value
             average[...] = jax.lax.stop_gradient(updated)
 
 
 class LayerNorm(Coded, nnx.LayerNorm):
-    """`flax.nnx.LayerNorm` that keeps its input for the backward pass as `codec` stores it.
+    """`flax.nnx.LayerNorm` that saves its input encoded (`ops.layer_norm`).
 
     Constructor, parameters and results are those of `flax.nnx.LayerNorm`.
 
     Args:
-        *args: As `flax.nnx.LayerNorm`.
-        codec: How the input is stored; None leaves the layer as it is in Flax.
-        **kwargs: As `flax.nnx.LayerNorm`; with a codec both axes are -1.
+        *args: As in `flax.nnx.LayerNorm`.
+        codec: Codec of the input. None is Flax's layer.
+        **kwargs: As in `flax.nnx.LayerNorm`. With a codec, `reduction_axes` and `feature_axes` must
+            be -1.
+
+    Raises:
+        TypeError: If `codec` is not a codec.
+        ValueError: If `codec` is not for this kind of operation, or is given with other axes.
 
     Example:
         >>> from jaxcomp import Quantize
@@ -94,7 +108,16 @@ class LayerNorm(Coded, nnx.LayerNorm):
     kind = "layer_norm"
 
     def check_codec(self, codec: Codec | None) -> None:
-        """Raises an error if the layer cannot store by a codec."""
+        """Checks that the layer can save its input by a codec.
+
+        Args:
+            codec: The codec, or None.
+
+        Raises:
+            TypeError: If `codec` is not a codec.
+            ValueError: If `codec` is not for this kind of operation, or is given with other axes
+                than -1.
+        """
         super().check_codec(codec)
         if codec is not None and (self.reduction_axes, self.feature_axes) != (-1, -1):
             raise ValueError(f"codec={codec}: expected reduction_axes=-1 and feature_axes=-1")

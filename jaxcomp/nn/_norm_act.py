@@ -1,4 +1,4 @@
-"""Norm, addition and ReLU as one module, alone or after a convolution."""
+"""Norm, addition and ReLU as one layer, alone or after a convolution."""
 
 import dataclasses
 import typing
@@ -20,25 +20,26 @@ Shortcut = Callable[[Features], Features]
 
 
 class Clipped(nnx.Variable[Array]):
-    """State of a unit: the part of its elements of which some code is clipped, of the last call."""
+    """Variable of a `NormAct`: the fraction of clipped elements in its last call."""
 
 
 class NormAct(Coded, nnx.Module):
-    """`relu(norm(x) + residual)` that keeps one code for all of it.
+    """Computes `relu(norm(x) + residual)` and saves one code for all of it (`ops.norm_act`).
 
     Args:
-        norm: The norm, with scale and bias, over the last axis.
-        relu: Whether there is a ReLU.
-        residual_norm: A norm like it, of the residual before it is added; None for none.
-        pool: A max pool after the ReLU of a unit that adds nothing; None for none.
-        codec: `SignAware(bits=...)`, with which the result in training is a `ops.CodedArray`; None
-            leaves what is kept to the codecs of `norm`, `relu`, `residual_norm` and `pool`, which
-            else have no say. Where `norm` uses running averages nothing is coded.
+        norm: Batch norm over the last axis, with scale and bias.
+        relu: Whether to apply a ReLU.
+        residual_norm: Batch norm with the same options, applied to the skip connection before the
+            addition; or None.
+        pool: Max pool after the ReLU, for calls without a skip connection; or None.
+        codec: `SignAware`, or `Offload` of it. In training the result is then an `ops.CodedArray`,
+            and the codecs of `norm`, `relu`, `residual_norm` and `pool` are unused. With None, or
+            if `norm` uses running averages, these modules run one by one with their own codecs.
 
     Raises:
-        TypeError: If `residual_norm` or `pool` is another module.
-        ValueError: If there is a `residual_norm` without a ReLU, or a `pool` without a ReLU or with
-            a `residual_norm`, or the codec cannot serve the norms.
+        TypeError: If `residual_norm` or `pool` is not a module of `jaxcomp.nn` of its kind.
+        ValueError: If `residual_norm` or `pool` is given without a ReLU, if both are given, or if
+            the codec does not fit the norms.
 
     Example:
         >>> import jax
@@ -78,7 +79,16 @@ class NormAct(Coded, nnx.Module):
         super().__init__(codec=codec)
 
     def check_codec(self, codec: Codec | None) -> None:
-        """Raises an error unless the codec is `SignAware` or `Offload` of it, for these norms."""
+        """Checks that the codec is `SignAware`, or `Offload` of it, and fits the norms.
+
+        Args:
+            codec: The codec, or None.
+
+        Raises:
+            TypeError: If `codec` is not a codec.
+            ValueError: If the codec is for other operations or has `in_turn`; if a norm has no
+                scale or bias, or another axis than -1; or if the options of both norms differ.
+        """
         super().check_codec(codec)
         if codec is None or isinstance(codec, Exact):
             return
@@ -95,14 +105,17 @@ class NormAct(Coded, nnx.Module):
 
     @property
     def in_turn(self) -> bool:
-        """Whether the norm waits in the backward pass for the residual's; see `Offload`."""
+        """Whether the norm's backward pass starts after that of `residual_norm`; as in `Offload`."""
         norm = self.residual_norm
         if self.codec is not None or norm is None or norm.use_running_average:
             return False
         return isinstance(norm.codec, Offload) and norm.codec.in_turn
 
     def saved_elements(self, args: tuple[typing.Any, ...], result: typing.Any) -> int:
-        """Elements of what a call saves: of its result, a residual's norm and a pool's input."""
+        """Returns the number of elements that a call saves.
+
+        They are those of the result, of the normalised skip connection, and of the input of a pool.
+        """
         count = count_elements(result) * (1 if self.residual_norm is None else 2)
         return count + (0 if self.pool is None else count_elements(args[:1]))
 
@@ -112,15 +125,15 @@ class NormAct(Coded, nnx.Module):
         residual: Features | None = None,
         shortcut: Shortcut | None = None,
     ) -> Features:
-        """Returns the result, in training and with a codec as a `ops.CodedArray`.
+        """Returns the result: an `ops.CodedArray` in training with a codec, else an array.
 
         Args:
-            x: What the norm takes.
-            residual: Is added before the ReLU.
-            shortcut: What is done to the residual first, before its norm, such as a convolution.
+            x: Input of the norm, (batch, ..., features).
+            residual: Skip connection that is added before the ReLU.
+            shortcut: Function that is applied to the skip connection first, such as a convolution.
 
         Raises:
-            ValueError: If there is a `residual_norm` or a `shortcut` and no `residual`.
+            ValueError: If `residual` is None and there is a `residual_norm` or a `shortcut`.
         """
         norm, residual_norm = self.norm, self.residual_norm
         for name, given in ("residual_norm", residual_norm), ("shortcut", shortcut):
@@ -162,7 +175,7 @@ class NormAct(Coded, nnx.Module):
     def _separately(
         self, x: Array, residual: Features | None, shortcut: Shortcut | None
     ) -> Features:
-        """What a unit does that has no code."""
+        """Runs the modules one by one."""
         y = self.norm(x)
         if residual is not None:
             if self.in_turn:
@@ -181,39 +194,43 @@ def _with_value(x: Features, value: Array) -> Features:
 
 
 def _affine(norm: BatchNorm) -> tuple[Array, Array]:
-    """The scale and bias that `check_codec` says there are."""
+    """Returns scale and bias, which `check_codec` requires."""
     assert norm.scale and norm.bias
     return norm.scale[...], norm.bias[...]
 
 
 def _promoted(norm: BatchNorm, x: Array) -> tuple[Array, tuple[Array, Array]]:
-    """An input, and scale and bias, in the dtype of the norm."""
+    """Returns an input, and scale and bias, in the dtype of the norm's computation."""
     variables = x, norm.mean[...], norm.var[...], *_affine(norm)
     x, _, _, scale, bias = norm.promote_dtype(variables, dtype=norm.dtype)
     return x, (scale, bias)
 
 
 def _options(norm: BatchNorm) -> dict[str, typing.Any]:
-    """Its own, as arguments of `ops.norm_act`."""
+    """Returns the options of a norm as arguments of `ops.norm_act`."""
     names = "epsilon", "use_fast_variance", "axis_name", "axis_index_groups"
     return {name: getattr(norm, name) for name in names}
 
 
 class ConvNormAct(NormAct):
-    """`NormAct` after a convolution: one code for norm, ReLU and what reads them.
+    """A convolution followed by a `NormAct`.
 
     Args:
-        conv: The convolution; of a `ops.CodedArray` it keeps the code that came with it.
-        norm: As `NormAct`.
-        relu: As `NormAct`.
-        residual_norm: As `NormAct`.
-        codec: As `NormAct`.
+        conv: The convolution. For an `ops.CodedArray` it saves that array's code.
+        norm: As in `NormAct`.
+        relu: As in `NormAct`.
+        residual_norm: As in `NormAct`.
+        codec: As in `NormAct`.
+
+    Raises:
+        TypeError: As in `NormAct`.
+        ValueError: As in `NormAct`.
 
     Example:
         >>> import jax
         >>> rngs = nnx.Rngs(0)
-        >>> unit = ConvNormAct(Conv(3, 8, (3, 3), rngs=rngs), BatchNorm(8, rngs=rngs))
-        >>> unit(jax.numpy.ones((2, 4, 4, 3))).shape
+        >>> layer = ConvNormAct(Conv(3, 8, (3, 3), rngs=rngs), BatchNorm(8, rngs=rngs))
+        >>> layer(jax.numpy.ones((2, 4, 4, 3))).shape
         (2, 4, 4, 8)
     """
 
@@ -235,5 +252,14 @@ class ConvNormAct(NormAct):
         residual: Features | None = None,
         shortcut: Shortcut | None = None,
     ) -> Features:
-        """Returns the result, in training and with a codec as a `ops.CodedArray`; as `NormAct`."""
+        """Returns the result: an `ops.CodedArray` in training with a codec, else an array.
+
+        Args:
+            x: Input of the convolution.
+            residual: As in `NormAct`.
+            shortcut: As in `NormAct`.
+
+        Raises:
+            ValueError: As in `NormAct`.
+        """
         return super().__call__(self.conv(x), residual, shortcut)
