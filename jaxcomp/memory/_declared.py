@@ -52,7 +52,7 @@ class Residual:
         dtype: the name of its dtype, for example `float32`.
         nbytes: its size in bytes. Elements of 2 or 4 bits are packed; a bool takes one byte.
         scope: the JAX name stack of the equation that computed it.
-        source: `file:line` of the user's code that computes it, or "".
+        source: `file:line` of the user code that computed it, or "" if it is not known.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -78,7 +78,7 @@ class _Value:
         aval: the abstract value of JAX.
         scope: the name stack of the equation that computed it; "" for arguments and constants.
         forward: whether an equation of the forward pass computed it.
-        source: `file:line` of the user's code that computes it, or "".
+        source: `file:line` of the user code that computed it, or "" if it is not known.
     """
 
     aval: Any

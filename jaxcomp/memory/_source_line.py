@@ -1,4 +1,4 @@
-"""The line of the user's code that an equation of a traced program comes from."""
+"""Finds the line of user code that an equation of a traced program comes from."""
 
 import functools
 import os
@@ -17,11 +17,11 @@ LIBRARIES = tuple(
         functools.__file__,
     )
 )
-"""Folders of Python, JAX, Flax and this library, whose lines are not the user's."""
+"""Folders of Python, JAX, Flax and this library. Their files are not user code."""
 
 
 def source_line(equation: JaxprEqn | None) -> str:
-    """`file:line` of the innermost code outside of `LIBRARIES`, or ""."""
+    """`file:line` of the innermost frame outside `LIBRARIES`, or "" if there is none."""
     for frame in frames(equation):
         if not frame.file_name.startswith(LIBRARIES) and os.path.isabs(frame.file_name):
             return f"{os.path.basename(frame.file_name)}:{frame.line_num}"
@@ -29,6 +29,6 @@ def source_line(equation: JaxprEqn | None) -> str:
 
 
 def frames(equation: JaxprEqn | None) -> list[Any]:
-    """The frames of an equation's traceback, the innermost first."""
+    """The frames of the traceback of an equation, the innermost first."""
     traceback: Any = None if equation is None else equation.source_info.traceback
     return traceback.frames if traceback else []
