@@ -188,8 +188,8 @@ def decode_after(
         return jnp.where(never, of_sample, decoded)
 
     decoded, tree = jax.tree.flatten(decode(residual))
-    # One use suffices for all, as they passed the same barrier. A use in a mask would be a separate
-    # kernel, so values are preferred.
+    # If there are floats, only they use `first`: all values come from one barrier, and a use in a
+    # mask would be a separate kernel.
     floats = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in decoded]
     uses = floats if any(floats) else [True] * len(decoded)
     values = [used(a) if use else a for a, use in zip(decoded, uses, strict=True)]

@@ -14,23 +14,23 @@ from jaxcomp.ops import CodedArray, value
 from jaxcomp.policies import PolicyLike
 from jaxcomp.transform import compress
 
-# Of height, width and channels, which a layer may change; it may travel with its code.
+# (batch, height, width, channels); the last three may differ between a layer's input and output.
 Features = Float[Array, "batch _ _ _"] | CodedArray
 _INIT = nnx.initializers.variance_scaling(2.0, "fan_out", "normal")
 
 
 class Layers:
-    """Makes the layers of one network, which share dtype and initial keys."""
+    """Creates the layers of one network, with a shared dtype and shared random keys."""
 
     def __init__(self, dtype: DTypeLike | None, rngs: nnx.Rngs) -> None:
         self.dtype, self.rngs = dtype, rngs
 
     def conv(self, cin: int, cout: int, size: int, stride: int = 1) -> nn.Conv:
-        """A convolution without bias, padded to keep the size at stride 1."""
+        """Returns a convolution without bias, padded to keep the size at stride 1."""
         return nn.Conv(cin, cout, **self._options(size, stride))
 
     def stem(self, cin: int, cout: int, size: int, stride: int) -> nnx.Conv:
-        """Flax's own convolution: its input is the batch, which the step holds anyway."""
+        """Returns Flax's own convolution: its input is the batch, which is in memory anyway."""
         return nnx.Conv(cin, cout, **self._options(size, stride))
 
     def _options(self, size: int, stride: int) -> dict[str, Any]:
@@ -46,17 +46,20 @@ class Layers:
         )
 
     def norm(self, features: int) -> nn.BatchNorm:
-        """A batch norm."""
+        """Returns a batch norm."""
         return nn.BatchNorm(features, momentum=0.9, dtype=self.dtype, rngs=self.rngs)
 
     def unit(self, cin: int, cout: int, size: int, stride: int = 1) -> nn.ConvNormAct:
-        """A convolution, its norm and a ReLU."""
+        """Returns a convolution followed by its norm and a ReLU."""
         return nn.ConvNormAct(self.conv(cin, cout, size, stride), self.norm(cout))
 
     def shortcut(
         self, kind: "Shortcut", cin: int, cout: int, stride: int
     ) -> tuple["PadShortcut | nn.Conv | None", nn.BatchNorm | None]:
-        """The shortcut of a block, None where the shape stays, and the norm after it if any."""
+        """Returns the skip connection of a block and the norm after it.
+
+        The skip connection is None if the shape does not change. The norm is None if there is none.
+        """
         if stride == 1 and cin == cout:
             return None, None
         if kind == "pad":
@@ -69,16 +72,19 @@ Shortcut = Literal["projection", "pad"]
 
 
 class PadShortcut(nnx.Module):
-    """The parameter-free shortcut of a CIFAR network: every other pixel, zeros for new channels.
+    """The skip connection without parameters of a CIFAR network.
 
-    He et al., "Deep residual learning for image recognition" (arXiv:1512.03385), section 4.2, A.
+    It takes every other pixel and pads new channels with zeros.
+
+    Source: He et al., "Deep residual learning for image recognition" (arXiv:1512.03385), section
+    4.2, option A.
     """
 
     def __init__(self, stride: int, new: int) -> None:
         self.stride, self.new = stride, new
 
     def __call__(self, x: Features) -> Features:
-        """Returns the shortcut's value."""
+        """Returns the value of the skip connection."""
         strided = value(x)[:, :: self.stride, :: self.stride]
         widths = [(0, 0), (0, 0), (0, 0), (0, self.new)]
         padded = jnp.pad(strided, widths)
@@ -90,11 +96,12 @@ class PadShortcut(nnx.Module):
 def _residual(
     unit: nn.NormAct, x: Features, shortcut: PadShortcut | nn.Conv | None
 ) -> tuple[Features, PadShortcut | nn.Conv | None]:
-    """What the last unit of a block adds, and what that has to do to it first.
+    """Returns the skip connection of a block, and what its last layer must apply to it first.
 
-    The shortcut is computed before the block's branch, but where it has its turn after that. XLA
-    puts buffers elsewhere if the order of a program is another: always after the branch, ResNet-50
-    needs up to 5% more for the same peak (`pooling:window=2,rest_bits=2` 1514 MiB for 1444).
+    The skip connection is computed before the block's branch, except with `Offload(in_turn=True)`.
+    The order matters, because XLA assigns buffers by it: always after the branch, ResNet-50 needs
+    up to 5% more memory for the same peak (`pooling:window=2,rest_bits=2` 1514 MiB instead of
+    1444).
     """
     if shortcut is None or unit.in_turn:
         return x, shortcut
@@ -102,7 +109,7 @@ def _residual(
 
 
 class BasicBlock(nnx.Module):
-    """Two 3x3 convolutions (arXiv:1512.03385, figure 5 left)."""
+    """Two 3x3 convolutions (He et al., arXiv:1512.03385, figure 5 left)."""
 
     expansion = 1
 
@@ -121,7 +128,10 @@ class BasicBlock(nnx.Module):
 
 
 class Bottleneck(nnx.Module):
-    """1x1, 3x3, 1x1 convolution; the 3x3 one strides (v1.5; arXiv:1512.03385, figure 5 right)."""
+    """1x1, 3x3 and 1x1 convolutions; the 3x3 one has the stride (v1.5).
+
+    Source: He et al., arXiv:1512.03385, figure 5 right.
+    """
 
     expansion = 4
 

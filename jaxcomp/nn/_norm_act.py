@@ -105,7 +105,7 @@ class NormAct(Coded, nnx.Module):
 
     @property
     def in_turn(self) -> bool:
-        """Whether the norm's backward pass starts after that of `residual_norm`; as in `Offload`."""
+        """Whether the norm's backward pass starts after that of `residual_norm` (`Offload`)."""
         norm = self.residual_norm
         if self.codec is not None or norm is None or norm.use_running_average:
             return False

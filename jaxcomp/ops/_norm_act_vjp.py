@@ -97,12 +97,12 @@ class NormActVjp:
         def forward(*arguments: typing.Any) -> typing.Any:
             y, kept, means, variances = self._compute(*arguments)
             scales = [scale for _, scale, _ in arguments[0]]
-            waiting = kept, barriers.name_residual(variances, self.stored_by), scales
-            return (y, kept.code, means, variances), waiting
+            saved = kept, barriers.name_residual(variances, self.stored_by), scales
+            return (y, kept.code, means, variances), saved
 
-        def backward(waiting: typing.Any, cotangents: typing.Any) -> tuple[typing.Any, ...]:
+        def backward(saved: typing.Any, cotangents: typing.Any) -> tuple[typing.Any, ...]:
             dy, _, dmeans, dvars = cotangents
-            found = self._transpose(waiting, dy, dmeans, dvars, residual is not None)
+            found = self._transpose(saved, dy, dmeans, dvars, residual is not None)
             return *jax.tree.map(lambda d, a: d.astype(a.dtype), found, like), None, None
 
         op.defvjp(forward, backward)
@@ -204,7 +204,7 @@ class NormActVjp:
 
     def _transpose(
         self,
-        waiting: tuple[Kept, tuple[Array, ...], list[Array]],
+        saved: tuple[Kept, tuple[Array, ...], list[Array]],
         dy: Array,
         dmeans: tuple[Array, ...],
         dvars: tuple[Array, ...],
@@ -212,7 +212,7 @@ class NormActVjp:
     ) -> tuple[tuple[Input, ...], Array | None]:
         """Returns the gradients of the inputs, and of the skip connection if `adds`."""
         norm = self.norm
-        kept, variances, scales = waiting
+        kept, variances, scales = saved
         read = functools.partial(self._read, scale=scales[0])
         positive, normalized, index = barriers.decode_after(dy, kept, read, self.stored_by)
         dz = dy.astype(jnp.float32)
