@@ -1,4 +1,4 @@
-"""What XLA makes of four ResNet-50 bottleneck blocks, by several strategies: a quick look at a hot path.
+"""Compiles four ResNet-50 bottleneck blocks by several strategies: a quick test of a hot path.
 
     python -m experiments.bench.stage --target h100 --out experiments/results/stage-h100
 
