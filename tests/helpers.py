@@ -9,7 +9,14 @@ import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 
+from jaxcomp import Policy, Rule
+
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+def only(action, **conditions):
+    """A policy of one rule."""
+    return Policy((Rule(action, **conditions),))
 
 
 def normal(shape, dtype=jnp.float32, seed=0):

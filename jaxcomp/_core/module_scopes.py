@@ -7,6 +7,8 @@ from typing import Any
 import jax
 from flax import nnx
 
+from jaxcomp._core.modules import set_class
+
 _MARK = "module:"
 
 
@@ -23,7 +25,7 @@ def with_module_scopes(model: nnx.Module, called: dict[str, int]) -> nnx.Module:
     for path, module in list(nnx.iter_modules(model)):
         if callable(module):
             name = "/".join(map(str, path))
-            module.__class__ = _scoped(type(module), name, called)
+            set_class(module, _scoped(type(module), name, called))
     return model
 
 

@@ -57,6 +57,11 @@ def _derived(
     )
 
 
+def set_class(module: nnx.Module, kind: type[nnx.Module]) -> None:
+    """Changes the class of a module; Flax's own `__setattr__` would note it as an attribute."""
+    object.__setattr__(module, "__class__", kind)
+
+
 def stock_class(module: nnx.Module) -> type[nnx.Module]:
     """The class that a module had before `derived`, or its class."""
     return getattr(type(module), "stock_class", type(module))

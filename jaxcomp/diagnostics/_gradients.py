@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxcomp._core.modules import split_model, stock_class
+from jaxcomp._core.modules import set_class, split_model, stock_class
 from jaxcomp.nn._coded import coded_modules
 
 Loss = Callable[[Any, Any], jax.Array]  # of a model and a batch
@@ -149,7 +149,7 @@ def _exact(model: nnx.Module) -> nnx.Module:
         layer.codec = None
     for _, module in nnx.iter_modules(copy):
         if getattr(type(module), "encodes", False):
-            module.__class__ = stock_class(module)
+            set_class(module, stock_class(module))
     return copy
 
 

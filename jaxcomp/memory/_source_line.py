@@ -8,16 +8,13 @@ import flax
 import jax
 from jax.extend.core import JaxprEqn
 
-LIBRARIES = tuple(
-    os.path.dirname(file) + os.sep
-    for file in (
-        jax.__file__,
-        flax.__file__,
-        os.path.dirname(os.path.abspath(__file__)),
-        functools.__file__,
-    )
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+_OWN = ("_core", "codecs", "diagnostics", "memory", "nn", "ops", "planning", "transform")
+LIBRARIES = (
+    *(os.path.dirname(file) + os.sep for file in (jax.__file__, flax.__file__, functools.__file__)),
+    *(os.path.join(_PACKAGE, name) + os.sep for name in _OWN),
 )
-"""Folders of Python, JAX, Flax and this library. Their files are not user code."""
+"""Folders of Python, JAX, Flax and this library but its models. Their files are no user code."""
 
 
 def source_line(equation: JaxprEqn | None) -> str:

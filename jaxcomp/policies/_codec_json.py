@@ -10,7 +10,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def codec_to_dict(codec: Codec) -> dict[str, typing.Any]:
-    """The codec's name under "codec", and its fields.
+    """The codec's name under "name", and its fields.
 
     Raises:
         TypeError: If it is no dataclass of numbers, strings, tuples and codecs.
@@ -18,7 +18,7 @@ def codec_to_dict(codec: Codec) -> dict[str, typing.Any]:
     Example:
         >>> from jaxcomp import Cast
         >>> codec_to_dict(Cast("float16"))
-        {'codec': 'cast', 'dtype': 'float16'}
+        {'name': 'cast', 'dtype': 'float16'}
     """
 
     def plain(value: typing.Any) -> typing.Any:
@@ -34,7 +34,7 @@ def codec_to_dict(codec: Codec) -> dict[str, typing.Any]:
     if not dataclasses.is_dataclass(known):
         raise TypeError(f"codec={codec!r}: expected a dataclass")
     fields = {f.name: plain(getattr(codec, f.name)) for f in dataclasses.fields(known)}
-    return {"codec": codec.name} | fields
+    return {"name": codec.name} | fields
 
 
 def codec_from_dict(fields: dict[str, typing.Any]) -> Codec:
@@ -45,7 +45,7 @@ def codec_from_dict(fields: dict[str, typing.Any]) -> Codec:
         TypeError: If a field is unknown.
 
     Example:
-        >>> codec_from_dict({"codec": "cast", "dtype": "float16"})
+        >>> codec_from_dict({"name": "cast", "dtype": "float16"})
         Cast(dtype='float16')
     """
 
@@ -55,7 +55,7 @@ def codec_from_dict(fields: dict[str, typing.Any]) -> Codec:
         return tuple(map(value, item)) if isinstance(item, list) else item
 
     kinds = {kind.name: kind for kind in codec_types() if hasattr(kind, "name")}
-    name = fields.get("codec")
+    name = fields.get("name")
     if name not in kinds:
         raise ValueError(f"codec={name!r}: expected one of {sorted(kinds)}")
-    return kinds[name](**{key: value(item) for key, item in fields.items() if key != "codec"})
+    return kinds[name](**{key: value(item) for key, item in fields.items() if key != "name"})

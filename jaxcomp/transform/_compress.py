@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxcomp._core.module_scopes import with_module_scopes
-from jaxcomp._core.modules import derived, split_model, stock_class
+from jaxcomp._core.modules import derived, set_class, split_model, stock_class
 from jaxcomp.codecs import Quantize, noise
 from jaxcomp.codecs._codec import Seed
 from jaxcomp.nn._coded import coded_modules
@@ -79,7 +79,7 @@ def compress(model: M, policy: PolicyLike = DEFAULT) -> M:
             "call has to be traced"
         )
     layers.set(model)
-    model.__class__ = derived(type(model), _compressed, of_values)  # type: ignore[assignment]
+    set_class(model, derived(type(model), _compressed, of_values))
     return model
 
 
@@ -109,7 +109,7 @@ def uncompress(model: M) -> M:
     if not compressed and not coded:
         raise ValueError(f"model={type(model).__name__}: expected a compressed model")
     for module in compressed:
-        module.__class__ = stock_class(module)
+        set_class(module, stock_class(module))
     for layer in coded:
         layer.codec = None
     return model
@@ -142,7 +142,7 @@ def _compressed(kind: type[nnx.Module], policy: Policy | JaxPolicy | None) -> di
 
         def run(params: Any, rest: Any, arrays: dict[int, Any]) -> Any:
             copy = nnx.merge(graphdef, params, rest, copy=True)
-            copy.__class__ = kind
+            set_class(copy, kind)
             copy = with_module_scopes(copy, {})
             given = [arrays.get(i, leaf) for i, leaf in enumerate(leaves)]
             args, kwargs = jax.tree.unflatten(tree, given)

@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 from jaxcomp._core import barriers
-from jaxcomp._core.modules import derived, split_model
+from jaxcomp._core.modules import derived, set_class, split_model
 from jaxcomp._core.shard_map import match_varying
 from jaxcomp.codecs import Codec, Encoded
 from jaxcomp.transform._late_constants import evaluate_after
@@ -59,7 +59,7 @@ def remat_blocks(
             "for each to be recomputed; it has none"
         )
     for block in blocks.values():
-        block.__class__ = derived(type(block), _recomputed, policy, codec)
+        set_class(block, derived(type(block), _recomputed, policy, codec))
     return model
 
 

@@ -6,19 +6,19 @@ import pytest
 from flax import nnx
 
 from jaxcomp import (
-    BitPlanner,
     Exact,
     Offload,
     Packed,
     PerSample,
     Quantize,
     SignAware,
-    apply,
+    compress,
     nn,
     ops,
     recipes,
 )
 from jaxcomp.codecs._offload import inner_codec, placed_like
+from jaxcomp.diagnostics import BitPlanner
 from jaxcomp.memory import analyze
 from jaxcomp.nn._coded import coded_modules
 from tests.helpers import assert_same_bits, normal, without_type_checks
@@ -87,19 +87,17 @@ def loss(model, x):
     return jnp.sum(model(x) ** 2)
 
 
-@pytest.mark.parametrize("rules", [recipes.fused(bits=4), recipes.actnn("L3")])
-def test_a_network_has_the_gradients_of_its_codecs(rules):
-    def gradient(rules):
-        model = Net(nnx.Rngs(0))
-        apply(model, rules)
+@pytest.mark.parametrize("policy", [recipes.fused(bits=4), recipes.actnn("L3")])
+def test_a_network_has_the_gradients_of_its_codecs(policy):
+    def gradient(policy):
+        model = compress(Net(nnx.Rngs(0)), policy)
         return nnx.grad(loss)(model, normal((4, 8, 8, 3)))
 
-    assert_same_bits(gradient(recipes.offloaded(rules)), gradient(rules))
+    assert_same_bits(gradient(policy.offloaded()), gradient(policy))
 
 
 def test_planned_bits_stay_on_the_host():
-    model = Net(nnx.Rngs(0))
-    apply(model, recipes.actnn("L4"))
+    model = compress(Net(nnx.Rngs(0)), recipes.actnn("L4"))
     planner = BitPlanner(loss, run=4)
     sizes = 4.0 ** jnp.arange(8).reshape(8, 1, 1, 1)
     assert planner.update(model, sizes * normal((8, 8, 8, 3)), 0)
@@ -143,7 +141,7 @@ def test_bytes_are_those_of_its_codec():
 
 
 def test_exact_rules_stay_on_the_device():
-    assert recipes.offloaded(recipes.everywhere(Exact())) == recipes.everywhere(Exact())
+    assert recipes.everywhere(Exact()).offloaded() == recipes.everywhere(Exact())
 
 
 @pytest.mark.parametrize("codec", [None, Offload(Quantize(2))])
@@ -159,9 +157,3 @@ def test_a_turn_that_is_no_bool_is_an_error():
 
 def test_a_codec_in_another_s_place_keeps_its_turn():
     assert placed_like(Offload(Quantize(4), in_turn=True), Quantize(2)).in_turn
-
-
-def test_layers_take_what_they_take_on_the_device():
-    model = nnx.Sequential(nnx.Conv(3, 3, (3, 3), rngs=nnx.Rngs(0)))
-    with pytest.raises(ValueError, match="matches nothing"):
-        apply(model, recipes.actnn("L4"))

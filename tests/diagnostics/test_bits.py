@@ -8,7 +8,6 @@ import pytest
 from flax import nnx
 
 import jaxcomp as jc
-from jaxcomp import storage
 from jaxcomp.diagnostics._bits import BitPlanner, Needs, plan_bits, sensitivities
 
 WIDTHS = (1, 2, 4, 8)
@@ -22,7 +21,7 @@ class Net(nnx.Module):
         self.relu = jc.nn.ReLU()
         self.conv2 = jc.nn.Conv(8, 8, (1, 1), rngs=rngs)
         self.head = jc.nn.Linear(8, 4, rngs=rngs)
-        jc.apply(self, jc.recipes.everywhere(codec))
+        jc.compress(self, codec)
 
     def __call__(self, x):
         return self.head(self.conv2(self.relu(self.norm(self.conv(x)))).mean((1, 2)))
@@ -87,9 +86,10 @@ VECTORS = jnp.asarray(np.random.default_rng(1).normal(size=(16, 4)), jnp.float32
     ],
 )
 def test_layers_may_be_called_in_any_way(call, planned):
-    rules = plan_bits(loss, Two(call), VECTORS, bits=2, run=1)
-    assert len(rules) == planned
-    assert all(rule.codec == jc.Quantize(2) for rule in rules)
+    policy = plan_bits(loss, Two(call), VECTORS, bits=2, run=1)
+    assert len(policy.rules) == 2
+    assert all(rule.action == jc.Quantize(2) for rule in policy.rules)
+    assert len(Needs.measure(loss, Two(call), VECTORS, 1).paths) == planned
 
 
 def test_a_layer_that_is_called_twice_has_the_sum_of_its_variances():
@@ -103,19 +103,20 @@ def test_a_layer_that_is_called_twice_has_the_sum_of_its_variances():
 def test_frozen_layers_are_not_planned():
     model = Two(lambda s, x: s.b(s.a(x)))
     model.a.kernel = nnx.Variable(model.a.kernel[...])
-    assert [rule.path for rule in plan_bits(loss, model, VECTORS, run=1)] == ["b"]
-    rows = {m.path: m for m in storage(model, VECTORS).modules}
-    assert rows["a"].stored_bytes == 0  # with nothing coded, the input of b is what it made
-    assert rows["b"].stored_bytes == jc.Quantize(2).nbytes((16, 4), X.dtype)
+    assert Needs.measure(loss, model, VECTORS, 1).paths == ("b",)
+    rows = {v.path: v for v in jc.plan(model, VECTORS).values}
+    assert rows["a"].saved_bytes == 0  # with nothing coded, the input of b is what it made
+    assert rows["b"].saved_bytes == jc.Quantize(2).nbytes((16, 4), X.dtype)
 
 
 def test_norms_that_store_nothing_keep_their_bits():
     model = Net(jc.Quantize(2))
     model.norm.eval()
-    rules = plan_bits(loss, model, X, bits=2)
-    assert {rule.path for rule in rules} == {"conv", "conv2", "head"}
+    found = {rule.path: rule.action for rule in plan_bits(loss, model, X, bits=2).rules}
+    assert found.pop("norm") == jc.Quantize(2) and found.pop("relu") == jc.Packed(1)
+    assert found.keys() == {"conv", "conv2", "head"}
     sizes = {"conv": 3 * 36, "conv2": 8 * 36, "head": 8}
-    means = {rule.path: np.mean(rule.codec.bits) for rule in rules}
+    means = {path: np.mean(codec.bits) for path, codec in found.items()}
     spent = sum(means[path] * size for path, size in sizes.items())
     assert spent <= 2 * sum(sizes.values())
 
@@ -134,7 +135,8 @@ def test_greedy_is_optimal_where_steps_are_even():
 def test_a_plan_has_less_noise_than_equal_bits():
     model = Net(jc.Quantize(bits=2))
     before = jc.check_gradients(loss, model, X, draws=16)
-    jc.apply(model, plan_bits(loss, model, X, bits=2, run=8))
+    planned = plan_bits(loss, model, X, bits=2, run=8)
+    jc.compress(jc.uncompress(model), planned)
     assert any(isinstance(m.codec, jc.PerSample) for m in (model.conv, model.conv2))
     after = jc.check_gradients(loss, model, X, draws=16)
     assert after.coded.noise < 0.9 * before.coded.noise
@@ -147,14 +149,13 @@ def test_a_plan_meets_its_budget_in_bytes():
     model = Net(jc.Quantize(bits=2))
     shape = jax.ShapeDtypeStruct(X.shape, X.dtype)
     for bits in (1, 2, 3.5, 8):
-        jc.apply(model, plan_bits(loss, model, X, bits=bits, run=4))
-        kept = storage(model, shape)
-        floats = [m for m in kept.modules if m.op in ("conv", "dot", "batch_norm")]
-        elements = sum(m.elements for m in floats)
-        codes = 0
-        for m in floats:
-            ranks = m.codec.bits if isinstance(m.codec, jc.PerSample) else (m.codec.bits,)
-            codes += m.elements * np.mean(ranks)
+        planned = plan_bits(loss, model, X, bits=bits, run=4)
+        jc.compress(jc.uncompress(model), planned)
+        saved = jc.plan(model, shape).values
+        floats = [v for v in saved if v.op in ("conv", "dot", "batch_norm")]
+        elements = sum(v.elements for v in floats)
+        bits_of = {rule.path: np.mean(rule.action.bits) for rule in planned.rules}
+        codes = sum(v.elements * bits_of[v.path] for v in floats)
         assert codes <= bits * elements
 
 
@@ -164,7 +165,8 @@ def test_measures_what_a_norm_passes_on():
     found = sensitivities(loss, model, X)
     assert set(found) == {"conv", "norm", "conv2", "head"}
     exact = nnx.clone(model)
-    jc.apply(exact, (jc.Rule(jc.Exact(), op="conv|dot", required=False),))
+    for layer in (exact.conv, exact.conv2, exact.head):
+        layer.codec = None
     report = jc.check_gradients(loss, exact, X, draws=32)
     _, params, rest = nnx.split(exact, nnx.Param, ...)
     graphdef = nnx.graphdef(exact)
@@ -199,8 +201,8 @@ def test_a_planner_keeps_a_plan_that_is_good_enough():
 
 def test_one_sample_a_run_gives_every_layer_one_width():
     model = Net(jc.Quantize(bits=2))
-    rules = plan_bits(loss, model, X[:1], bits=2, run=1)
-    assert all(isinstance(rule.codec, jc.Quantize) for rule in rules)
+    rules = plan_bits(loss, model, X[:1], bits=2, run=1).rules
+    assert {type(rule.action) for rule in rules} == {jc.Quantize, jc.Packed}
 
 
 @pytest.mark.parametrize(
@@ -235,7 +237,8 @@ def test_sharded_over_devices_the_step_gets_no_collective():
     def step(codec):
         model = Net(codec)
         if codec != jc.Exact():
-            jc.apply(model, plan_bits(loss, model, X, run=2))
+            planned = plan_bits(loss, model, X, run=2)
+            jc.compress(jc.uncompress(model), planned)
         graphdef, params, rest = nnx.split(model, nnx.Param, ...)
         gradient = jax.grad(lambda p, x: loss(nnx.merge(graphdef, p, rest, copy=True), x))
         return collectives(gradient, replicate(params), shard(X))

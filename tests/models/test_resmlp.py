@@ -8,7 +8,7 @@ from flax import nnx
 
 import jaxcomp as jc
 from jaxcomp.models import catalog, resmlp
-from jaxcomp.policies.recipes import from_spec
+from jaxcomp.nn._coded import coded_modules
 from jaxcomp.transform._remat import remat_blocks
 from tests.helpers import assert_close, normal
 
@@ -29,18 +29,18 @@ def test_parameter_counts_are_the_published_ones(name):
     assert sum(p.size for p in jax.tree.leaves(nnx.state(model, nnx.Param))) == COUNTS[name]
 
 
-def small(rules=(), **options):
-    return resmlp.ResMLP(
+def small(policy="exact", **options):
+    model = resmlp.ResMLP(
         16,
         2,
         patch=2,
         scale=0.5,
         image_size=8,
         num_classes=3,
-        rules=rules,
         rngs=nnx.Rngs(0),
         **options,
     )
+    return jc.compress(model, policy)
 
 
 def reference(params, images):
@@ -91,7 +91,7 @@ SPECS = "pruning:density=0.5,block=4", "pruning:density=0.5,block=4,rest_bits=4"
 @pytest.mark.parametrize("spec", SPECS)
 def test_forward_is_exact_and_the_gradient_is_near(spec):
     step, params = step_of(small)
-    coded, _ = step_of(lambda: small(from_spec(spec)))
+    coded, _ = step_of(lambda: small(spec))
     (expected, logits), (got, same) = step(params, IMAGES), coded(params, IMAGES)
     np.testing.assert_allclose(same, logits, rtol=1e-4, atol=1e-5)
     expected, got = (np.concatenate([*map(np.ravel, jax.tree.leaves(g))]) for g in (expected, got))
@@ -103,8 +103,8 @@ def test_pruning_keeps_blocks_of_linear_inputs_and_codes_of_the_rest():
 
     The LayerScale after that stores nothing.
     """
-    rules = from_spec("pruning:density=0.25,block=4,rest_bits=4")
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: small(rules)))
+    spec = "pruning:density=0.25,block=4,rest_bits=4"
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: small(spec)))
 
     def forward(state, images):
         return nnx.merge(graphdef, state)(images)
@@ -120,22 +120,24 @@ def test_pruning_keeps_blocks_of_linear_inputs_and_codes_of_the_rest():
 
 
 def test_every_layer_is_planned_and_told_of():
-    model = small((jc.Rule(jc.Quantize(bits=2)),))
-    found = jc.storage(model, IMAGES, strict=True)
-    paths = {m.path for m in found.modules if m.stored_bytes and m.elements}
+    model = small(jc.Quantize(bits=2))
+    found = jc.plan(model, IMAGES)
+    assert not [v for v in found.values if v.decision == "exact" and v.saved_bytes]
+    paths = {v.path for v in found.values if v.saved_bytes and v.elements}
     assert {"blocks/0/fc2", "blocks/1/fc2"} <= paths
     assert not any(path.startswith("blocks/0/branch2") for path in paths)
-    planned = jc.bits.plan_bits(lambda model, x: (model(x) ** 2).mean(), model, IMAGES, bits=3)
-    assert {"blocks/0/fc2", "blocks/1/fc2"} <= {rule.path for rule in planned}
+    planned = jc.diagnostics.plan_bits(
+        lambda model, x: (model(x) ** 2).mean(), model, IMAGES, bits=3
+    )
+    assert {"blocks/0/fc2", "blocks/1/fc2"} <= {rule.path for rule in planned.rules}
 
 
 def test_rules_reach_every_layer():
-    model = nnx.eval_shape(lambda: small(from_spec("pruning:density=0.5,rest_bits=2")))
-    decisions = jc.apply(model, ()).decisions
-    assert {d.kind for d in decisions} == {"dot", "affine", "gelu"}
-    for decision in decisions:
-        expected = jc.BlockSparse(8, 0.5) if decision.kind == "dot" else jc.Quantize(2)
-        assert decision.codec == expected
+    model = nnx.eval_shape(lambda: small("pruning:density=0.5,rest_bits=2"))
+    layers = coded_modules(model).values()
+    assert {layer.kind for layer in layers} == {"dot", "affine", "gelu"}
+    for layer in layers:
+        assert layer.codec == (jc.BlockSparse(8, 0.5) if layer.kind == "dot" else jc.Quantize(2))
 
 
 def test_stochastic_depth_skips_sublayers_of_samples():

@@ -10,7 +10,7 @@ from flax import nnx
 
 import jaxcomp as jc
 from jaxcomp.models import resnet
-from jaxcomp.policies.recipes import from_spec
+from jaxcomp.nn._coded import coded_modules
 from jaxcomp.transform._remat import remat_blocks
 
 # Published counts: torchvision's documentation of its weights (1000 classes); He et al.,
@@ -31,9 +31,7 @@ COUNTS = {
 
 def _abstract(name: str, spec: str = "exact", num_classes: int = 10) -> resnet.ResNet:
     return nnx.eval_shape(
-        lambda: resnet.create(
-            name, num_classes=num_classes, rules=from_spec(spec), rngs=nnx.Rngs(0)
-        )
+        lambda: resnet.create(name, num_classes=num_classes, policy=spec, rngs=nnx.Rngs(0))
     )
 
 
@@ -92,9 +90,9 @@ def test_unknown_name_is_an_error() -> None:
 
 def test_rule_that_does_not_fit_is_an_error() -> None:
     with pytest.raises(ValueError, match="matches nothing"):
-        rules = (jc.Rule(jc.Quantize(bits=2), path="layer1/.*"),)
+        policy = jc.Policy((jc.Rule(jc.Quantize(bits=2), op="conv", path="layer1/.*"),))
         nnx.eval_shape(
-            lambda: resnet.create("resnet20", num_classes=10, rules=rules, rngs=nnx.Rngs(0))
+            lambda: resnet.create("resnet20", num_classes=10, policy=policy, rngs=nnx.Rngs(0))
         )
 
 
@@ -104,10 +102,10 @@ NETWORKS: dict[str, typing.Any] = {
     "cifar": (resnet.BasicBlock, (1, 1), 8, False),
     "pre-activation": (resnet.PreActBottleneck, (1, 1), 4, False),
 }
-EVERY_WAY = [("imagenet", spec) for spec in SPECS]
-EVERY_WAY += [("cifar", "quantize:bits=2"), ("pre-activation", "quantize:bits=2")]
-EVERY_WAY += [(network, "fused:bits=4") for network in NETWORKS]
-EVERY_WAY += [("imagenet", "fused:bits=3,scale_source=range")]
+CASES = [("imagenet", spec) for spec in SPECS]
+CASES += [("cifar", "quantize:bits=2"), ("pre-activation", "quantize:bits=2")]
+CASES += [(network, "fused:bits=4") for network in NETWORKS]
+CASES += [("imagenet", "fused:bits=3,scale_source=range")]
 BATCH, CLASSES = 8, 3
 # All is compared to rounding only.
 FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -115,7 +113,7 @@ IMAGES = jnp.asarray(np.random.default_rng(0).normal(size=(BATCH, 16, 16, 3)), j
 
 
 def _small(
-    network: str, rules: jc.Rules, remat: bool = False, dtype: typing.Any = None
+    network: str, spec: str | jc.Policy, remat: bool = False, dtype: typing.Any = None
 ) -> resnet.ResNet:
     block, depths, width, imagenet = NETWORKS[network]
     model = resnet.ResNet(
@@ -124,10 +122,10 @@ def _small(
         width,
         imagenet=imagenet,
         num_classes=CLASSES,
-        rules=rules,
         dtype=dtype,
         rngs=nnx.Rngs(0),
     )
+    jc.compress(model, spec)
     return remat_blocks(model) if remat else model
 
 
@@ -150,10 +148,10 @@ class Step(typing.NamedTuple):
 
 @functools.cache
 def _compile(
-    network: str, rules: jc.Rules, remat: bool = False
+    network: str, spec: str | jc.Policy, remat: bool = False
 ) -> typing.Callable[[jax.Array], Step]:
     graphdef, *state = nnx.split(
-        nnx.eval_shape(lambda: _small(network, rules, remat)), nnx.Param, nnx.BatchStat
+        nnx.eval_shape(lambda: _small(network, spec, remat)), nnx.Param, nnx.BatchStat
     )
     rng = np.random.default_rng(0)
     params, statistics = jax.tree.map_with_path(functools.partial(_value, rng), state)
@@ -180,9 +178,9 @@ def _error(got: np.ndarray, expected: np.ndarray) -> float:
     return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
 
 
-@pytest.mark.parametrize(("network", "spec"), EVERY_WAY)
+@pytest.mark.parametrize(("network", "spec"), CASES)
 def test_forward_is_exact_and_a_step_is_finite(network: str, spec: str) -> None:
-    got, expected = _compile(network, from_spec(spec))(IMAGES), _compile(network, ())(IMAGES)
+    got, expected = _compile(network, spec)(IMAGES), _compile(network, "exact")(IMAGES)
     for a, b in zip(*map(jax.tree.leaves, (got[::2], expected[::2])), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
     gradient = _vector(got.gradients)
@@ -192,9 +190,8 @@ def test_forward_is_exact_and_a_step_is_finite(network: str, spec: str) -> None:
 
 @pytest.mark.parametrize("spec", ["exact", "quantize:bits=8"])
 def test_remat_changes_nothing_but_rounding(spec: str) -> None:
-    rules = from_spec(spec)
-    got = _compile("imagenet", rules, remat=True)(IMAGES)
-    expected = _compile("imagenet", rules)(IMAGES)
+    got = _compile("imagenet", spec, remat=True)(IMAGES)
+    expected = _compile("imagenet", spec)(IMAGES)
     for a, b in zip(*map(jax.tree.leaves, (got[::2], expected[::2])), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
     error = _error(_vector(got.gradients), _vector(expected.gradients))
@@ -203,17 +200,17 @@ def test_remat_changes_nothing_but_rounding(spec: str) -> None:
 
 def test_eight_bits_are_close() -> None:
     got, expected = (
-        _compile("imagenet", from_spec(s))(IMAGES).gradients for s in ("quantize:bits=8", "exact")
+        _compile("imagenet", s)(IMAGES).gradients for s in ("quantize:bits=8", "exact")
     )
     assert _error(_vector(got), _vector(expected)) < 0.02
 
 
 def test_mean_gradient_over_draws_is_near_the_exact_one() -> None:
-    expected = _vector(_compile("imagenet", ())(IMAGES).gradients)
+    expected = _vector(_compile("imagenet", "exact")(IMAGES).gradients)
     draws = 64
 
-    def errors(rules: jc.Rules) -> tuple[float, float]:
-        step = _compile("imagenet", rules)
+    def errors(policy: str | jc.Policy) -> tuple[float, float]:
+        step = _compile("imagenet", policy)
         # The noise is a hash of the values: a change of their last bits draws all of it again.
         rng = np.random.default_rng(0)
         images = [IMAGES + 1e-5 * rng.normal(size=IMAGES.shape) for _ in range(draws)]
@@ -222,17 +219,17 @@ def test_mean_gradient_over_draws_is_near_the_exact_one() -> None:
         return one, _error(gradients.mean(0), expected)
 
     # Linear in what is coded: no bias, so the error of the mean falls with the root of the draws.
-    one, mean = errors((jc.Rule(jc.Quantize(bits=2), op="conv|dot"),))
+    one, mean = errors(jc.Policy((jc.Rule(jc.Quantize(bits=2), op="conv|dot"),)))
     assert mean < 1.5 * one / math.sqrt(draws)
     # A norm's gradient is not (see `ops.batch_norm`); its bias is small beside the noise.
-    one, mean = errors(from_spec("quantize:bits=2"))
+    one, mean = errors("quantize:bits=2")
     assert mean < one / 3
 
 
 @pytest.mark.parametrize("strategy", ["fused:bits=4", "fused:bits=4,scale_source=range"])
 def test_one_code_for_each_unit_is_unbiased_too(strategy: str) -> None:
-    expected = _vector(_compile("imagenet", ())(IMAGES).gradients)
-    step = _compile("imagenet", from_spec(strategy))
+    expected = _vector(_compile("imagenet", "exact")(IMAGES).gradients)
+    step = _compile("imagenet", strategy)
     rng = np.random.default_rng(0)
     draws = [IMAGES + 1e-5 * rng.normal(size=IMAGES.shape) for _ in range(64)]
     gradients = np.stack([_vector(step(x.astype(IMAGES.dtype)).gradients) for x in draws])
@@ -242,7 +239,7 @@ def test_one_code_for_each_unit_is_unbiased_too(strategy: str) -> None:
 
 def test_a_fused_network_stores_codes_only() -> None:
     graphdef, state = nnx.split(
-        nnx.eval_shape(lambda: _small("imagenet", from_spec("fused:bits=4"), dtype=jnp.bfloat16))
+        nnx.eval_shape(lambda: _small("imagenet", "fused:bits=4", dtype=jnp.bfloat16))
     )
 
     def forward(state: nnx.State, x: jax.Array) -> jax.Array:
@@ -255,18 +252,18 @@ def test_a_fused_network_stores_codes_only() -> None:
 
 
 def test_evaluation_stores_nothing_and_is_as_ever() -> None:
-    model, stock = (_small("imagenet", rules) for rules in (from_spec("fused:bits=2"), ()))
+    model, stock = (_small("imagenet", spec) for spec in ("fused:bits=2", "exact"))
     model.eval()
     stock.eval()
     np.testing.assert_allclose(model(IMAGES), stock(IMAGES), rtol=1e-5, atol=1e-6)
 
 
-def test_state_is_the_same_whatever_the_rules() -> None:
+def test_state_is_the_same_whatever_the_policy() -> None:
     expected = nnx.state(_abstract("resnet50"))
     for spec in SPECS:
         model = _abstract("resnet50", spec)
-        plan = jc.apply(model, ())
-        assert all(d.codec != jc.Exact() for d in plan.decisions if d.kind == "conv")
+        convolutions = [m for m in coded_modules(model).values() if m.kind == "conv"]
+        assert convolutions and all(m.codec is not None for m in convolutions)
         got = nnx.state(model)
         assert jax.tree.structure(got) == jax.tree.structure(expected)
         assert jax.tree.leaves(got) == jax.tree.leaves(expected)
@@ -275,7 +272,7 @@ def test_state_is_the_same_whatever_the_rules() -> None:
 
 def test_declared_bytes_fall() -> None:
     def declared(spec: str) -> int:
-        model = nnx.eval_shape(lambda: _small("imagenet", from_spec(spec)))
+        model = nnx.eval_shape(lambda: _small("imagenet", spec))
         graphdef, state = nnx.split(model)
         images = jax.ShapeDtypeStruct((8, 64, 64, 3), jnp.float32)
 
@@ -292,7 +289,7 @@ def test_declared_bytes_fall() -> None:
 
 
 def test_bfloat16_computes_in_it_and_keeps_parameters_in_float32() -> None:
-    model = nnx.eval_shape(lambda: _small("imagenet", from_spec("quantize"), dtype=jnp.bfloat16))
+    model = nnx.eval_shape(lambda: _small("imagenet", "quantize", dtype=jnp.bfloat16))
     assert {leaf.dtype for leaf in jax.tree.leaves(nnx.state(model))} == {jnp.dtype("float32")}
     graphdef, state = nnx.split(model)
 

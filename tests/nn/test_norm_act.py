@@ -238,13 +238,10 @@ def test_another_codec_is_an_error():
 
 def test_a_unit_with_a_codec_covers_its_norm_and_relu():
     model = nnx.Sequential(unit())
-    plan = jc.apply(model, jc.recipes.fused(bits=2))
-    assert [(d.path, d.kind) for d in plan.decisions] == [
-        ("layers/0/conv", "conv"),
-        ("layers/0", "norm_act"),
-    ]
-    plan = jc.apply(nnx.List(block(None)), jc.recipes.fused(bits=2))
-    assert [d.kind for d in plan.decisions] == ["norm_act", "norm_act"]
-    rules = (*jc.recipes.fused(bits=2), jc.Rule(jc.Quantize(bits=2), op="batch_norm"))
+    jc.compress(model, jc.recipes.fused(bits=2) + jc.recipes.everywhere(jc.Quantize(bits=2)))
+    layer = model.layers[0]
+    assert (layer.codec, layer.conv.codec) == (jc.SignAware(bits=2), jc.Quantize(bits=2))
+    assert layer.norm.codec is layer.relu.codec is None
+    norms = jc.Policy((jc.Rule(jc.Quantize(bits=2), op="batch_norm"),))
     with pytest.raises(ValueError, match="matches nothing"):
-        jc.apply(nnx.Sequential(unit()), rules)
+        jc.compress(nnx.Sequential(unit()), jc.recipes.fused(bits=2) + norms)

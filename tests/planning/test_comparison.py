@@ -27,7 +27,7 @@ def make_step(transform, batch):
         parts = (x[i : i + part] for i in range(0, batch, part))
         return jax.tree.map(lambda *grads: sum(grads), *map(gradient, parts))
 
-    jitted = jax.jit(step, compiler_options=jc.compiler_options())
+    jitted = jax.jit(step, compiler_options=jc.memory.compiler_options())
     return jitted, (model, jax.ShapeDtypeStruct((batch, 32), jnp.float32))
 
 

@@ -4,7 +4,6 @@ import pytest
 from flax import nnx
 
 import jaxcomp as jc
-from jaxcomp import policies
 from jaxcomp.planning import Strategy
 from jaxcomp.policies import recipes
 
@@ -16,29 +15,28 @@ from jaxcomp.policies import recipes
         ("remat", Strategy("remat", remat=True)),
         (
             "remat:dots",
-            Strategy("remat:dots", remat=True, policy=jax.checkpoint_policies.checkpoint_dots),
+            Strategy(
+                "remat:dots", remat=True, remat_policy=jax.checkpoint_policies.checkpoint_dots
+            ),
         ),
         (
             "remat:quantize:bits=8",
-            Strategy("remat:quantize:bits=8", remat=True, boundary=jc.Quantize(bits=8)),
+            Strategy("remat:quantize:bits=8", remat=True, block_codec=jc.Quantize(bits=8)),
         ),
         ("accumulate:4", Strategy("accumulate:4", micro_batches=4)),
-        (
-            "quantize:bits=2",
-            Strategy(
-                "quantize:bits=2",
-                compressed=policies.compress(jc.Quantize(bits=2), min_size=2**14),
-            ),
-        ),
         (
             "accumulate:2:transformer:bits=2",
             Strategy(
                 "accumulate:2:transformer:bits=2",
                 micro_batches=2,
-                compressed=recipes.transformer(2),
+                policy=recipes.transformer(2),
             ),
         ),
-        ("quantize:bits=2", Strategy("quantize:bits=2", rules=recipes.from_spec("quantize:bits=2"))),
+        ("exact", Strategy("exact", policy=recipes.everywhere(jc.Exact()))),
+        (
+            "quantize:bits=2",
+            Strategy("quantize:bits=2", policy=recipes.everywhere(jc.Quantize(bits=2))),
+        ),
     ],
 )
 def test_parse(spec, expected):
@@ -55,10 +53,12 @@ def test_parse(spec, expected):
         "accumulate:-2",
         "accumulate:x",
         "accumulate:2:accumulate:2",
+        "accumulate:\u0664",
+        "accumulate:99999999999999999999999",
     ],
 )
 def test_parse_wrong_accumulate(spec):
-    with pytest.raises(ValueError, match=rf"strategy='{spec}': expected accumulate:N with N=2 or more"):
+    with pytest.raises(ValueError, match=rf"{spec}': expected accumulate:N with N=2 or more"):
         Strategy.parse(spec)
 
 
@@ -71,18 +71,30 @@ def test_parse_wrong_accumulate(spec):
         "remat:conv",
         "remat:fused",
         "quantize:bits=5",
-        "compress",
         "compress:fused",
+        "offload:offload:quantize",
     ],
 )
 def test_parse_unknown(spec):
-    with pytest.raises(ValueError, match=rf"strategy='{spec}': expected plain, remat, remat:dots, "):
+    with pytest.raises(ValueError, match=rf"strategy='{spec}': expected plain, remat, remat"):
         Strategy.parse(spec)
 
 
-def test_parse_unknown_way_of_micro_batches():
+def test_parse_unknown_strategy_of_micro_batches():
     with pytest.raises(ValueError, match="strategy='plane': expected plain, remat, "):
         Strategy.parse("accumulate:2:plane")
+
+
+def test_policies_and_codecs_stand_for_strategies():
+    policy = recipes.transformer(2)
+    assert Strategy.of(policy) == Strategy(repr(policy), policy=policy)
+    assert Strategy.of(jc.Quantize(2)).policy == recipes.everywhere(jc.Quantize(2))
+    assert Strategy.of("remat") == Strategy.of(Strategy.parse("remat")) == Strategy.parse("remat")
+    for wrong in (3, None):
+        with pytest.raises(TypeError, match=f"policy={wrong}: expected"):
+            Strategy.of(wrong)
+    with pytest.raises(TypeError, match="strategy=3: expected text"):
+        Strategy.parse(3)
 
 
 def test_check_batch():
@@ -102,7 +114,7 @@ def mlp():
     return nnx.Sequential(block(), block())
 
 
-def test_a_way_is_applied_to_the_model():
+def test_a_strategy_is_applied_to_the_model():
     model = mlp()
     assert Strategy.parse("plain")(model) is model
     assert model.layers[0].layers[0].codec is None
@@ -130,5 +142,5 @@ def test_what_of_a_block_waits(spec, stored):
 def test_plain_is_told_from_others():
     assert Strategy.parse("plain").is_plain
     assert Strategy.parse("exact").is_plain
-    for spec in ("remat", "offload", "accumulate:2", "quantize:bits=2", "quantize:bits=2"):
+    for spec in ("remat", "offload", "accumulate:2", "quantize:bits=2"):
         assert not Strategy.parse(spec).is_plain

@@ -80,7 +80,7 @@ def coded(w, x, seed=None):
 def test_a_range_is_not_looked_for_and_the_plan_counts_it():
     plan = jc.checkpoint(loss, policy=CODEC).plan(W, X)
     (stored,) = [v for v in plan.values if v.role == "derivative" and v.shape == (8, 64, 64)]
-    assert stored.stored_bytes == 8 * 64 * 64 // 2 + 2 * 2
+    assert stored.saved_bytes == 8 * 64 * 64 // 2 + 2 * 2
     narrow, wide = (
         str(jax.make_jaxpr(jax.grad(coded))(W.astype(d), X.astype(d)))
         for d in (jnp.bfloat16, jnp.float32)

@@ -1,18 +1,26 @@
 """Flax's own models, unchanged inside, with what they store as a policy says."""
 
+import copy
 import functools
+import pickle
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
 import jaxcomp as jc
-from jaxcomp import policies
 from jaxcomp.memory import declared_residual_bytes
-from tests.helpers import assert_close, assert_same_bits, assert_unbiased, normal
+from tests.helpers import (
+    assert_close,
+    assert_same_bits,
+    assert_unbiased,
+    normal,
+    without_type_checks,
+)
 
 
 class Block(nnx.Module):
@@ -46,6 +54,9 @@ X = normal((4, 8, 8, 3))
 
 
 def create(policy=None):
+    """A codec is for all values here, which are small."""
+    if isinstance(policy, jc.Codec):
+        policy = jc.Policy((jc.Rule(policy),))
     model = Network(nnx.Rngs(0))
     return model if policy is None else jc.compress(model, policy)
 
@@ -138,16 +149,14 @@ def test_it_stores_less_and_trains():
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_policies_see_the_modules():
-    policy = policies.compress(jc.Quantize(bits=4), path="blocks/0(/.*)?")
+def test_rules_see_the_modules():
+    policy = jc.Policy((jc.Rule(jc.Quantize(bits=4), path="blocks/0(/.*)?"),))
     found = jc.plan(create(policy), X)
     coded = {value.path for value in found.values if value.decision.startswith("Quantize")}
     assert coded and all(path.startswith("blocks/0") for path in coded)
     assert {value.path for value in found.values} > coded
     with pytest.raises(ValueError, match=r"matches nothing.*paths: .*blocks/1/norm"):
-        jc.plan(create(policies.compress(jc.Quantize(4), path="layers/.*")), X)
-    with pytest.raises(ValueError, match=r"path='\(': not a regular expression"):
-        policies.compress(jc.Quantize(4), path="(")
+        jc.plan(create(jc.Policy((jc.Rule(jc.Quantize(4), path="layers/.*"),))), X)
 
 
 def test_by_default_small_values_are_exact():
@@ -162,12 +171,78 @@ def test_by_default_small_values_are_exact():
         assert not value.decision.startswith("Quantize") or np.prod(value.shape) >= 2**14
 
 
+def test_layers_of_both_kinds_in_one_model():
+    """A value rule that is required has the call traced around layers that have codecs."""
+
+    class Mixed(nnx.Module):
+        def __init__(self):
+            self.first = jc.nn.Linear(8, 8, rngs=nnx.Rngs(0))
+            self.second = nnx.Linear(8, 8, rngs=nnx.Rngs(1))
+
+        def __call__(self, x):
+            return self.second(jnp.tanh(self.first(x)))
+
+    coded = jc.Rule(jc.Quantize(2), op="dot")
+    x = normal((64, 8))
+    layers_only = jc.plan(jc.compress(Mixed(), jc.Policy((coded,))), x)
+    assert [value.op for value in layers_only.values] == ["Mixed", "dot"]
+    both = jc.Policy((coded, jc.Rule(jc.Quantize(4), roles=("operand",))))
+    model = jc.compress(Mixed(), both)
+    assert model.first.codec == jc.Quantize(2)
+    decisions = {value.role: value.decision for value in jc.plan(model, x).values}
+    assert decisions["operand"].startswith("Quantize(bits=4")
+    assert jc.plan(model, x).saved_bytes < layers_only.saved_bytes
+    assert_same_bits(jax.jit(model)(x), jax.jit(Mixed())(x))
+
+
+def test_it_can_be_copied_pickled_and_saved(tmp_path):
+    model = create(jc.Quantize(bits=2))
+    model.dropout.deterministic = True
+    expected = gradient(model, X)
+    copies = [pickle.loads(pickle.dumps(model)), copy.deepcopy(model), nnx.clone(model)]
+    graphdef, state = pickle.loads(pickle.dumps(nnx.split(model)))
+    for again in (*copies, nnx.merge(graphdef, state)):
+        assert type(again) is type(model)
+        assert_same_bits(gradient(again, X), expected)
+
+    stock = create()
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "state", nnx.to_pure_dict(nnx.state(model, nnx.Param)))
+        checkpointer.wait_until_finished()
+        target = nnx.to_pure_dict(nnx.state(stock, nnx.Param))
+        restored = checkpointer.restore(tmp_path / "state", target)
+    nnx.update(stock, restored)
+    assert_same_bits(nnx.state(stock, nnx.Param), nnx.state(model, nnx.Param))
+
+
+def test_uncompress_gives_the_stock_model_back():
+    model = create(jc.Quantize(bits=2))
+    assert type(jc.uncompress(model)) is Network
+    assert jc.plan(model, X).saved_bytes == jc.plan(create(), X).saved_bytes
+    for tree in (model, create()):
+        tree.dropout.deterministic = True
+    assert_same_bits(gradient(model, X), gradient(_without_dropout(), X))
+
+
+def _without_dropout():
+    model = create()
+    model.dropout.deterministic = True
+    return model
+
+
 def test_what_it_cannot_do_is_an_error():
-    with pytest.raises(TypeError, match="expected a Flax NNX module that can be called"):
-        jc.compress(lambda x: x)
-    with pytest.raises(TypeError, match="policy='4 bits': expected a codec"):
+    with without_type_checks():
+        with pytest.raises(TypeError, match="expected a Flax NNX module"):
+            jc.compress(lambda x: x)
+        with pytest.raises(TypeError, match="policy=4: expected a jaxcomp"):
+            jc.compress(create(), 4)
+    with pytest.raises(ValueError, match="spec='4 bits': unknown codec or recipe '4 bits'"):
         jc.compress(create(), "4 bits")
-    with pytest.raises(ValueError, match="is compressed already"):
-        jc.compress(create(jc.Quantize(4)))
-    with pytest.raises(ValueError, match=r"expected what jaxcomp\.compress returned"):
-        jc.plan(create(), X)
+    with pytest.raises(ValueError, match="model=Network: is compressed already"):
+        jc.compress(create(jc.Quantize(4)), jc.Quantize(4))
+
+    class Silent(nnx.Module):
+        pass
+
+    with pytest.raises(TypeError, match="model of type Silent: expected one that can be called"):
+        jc.compress(Silent())

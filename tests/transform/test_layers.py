@@ -1,3 +1,5 @@
+"""Policies for models built of `jaxcomp.nn`."""
+
 import pytest
 from flax import nnx
 
@@ -19,6 +21,10 @@ class Model(nnx.Module):
 ONE, TWO = jc.Quantize(bits=1), jc.Quantize(bits=2)
 
 
+def compress(*rules: jc.Rule) -> Model:
+    return jc.compress(Model(), jc.Policy(rules))
+
+
 def _codecs(model: Model) -> dict[str, jc.Codec | None]:
     return {
         "/".join(map(str, path)): module.codec
@@ -28,23 +34,9 @@ def _codecs(model: Model) -> dict[str, jc.Codec | None]:
 
 
 def test_first_match_wins() -> None:
-    model = Model()
-    plan = jc.apply(model, (jc.Rule(ONE, path="blocks/1"), jc.Rule(TWO, op="dot|conv")))
+    model = compress(jc.Rule(ONE, path="blocks/1"), jc.Rule(TWO, op="dot|conv"))
     expected = dict.fromkeys(["blocks/0", "blocks/2", "conv"], TWO)
-    expected |= {"blocks/1": ONE, "norm": None, "pool": None, "relu": None}
-    assert _codecs(model) == expected
-    assert {d.path: d.codec for d in plan.decisions} == {
-        path: codec or jc.Exact() for path, codec in expected.items()
-    }
-    assert {d.path: d.kind for d in plan.decisions} == {
-        "blocks/0": "dot",
-        "blocks/1": "dot",
-        "blocks/2": "dot",
-        "conv": "conv",
-        "norm": "batch_norm",
-        "pool": "max_pool",
-        "relu": "relu",
-    }
+    assert _codecs(model) == expected | {"blocks/1": ONE, "norm": None, "pool": None, "relu": None}
 
 
 @pytest.mark.parametrize(
@@ -57,19 +49,28 @@ def test_first_match_wins() -> None:
     ],
 )
 def test_path_is_a_regular_expression_for_the_whole_path(path: str, matched: set[str]) -> None:
-    model = Model()
-    jc.apply(model, (jc.Rule(TWO, op="conv|dot|batch_norm", path=path),))
-    assert {p for p, codec in _codecs(model).items() if codec is not None} == matched
+    for rule in (jc.Rule(TWO, op="conv|dot|batch_norm", path=path), jc.Rule(TWO, path=path)):
+        found = _codecs(compress(rule))
+        assert {p for p, codec in found.items() if codec is not None} == matched
+
+
+def test_a_codec_is_used_in_every_layer_that_can_save_by_it() -> None:
+    packed = {"relu": jc.Packed(bits=1), "pool": jc.Packed(bits=4)}
+    blocks = [f"blocks/{i}" for i in range(3)]
+    found = _codecs(jc.compress(Model(), TWO))
+    assert found == dict.fromkeys([*blocks, "conv", "norm"], TWO) | packed
+    found = _codecs(jc.compress(Model(), jc.AvgPool(window=2)))
+    assert found == dict.fromkeys([*blocks, "norm"]) | packed | {"conv": jc.AvgPool(window=2)}
 
 
 @pytest.mark.parametrize(
     "rules",
     [
-        (jc.Rule(TWO, op="conv"), jc.Rule(TWO, path="block")),  # a part of a path is no match
         (jc.Rule(TWO, op="conv"), jc.Rule(TWO, op="dott")),
-        (jc.Rule(TWO, op="dot"), jc.Rule(ONE, path="blocks/0")),  # an earlier rule took it
+        (jc.Rule(TWO, op="conv"), jc.Rule(TWO, op="dot", path="block")),  # a part of a path
+        (jc.Rule(TWO, op="dot"), jc.Rule(ONE, op="dot", path="blocks/0")),  # taken before
         (jc.Rule(TWO, op="dot"), jc.Rule(TWO, op="dot")),
-        (jc.Rule(TWO, path="stock"),),  # Flax's own layers have no coded form
+        (jc.Rule(TWO, op="dot", path="stock"),),  # a layer of Flax's own
     ],
 )
 def test_unused_rule_is_an_error_that_names_it_and_changes_nothing(
@@ -78,14 +79,14 @@ def test_unused_rule_is_an_error_that_names_it_and_changes_nothing(
     model = Model()
     before = nnx.graphdef(model)
     with pytest.raises(ValueError, match="matches nothing") as error:
-        jc.apply(model, rules)
+        jc.compress(model, jc.Policy(rules))
     assert repr(rules[-1]) in str(error.value)
     assert nnx.graphdef(model) == before
+    assert type(model) is Model
 
 
 def test_rule_that_is_not_required_may_match_nothing() -> None:
-    model = Model()
-    jc.apply(model, (jc.Rule(TWO, path="nowhere", required=False), jc.Rule(ONE, op="conv")))
+    model = compress(jc.Rule(TWO, path="nowhere", required=False), jc.Rule(ONE, op="conv"))
     assert _codecs(model)["conv"] == ONE
 
 
@@ -106,56 +107,50 @@ def test_codec_that_does_not_fit_is_an_error_and_changes_nothing(codec: jc.Codec
     before = nnx.graphdef(model)
     rules = (jc.Rule(TWO, path="blocks/0"), jc.Rule(codec, op=op))
     with pytest.raises(ValueError, match=r"stores for|expected Packed|window of 4") as error:
-        jc.apply(model, rules)
+        jc.compress(model, jc.Policy(rules))
     assert repr(rules[-1]) in str(error.value)
     assert nnx.graphdef(model) == before
 
 
-def test_exact_leaves_a_layer_as_in_flax() -> None:
+def test_keep_leaves_a_layer_as_in_flax() -> None:
+    for keep in ("keep", jc.Exact()):
+        codecs = _codecs(compress(jc.Rule(keep, path="blocks/0|relu"), jc.Rule(ONE, op="dot")))
+        assert (codecs["blocks/0"], codecs["relu"], codecs["blocks/1"]) == (None, None, ONE)
+
+
+def test_layers_keep_the_codecs_that_no_rule_changes() -> None:
     model = Model()
-    jc.apply(model, (jc.Rule(TWO, op="dot"),))
-    plan = jc.apply(model, (jc.Rule(jc.Exact(), path="blocks/0|relu"), jc.Rule(ONE, op="dot")))
-    codecs = _codecs(model)
-    assert (codecs["blocks/0"], codecs["relu"], codecs["blocks/1"]) == (None, None, ONE)
-    assert {d.codec for d in plan.decisions if d.path == "blocks/0"} == {jc.Exact()}
+    model.conv.codec = ONE
+    assert _codecs(jc.compress(model, jc.Policy((jc.Rule(TWO, op="dot"),))))["conv"] == ONE
 
 
-def test_exact_undoes_all_and_no_rules_nothing() -> None:
+def test_uncompress_gives_the_stock_layers_back() -> None:
     model = Model()
     before = nnx.graphdef(model)
-    jc.apply(model, jc.recipes.from_spec("quantize"))
+    jc.compress(model, "quantize")
     assert nnx.graphdef(model) != before
-    coded = nnx.graphdef(model)
-    plan = jc.apply(model, ())
-    assert nnx.graphdef(model) == coded
-    assert {d.kind: d.codec for d in plan.decisions}["conv"] == jc.Quantize()
-    jc.apply(model, jc.recipes.from_spec("exact"))
+    with pytest.raises(ValueError, match="model=Model: is compressed already"):
+        jc.compress(model, "quantize")
+    assert jc.uncompress(model) is model
     assert nnx.graphdef(model) == before
-
-
-def test_rules_must_be_rules() -> None:
-    rule = jc.Rule(TWO, op="dot")
-    for wrong in ("quantize:bits=2", rule, [TWO], (r for r in [rule])):
-        with without_type_checks(), pytest.raises(TypeError, match="expected a tuple of Rule"):
-            jc.apply(Model(), wrong)
-    with without_type_checks(), pytest.raises(TypeError, match="expected a codec such as"):
-        jc.Rule("quantize:bits=2")
+    with pytest.raises(ValueError, match="model=Model: expected a compressed model"):
+        jc.uncompress(model)
+    with without_type_checks(), pytest.raises(TypeError, match="expected a Flax NNX module"):
+        jc.uncompress(len)
 
 
 def test_a_codec_of_ones_own() -> None:
     class Half(jc.Cast):
         name = "half"
 
-    model = Model()
-    jc.apply(model, (jc.Rule(Half("float16"), op="conv"),))
-    assert _codecs(model)["conv"] == Half("float16")
+    assert _codecs(compress(jc.Rule(Half("float16"), op="conv")))["conv"] == Half("float16")
     jc.policies.save_compressed()
 
 
 def test_parameters_and_state_stay() -> None:
     model = Model()
     before = nnx.state(model)
-    jc.apply(model, jc.recipes.from_spec("quantize"))
+    jc.compress(model, "quantize")
     assert all(a is b for a, b in zip(*map(_arrays, (before, nnx.state(model))), strict=True))
 
 
@@ -168,26 +163,12 @@ def test_a_module_with_attributes_of_these_names_is_left_alone() -> None:
         kind, codec = "film", "h264"
 
     model = nnx.Sequential(Video(), jc.nn.ReLU())
-    plan = jc.apply(model, ())
-    assert [d.path for d in plan.decisions] == ["layers/1"]
-    assert model.layers[0].codec == "h264"
+    jc.compress(model, jc.Policy((jc.Rule(jc.Packed(1), op="relu"),)))
+    assert (model.layers[0].codec, model.layers[1].codec) == ("h264", jc.Packed(1))
 
 
-@pytest.mark.parametrize("field", ["op", "path"])
-def test_pattern_that_is_no_regular_expression_is_an_error(field: str) -> None:
-    with pytest.raises(ValueError, match=rf"{field}='\('"):
-        jc.Rule(TWO, **{field: "("})
-
-
-def test_plan_prints_as_a_table() -> None:
-    plan = jc.apply(Model(), (jc.Rule(jc.Packed(bits=1), op="relu"),))
-    assert str(plan).splitlines() == [
-        "path      op          codec",
-        "blocks/0  dot         Exact()",
-        "blocks/1  dot         Exact()",
-        "blocks/2  dot         Exact()",
-        "conv      conv        Exact()",
-        "norm      batch_norm  Exact()",
-        "pool      max_pool    Exact()",
-        "relu      relu        Packed(bits=1)",
-    ]
+def test_a_rule_for_layers_needs_layers_of_jaxcomp() -> None:
+    model = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
+    with pytest.raises(ValueError, match=r"op='norm_act'\) matches nothing.*has no such layers"):
+        jc.compress(model, "fused:bits=4")
+    assert type(model) is nnx.Sequential

@@ -11,9 +11,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxcomp as jc
-from jaxcomp import memory, policies
+from jaxcomp import memory
 from jaxcomp.codecs._codec import array_nbytes
-from tests.helpers import assert_close, assert_same_bits, normal, replicate, shard
+from tests.helpers import assert_close, assert_same_bits, normal, only, replicate, shard
 
 X = normal((32, 64))
 UP, DOWN = 0.2 * normal((3, 64, 96), seed=1), 0.2 * normal((3, 96, 64), seed=2)
@@ -107,8 +107,8 @@ def test_the_plan_has_the_bytes_that_wait(function):
     least, most = (
         sum(array_nbytes(leaf.shape, leaf.dtype) for leaf in some) for some in (numbers, waiting)
     )
-    assert most - least <= plan.stored_bytes <= most
-    assert plan.stored_bytes < 0.2 * plan.plain_bytes
+    assert most - least <= plan.saved_bytes <= most
+    assert plan.saved_bytes < 0.2 * plan.exact_bytes
 
 
 def test_each_iteration_is_planned():
@@ -123,7 +123,7 @@ def test_each_iteration_is_planned():
     assert {v.decision for v in inside} == {str(CODEC)}
     operand = next(v for v in inside if v.role == "operand")
     assert operand.exact_bytes == 3 * 32 * 96 * 4
-    assert operand.stored_bytes == 3 * CODEC.nbytes((32, 96), jnp.float32)
+    assert operand.saved_bytes == 3 * CODEC.nbytes((32, 96), jnp.float32)
     assert operand.source.startswith("test_loops.py:")
 
 
@@ -192,13 +192,10 @@ def test_what_is_frozen_stores_nothing():
     ("policy", "stored"),
     [
         (
-            policies.first(
-                policies.compress(CODEC, names=("hidden",)),
-                policies.compress(jc.Cast("bfloat16")),
-            ),
+            only(CODEC, names=("hidden",)) + only(jc.Cast("bfloat16")),
             {"operand"},
         ),
-        (policies.boundary(jc.Quantize(bits=8)), {"input"}),
+        (jc.recipes.boundary(jc.Quantize(bits=8)), {"input"}),
     ],
 )
 def test_policies_are_asked_in_the_loop(policy, stored):
@@ -234,7 +231,7 @@ def test_codes_of_iterations_wait_in_the_hosts_memory():
 
 
 def test_a_rule_that_matches_nothing_is_told_what_is_in_the_loop():
-    policy = policies.compress(CODEC, names=("absent",))
+    policy = only(CODEC, names=("absent",))
     with pytest.raises(ValueError, match=r"names: hidden; primitives: .*tanh"):
         _gradients(jc.checkpoint(_stack, policy), X, UP, DOWN)
 
@@ -286,12 +283,14 @@ def test_collectives_in_and_after_the_loop(policy, check):
     assert distance < (1e-5 if policy == EXACT else 0.02)
 
 
-def test_a_policy_is_asked_for_what_the_function_computes():
-    asked = []
-    policy = policies.by_value(lambda value: asked.append(value))
-    jc.checkpoint(_stack, policy).plan(X, UP, DOWN)
-    assert {"tanh", "dot_general"} <= {value.primitive for value in asked}
-    assert not any(jnp.issubdtype(value.dtype, jnp.integer) for value in asked)
+def test_a_policy_decides_about_what_the_function_computes():
+    """Not about the iteration count and other values of the loop itself."""
+    with pytest.raises(ValueError, match="matches nothing") as error:
+        jc.checkpoint(_stack, only("keep", names=("absent",))).plan(X, UP, DOWN)
+    (primitives,) = re.findall("primitives: (.*?);", str(error.value))
+    assert {"tanh", "dot_general"} <= set(primitives.split(", "))
+    (roles,) = re.findall("roles: (.*?);", str(error.value))
+    assert "index" not in roles
 
 
 def test_no_loop_runs_again_as_a_whole():
@@ -386,6 +385,6 @@ def test_compress_sees_the_layers_under_a_scan():
 
     got, expected = (nnx.to_pure_dict(nnx.grad(loss)(m)) for m in (model, stock))
     assert 1e-3 < _distance(got, expected) < 0.2
-    only = jc.plan(jc.compress(Net(), policies.compress(CODEC, path="stack")), x)
-    coded = {(v.role, v.shape) for v in only.values if v.decision == str(CODEC)}
+    found = jc.plan(jc.compress(Net(), only(CODEC, path="stack")), x)
+    coded = {(v.role, v.shape) for v in found.values if v.decision == str(CODEC)}
     assert coded == {("derivative", (3, 512, 64)), ("operand", (512, 64))}

@@ -1,0 +1,147 @@
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import jaxcomp as jc
+from jaxcomp.memory import declared_residual_bytes
+from jaxcomp.models import resnet
+
+X = jax.ShapeDtypeStruct((16, 28, 28, 1), jnp.float32)
+
+
+def create(spec):
+    return resnet.create("resnet20", num_classes=10, in_channels=1, policy=spec, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("spec", ["exact", "quantize:bits=2", "fused:bits=4", "division"])
+def test_sums_are_what_the_program_declares(spec):
+    model = create(spec)
+    found = jc.plan(model, X)
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def run(params, x):
+        return nnx.merge(graphdef, params, rest, copy=True)(x)
+
+    assert found.saved_bytes == declared_residual_bytes(run, params, X)
+    assert (found.saved_bytes == found.exact_bytes) == (spec == "exact")
+
+
+def test_average_bits_are_exact():
+    codec = jc.Quantize(bits=2)
+    found = jc.plan(create("quantize:bits=2"), X)
+    coded = [m for m in found.values if m.decision == str(codec) and m.saved_bytes]
+    shapes = {  # of a block's input by the number of its elements
+        size: (16, n, n, c)
+        for size, n, c in ((16 * n * n * c, n, c) for n, c in ((28, 16), (14, 32), (7, 64)))
+    }
+    for m in coded[:-1]:
+        statistics = 2 * 4 * shapes[m.elements][-1] if m.op == "batch_norm" else 0
+        assert m.saved_bytes == codec.nbytes(shapes[m.elements], X.dtype) + statistics
+    bits = 8 * sum(m.saved_bytes for m in coded) / sum(m.elements for m in coded)
+    assert found.bits_per_element == bits
+
+
+def test_units_are_listed_with_what_they_cover():
+    rows = {m.path: m for m in jc.plan(create("fused:bits=4"), X).values}
+    assert "blocks/0/unit1/norm" not in rows
+    unit = rows["blocks/0/unit1"]
+    assert (unit.op, unit.elements) == ("norm_act", 16 * 28 * 28 * 16)
+    assert 4 < 8 * unit.saved_bytes / unit.elements < 4.1
+
+
+class Mixed(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.conv = jc.nn.Conv(4, 4, (1, 1), codec=jc.Quantize(bits=2), rngs=rngs)
+        self.norm = nnx.GroupNorm(4, num_groups=2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(self.conv(x))
+
+
+def test_elements_of_a_unit_are_those_that_it_has_codes_for():
+    rngs = nnx.Rngs(0)
+    norms = [jc.nn.BatchNorm(8, rngs=rngs) for _ in range(3)]
+    pool = jc.nn.MaxPool((2, 2), (2, 2))
+    pooled = jc.nn.NormAct(norms[0], pool=pool, codec=jc.SignAware(4))
+    added = jc.nn.NormAct(norms[1], residual_norm=norms[2], codec=jc.SignAware(4))
+    x = jax.ShapeDtypeStruct((16, 8, 8, 8), jnp.float32)
+    (found,) = (m for m in jc.plan(pooled, x).values if m.op == "norm_act")
+    assert found.elements == 16 * 8 * 8 * 8 * 5 // 4
+    assert found.saved_bytes == pytest.approx(16 * 8 * 8 * 8 * 6 // 4 / 2, rel=0.05)
+    (found,) = (m for m in jc.plan(added, x, x).values if m.op == "norm_act")
+    assert found.elements == 2 * 16 * 8 * 8 * 8
+    assert found.saved_bytes == pytest.approx(3 * 16 * 8 * 8 * 8 / 2, rel=0.05)
+
+
+def test_elements_of_a_residuals_norm_are_those_that_its_shortcut_makes():
+    rngs = nnx.Rngs(0)
+    norms = [jc.nn.BatchNorm(16, rngs=rngs) for _ in range(2)]
+    unit = jc.nn.NormAct(norms[0], residual_norm=norms[1], codec=jc.SignAware(4))
+    shortcut = jc.nn.Conv(8, 16, (1, 1), strides=2, rngs=rngs)
+    x, residual = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((16, 4, 4, 16), (16, 8, 8, 8)))
+    (found,) = (m for m in jc.plan(unit, x, residual, shortcut).values if m.op == "norm_act")
+    assert found.elements == 2 * 16 * 4 * 4 * 16
+    assert found.saved_bytes == pytest.approx(3 * 16 * 4 * 4 * 16 / 2, rel=0.05)
+
+
+def test_a_layer_of_flax_is_listed_as_exact_with_its_source_line():
+    x = jax.ShapeDtypeStruct((2, 8, 8, 4), jnp.float32)
+    found = jc.plan(Mixed(), x)
+    (left,) = (v for v in found.values if v.decision == "exact")
+    assert (left.path, left.op) == ("norm", "GroupNorm")
+    assert left.exact_bytes == left.saved_bytes > 0
+    assert all(v.source.startswith("test_plan.py:") for v in found.values)
+    total = f"{found.saved_bytes:,} bytes are saved, {found.exact_bytes:,} without compression"
+    assert total in str(found)
+
+
+def test_a_stock_model_and_its_compressed_form_have_one_table():
+    model = nnx.Sequential(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), jnp.sin)
+    x = jax.ShapeDtypeStruct((512, 64), jnp.float32)
+    before = jc.plan(model, x)
+    after = jc.plan(jc.compress(model, "quantize:bits=4"), x)
+    assert before.saved_bytes == before.exact_bytes == after.exact_bytes == 4 * 512 * 64
+    assert after.saved_bytes == jc.Quantize(bits=4).nbytes((512, 64), jnp.float32)
+    assert after.bits_per_element == pytest.approx(4, abs=1.1)
+
+
+def test_functions_of_arrays_have_a_plan():
+    x = jax.ShapeDtypeStruct((512, 64), jnp.float32)
+
+    def wave(x, *, scale):
+        return jnp.sin(x) * scale
+
+    (exact,) = jc.plan(wave, x, scale=2).values
+    assert (exact.shape, exact.dtype, exact.decision) == (x.shape, "float32", "exact")
+    assert exact.source.startswith("test_plan.py:")
+    (coded,) = jc.plan(jc.checkpoint(wave, jc.Quantize(2)), x, scale=2).values
+    assert (coded.role, coded.decision) == ("derivative", str(jc.Quantize(2)))
+    with pytest.raises(TypeError, match="model_or_fn=3: expected a model or function"):
+        jc.plan(3, x)
+    with pytest.raises(ValueError, match="no gradient"):
+        jc.plan(lambda n: jax.lax.while_loop(lambda n: n < 9, lambda n: n + 1, n), 3.0)
+
+
+def test_in_evaluation_nothing_is_coded():
+    model = create("fused:bits=4")
+    assert jc.plan(model, X).saved_bytes < jc.plan(model, X).exact_bytes
+    model.eval()
+    found = jc.plan(model, X)
+    assert found.saved_bytes == found.exact_bytes
+
+
+def test_paths_may_be_any_text():
+    def linear():
+        return jc.nn.Linear(4, 4, codec=jc.Quantize(bits=2), rngs=nnx.Rngs(0))
+
+    class Named(nnx.Module):
+        def __init__(self):
+            self.layers = nnx.Dict({"res-1": linear(), "a.b": linear()})
+
+        def __call__(self, x):
+            return self.layers["a.b"](self.layers["res-1"](x))
+
+    found = jc.plan(Named(), jax.ShapeDtypeStruct((8, 4), jnp.float32))
+    assert [m.path for m in found.values] == ["layers/res-1", "layers/a.b"]
