@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import importlib.metadata
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,16 +12,31 @@ import typer
 from rich.console import Console
 
 from jaxcomp import memory, planning
+from jaxcomp.memory._live_bytes import format_bytes
+from jaxcomp.memory._report import known
 from jaxcomp.models import steps
 from jaxcomp.planning import MakeStep
 
-app = typer.Typer(help="Training with compressed activations in JAX.", add_completion=False)
-ROWS_OF_ANY_MODEL = ("plain", "remat", "remat:dots")
+app = typer.Typer(add_completion=False)
 ROWS = ("plain", "remat", "remat:dots", "accumulate:4", "quantize:bits=4", "quantize:bits=2")
+ROWS_OF_ANY_MODEL = ("plain", "remat", "remat:dots", "quantize:bits=4")
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(importlib.metadata.version("jaxcomp"))
+        raise typer.Exit
 
 
 @app.callback()
-def _commands() -> None:
+def _commands(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
     """Training with compressed activations in JAX."""
 
 
@@ -29,50 +45,77 @@ def memory_command(
     model: Annotated[
         str,
         typer.Argument(
-            help="resnet50, resmlp_s24, ..., or MODULE:FUNCTION, your own step factory."
+            help="The name of a model (resnet50, resmlp_s24, ...), or MODULE:FUNCTION for a step "
+            "factory of your own."
         ),
     ],
     rows: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[ROW]...",
-            help="plain, remat, remat:dots, offload, accumulate:N, transformer:bits=4 "
-            "(any model), or a codec such as quantize:bits=2. "
-            f"Default: {' '.join(ROWS)}; of your own factory "
-            f"{' '.join(ROWS_OF_ANY_MODEL)}.",
+            metavar="ROW",
+            help="A strategy: plain, remat, remat:dots, offload, accumulate:N or "
+            "accumulate:N:SPEC; or the spec of a policy, such as fused:bits=4, "
+            "transformer:bits=4 or quantize:bits=2, which means jc.compress(model, spec). "
+            f"Default: {' '.join(ROWS)}; for your own step factory {' '.join(ROWS_OF_ANY_MODEL)}.",
         ),
     ] = None,
-    batch: int = 128,
-    image: Annotated[int, typer.Option(help="Height and width of the images.")] = 224,
+    batch: Annotated[int, typer.Option(help="Examples in a batch.")] = 128,
+    image: Annotated[
+        int, typer.Option(help="Height and width of the images, for a model by name.")
+    ] = 224,
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"], typer.Option(help="Of the computation.")
+        Literal["float32", "bfloat16", "float16"],
+        typer.Option(help="Dtype of the computation, for a model by name."),
     ] = "bfloat16",
     target: Annotated[
         str | None,
-        typer.Option(help="cpu, h100, rtx3090, v5e, ...; default: the attached device."),
+        typer.Option(
+            help="Device to compile for: cpu, h100, rtx3090, v5e, ... It need not be attached. "
+            "Default: the attached device."
+        ),
     ] = None,
     capacity: Annotated[
-        float | None, typer.Option(help="GiB that the program may use; default: the target's.")
+        float | None,
+        typer.Option(help="Memory that the step may use, in GiB. Default: that of the target."),
     ] = None,
     xla_remat: Annotated[
-        bool, typer.Option(help="Whether XLA may recompute on its own where memory is short.")
+        bool, typer.Option(help="Whether XLA may recompute values itself if memory is short.")
     ] = True,
     max_batch: Annotated[
-        bool, typer.Option("--max-batch", help="Look for the largest batch that fits, too.")
+        bool, typer.Option("--max-batch", help="Also find the largest batch that fits.")
     ] = False,
-    json: Annotated[Path | None, typer.Option(help="Write the figures here.")] = None,
+    json: Annotated[
+        Path | None, typer.Option(help="Write the figures to this file after each row.")
+    ] = None,
     html: Annotated[
-        Path | None, typer.Option(help="Write a page with the rows' timelines here.")
+        Path | None,
+        typer.Option(help="Write a page with the rows' timelines to this file after each row."),
     ] = None,
 ) -> None:
-    """What XLA keeps of a whole training step, by several strategies, on a device here or not."""
+    """Compare the memory of a training step by several strategies.
+
+    Each row is compiled ahead of time and shown when it is done. Nothing is run.
+
+    The table follows at the end. After Ctrl-C it has the rows that are done.
+    """
     rows = rows or list(ROWS if ":" not in model else ROWS_OF_ANY_MODEL)
+    tables: list[planning.Comparison] = []
+
+    def save(table: planning.Comparison) -> None:
+        tables.append(table)
+        _print_row(table.rows[-1])
+        if json is not None:
+            json.write_text(table.to_json() + "\n")
+        timelines = {row.name: row.timeline for row in table.rows if row.timeline}
+        if html is not None and timelines:
+            memory.draw_html(html, timelines)
+
+    interrupted = False
     try:
         for file in (json, html):
             _check_writable(file)
-        make_step = _make_step(model, image, dtype)
-        table = planning.compare(
-            make_step,
+        planning.compare(
+            _make_step(model, image, dtype),
             rows,
             batch=batch,
             target=target,
@@ -81,21 +124,22 @@ def memory_command(
             largest_batch=max_batch,
             timelines=html is not None,
             progress=_progress,
+            save=save,
         )
-        print(table)
-        if json is not None:
-            json.write_text(table.to_json() + "\n")
-        if html is not None:
-            timelines = {row.name: row.timeline for row in table.rows if row.timeline}
-            memory.draw_html(html, timelines)
+    except KeyboardInterrupt:
+        interrupted = True
     except (ValueError, ImportError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
-    if not any(row.report for row in table.rows):
+    for table in tables[-1:]:
+        print(table)
+    if interrupted:
+        raise typer.Exit(130)
+    if not any(row.report for row in tables[-1].rows):
         raise typer.Exit(1)
 
 
 def _make_step(model: str, image: int, dtype: str) -> MakeStep:
-    """The step factory of a model of ours, or the user's own."""
+    """The step factory of a model by name, or the user's own."""
     module, colon, function = model.partition(":")
     if not colon:
         return steps.classifier(model, image, dtype)
@@ -118,7 +162,19 @@ def _bytes(gibibytes: float | None) -> int | None:
 
 def _check_writable(file: Path | None) -> None:
     if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
-        raise ValueError(f"{file}: expected a file in a folder that is there")
+        raise ValueError(f"{file}: expected a file in a folder that exists")
+
+
+def _print_row(row: planning.Row) -> None:
+    """Prints the main figures of a row to stderr."""
+    report = row.report
+    if report is None:
+        figures = f"failed: {row.error}"
+    else:
+        total = known(report.total_bytes, format_bytes)
+        traffic = known(report.hbm_traffic_bytes, format_bytes)
+        figures = f"{total} in total, {traffic} of HBM traffic"
+    print(f"{row.name}: {figures}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

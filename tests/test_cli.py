@@ -1,8 +1,10 @@
+import importlib.metadata
 import json
 
 import pytest
 from typer.testing import CliRunner
 
+from jaxcomp import planning
 from jaxcomp.cli import app
 
 FACTORY = """
@@ -38,6 +40,49 @@ def test_a_factory_of_ones_own(run, tmp_path):
     assert [row["row"] for row in rows] == ["plain", "remat"]
     page = (tmp_path / "page.html").read_text()
     assert "plain" in page and "remat" in page
+
+
+def test_default_rows_of_a_factory_of_ones_own(run, tmp_path):
+    result = run("my_factory:make_step", "--batch", "1024", "--target", "cpu", "--json", "t.json")
+    assert result.exit_code == 0, result.output
+    rows = json.loads((tmp_path / "t.json").read_text())["rows"]
+    assert [row["row"] for row in rows] == ["plain", "remat", "remat:dots", "quantize:bits=4"]
+    assert rows[3]["error"] is None
+
+
+def test_interrupt_keeps_finished_rows(run, tmp_path, monkeypatch):
+    apply = planning.Strategy.__call__
+
+    def interrupted_at_remat(strategy, model):
+        if strategy.spec == "remat":
+            written = json.loads((tmp_path / "table.json").read_text())["rows"]
+            assert [row["row"] for row in written] == ["plain"]
+            raise KeyboardInterrupt
+        return apply(strategy, model)
+
+    monkeypatch.setattr(planning.Strategy, "__call__", interrupted_at_remat)
+    options = ["--batch", "64", "--target", "cpu", "--json", "table.json", "--html", "page.html"]
+    result = run("my_factory:make_step", "plain", "remat", *options)
+    assert result.exit_code == 130, result.output
+    assert "plain: " in result.stderr and "of HBM traffic" in result.stderr
+    assert "| plain " in result.stdout and "remat" not in result.stdout
+    rows = json.loads((tmp_path / "table.json").read_text())["rows"]
+    assert [row["row"] for row in rows] == ["plain"]
+    assert "plain" in (tmp_path / "page.html").read_text()
+
+
+def test_failed_rows_are_told(run):
+    options = ["--batch", "64", "--target", "cpu", "--html", "page.html"]
+    result = run("my_factory:make_step", "quantize:bits=4", *options)  # nothing is large enough
+    assert result.exit_code == 1
+    assert "quantize:bits=4: failed: " in result.stderr
+    assert "| quantize:bits=4 | failed " in result.stdout
+
+
+def test_version():
+    result = CliRunner().invoke(app, ["--version"])
+    assert result.exit_code == 0
+    assert result.output == importlib.metadata.version("jaxcomp") + "\n"
 
 
 def test_a_model_by_name(run):
