@@ -31,7 +31,7 @@ def test_counts_what_no_level_reaches():
     unit = np.sqrt(1.0 + 1.0)  # of a norm with scale 1 and no bias, and of what is added
     top = jc.SignAware(4).levels.top
     second = (np.abs(h) > 4) | (np.maximum(h + np.maximum(h, 0), 0) > top * unit)
-    found = jc.clipped(Block(), x)
+    found = jc.diagnostics.clipped(Block(), x)
     assert 0 < first.mean() < second.mean() < 0.1
     np.testing.assert_allclose(found["first"], first.mean(), atol=1e-4)
     np.testing.assert_allclose(found["second"], second.mean(), atol=1e-4)
@@ -40,19 +40,19 @@ def test_counts_what_no_level_reaches():
 
 def test_a_value_that_is_not_finite_shows():
     x = normal((4, 3, 3, 3)).at[0, 0, 0, 0].set(jnp.nan)
-    assert np.isnan(jc.clipped(Block(), x)["first"])
+    assert np.isnan(jc.diagnostics.clipped(Block(), x)["first"])
 
 
 def test_the_model_is_not_changed():
     model = Block()
-    jc.clipped(model, normal((4, 3, 3, 3)))
+    jc.diagnostics.clipped(model, normal((4, 3, 3, 3)))
     assert model.first.clipped is None
     assert not model.first.norm.mean[...].any()
 
 
 def test_a_model_without_such_codes_is_an_error():
     with pytest.raises(ValueError, match="expected nn"):
-        jc.clipped(nnx.Sequential(jc.nn.BatchNorm(3, rngs=nnx.Rngs(0))), normal((4, 3)))
+        jc.diagnostics.clipped(nnx.Sequential(jc.nn.BatchNorm(3, rngs=nnx.Rngs(0))), normal((4, 3)))
 
 
 def test_counts_what_a_residuals_norm_has_beyond_the_levels():
@@ -61,7 +61,7 @@ def test_counts_what_a_residuals_norm_has_beyond_the_levels():
     x, residual = jnp.tile(jnp.array([-1.0, 1.0]), 300)[:, None], normal((600, 1), seed=1)
     x, residual = (jnp.broadcast_to(a, (600, 3))[:, None] for a in (x, residual.at[:3].set(-60)))
     model = nnx.Sequential(Both(unit, residual))
-    assert jc.clipped(model, x)["layers/0/unit"] == pytest.approx(3 / 600)
+    assert jc.diagnostics.clipped(model, x)["layers/0/unit"] == pytest.approx(3 / 600)
 
 
 class Both(nnx.Module):
@@ -84,4 +84,6 @@ def test_counts_before_and_after_a_pool():
     expected = (before.sum() + after.sum()) / (before.size + after.size)
     assert 0 < before.mean() < 0.1
     assert 0 < after.mean() < 0.1
-    assert jc.clipped(nnx.Sequential(unit), x)["layers/0"] == pytest.approx(expected, abs=1e-4)
+    assert jc.diagnostics.clipped(nnx.Sequential(unit), x)["layers/0"] == pytest.approx(
+        expected, abs=1e-4
+    )
