@@ -1,4 +1,4 @@
-"""Marks what each module of a model computes, so that a traced program tells it."""
+"""Name scopes that mark which module of a model computes a value in a traced program."""
 
 import re
 import types
@@ -13,13 +13,16 @@ _MARK = "module:"
 
 
 def with_module_scopes(model: nnx.Module, called: dict[str, int]) -> nnx.Module:
-    """A copy of a model whose modules put their paths into the names of what they compute.
+    """Returns a copy of a model whose modules run in a name scope that contains their path.
 
     Args:
         model: Any model.
-        called: Takes the path of each module that is called, in the order of the calls, and what
-            the module's `saved_elements(args, result)` returns, added up over its calls; 0 for
-            modules without that method.
+        called: Dict that the calls fill: the path of each called module, in the order of the first
+            calls, with the sum of its `saved_elements(args, result)` over all calls. The sum is 0
+            for modules without that method.
+
+    Returns:
+        The copy.
     """
     model = nnx.clone(model)
     for path, module in list(nnx.iter_modules(model)):
@@ -45,5 +48,5 @@ def _scoped(kind: type[nnx.Module], path: str, called: dict[str, int]) -> type[n
 
 
 def scope_paths(scope: str) -> list[str]:
-    """The paths of the modules in whose calls a value was made, from outside in."""
+    """Returns the paths of the modules in whose calls a value was computed, outermost first."""
     return [bytes.fromhex(path).decode() for path in re.findall(rf"{_MARK}([0-9a-f]*)", scope)]

@@ -1,4 +1,4 @@
-"""Flax NNX models as pytrees, and with calls of their own."""
+"""Flax NNX models as pytrees, and classes derived from those of their modules."""
 
 import copyreg
 import functools
@@ -12,26 +12,30 @@ State = nnx.State[Any, Any]
 
 
 def split_model(model: nnx.Module) -> tuple[nnx.GraphDef[Any], State, State]:
-    """The model's structure, its parameters, and its other variables."""
+    """Splits a model into its structure, its parameters and its other variables."""
     return nnx.split(model, nnx.Param, ...)  # type: ignore[return-value] # always two states here
 
 
 class _DerivedMeta(type(nnx.Module)):  # type: ignore[misc] # the type of modules
-    """Type of the classes of `derived`, which are pickled by what they were made of."""
+    """Type of the classes that `derived` makes; they are pickled by the arguments of `derived`."""
 
 
 def derived(
     kind: type[nnx.Module], body: Callable[..., dict[str, Any]], *arguments: Hashable
 ) -> type[nnx.Module]:
-    """A subclass of a module's class, with methods of its own.
+    """Returns a subclass of a module's class with additional methods.
 
-    The same arguments give the same class, so that JAX's caches hold. Modules of it are copied and
-    pickled as others are; the class is pickled by its arguments.
+    The same arguments return the same class, so JAX's caches stay valid. Modules of the class can
+    be copied and pickled.
 
     Args:
-        kind: The class. It is the result's `stock_class`, and its name stays.
-        body: A function of a module (not a local one), from `kind` and `arguments` to the methods.
-        *arguments: What `body` takes besides.
+        kind: The class to derive from. The result keeps its name and stores it as `stock_class`.
+        body: Function of `kind` and `arguments` that returns the methods. It must be defined at the
+            top level of a Python module, because pickle refers to it by name.
+        *arguments: Further arguments of `body`.
+
+    Returns:
+        The subclass.
     """
     try:
         return _derived(kind, body, *arguments)
@@ -58,12 +62,12 @@ def _derived(
 
 
 def set_class(module: nnx.Module, kind: type[nnx.Module]) -> None:
-    """Changes the class of a module; Flax's own `__setattr__` would note it as an attribute."""
+    """Changes the class of a module without Flax's `__setattr__`, which would store an attribute."""
     object.__setattr__(module, "__class__", kind)
 
 
 def stock_class(module: nnx.Module) -> type[nnx.Module]:
-    """The class that a module had before `derived`, or its class."""
+    """Returns the class that a module had before `derived`, or its class."""
     return getattr(type(module), "stock_class", type(module))
 
 
