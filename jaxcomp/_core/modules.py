@@ -62,7 +62,7 @@ def _derived(
 
 
 def set_class(module: nnx.Module, kind: type[nnx.Module]) -> None:
-    """Changes the class of a module without Flax's `__setattr__`, which would store an attribute."""
+    """Changes the class of a module. Flax's own `__setattr__` would store an attribute."""
     object.__setattr__(module, "__class__", kind)
 
 
