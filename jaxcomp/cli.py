@@ -3,9 +3,12 @@
 import contextlib
 import importlib
 import importlib.metadata
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Literal
 
 import typer
@@ -109,30 +112,33 @@ def memory_command(
         timelines = {row.name: row.timeline for row in table.rows if row.timeline}
         if html is not None and timelines:
             memory.draw_html(html, timelines)
+        if interrupted.is_set():
+            raise KeyboardInterrupt
 
-    interrupted = False
+    interrupted = threading.Event()
     try:
         for file in (json, html):
             _check_writable(file)
-        planning.compare(
-            _make_step(model, image, dtype),
-            rows,
-            batch=batch,
-            target=target,
-            capacity=_bytes(capacity),
-            xla_remat=xla_remat,
-            largest_batch=max_batch,
-            timelines=html is not None,
-            progress=_progress,
-            save=save,
-        )
+        with _recorded_interrupt(interrupted):
+            planning.compare(
+                _make_step(model, image, dtype),
+                rows,
+                batch=batch,
+                target=target,
+                capacity=_bytes(capacity),
+                xla_remat=xla_remat,
+                largest_batch=max_batch,
+                timelines=html is not None,
+                progress=_progress,
+                save=save,
+            )
     except KeyboardInterrupt:
-        interrupted = True
+        interrupted.set()
     except (ValueError, ImportError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     for table in tables[-1:]:
         print(table)
-    if interrupted:
+    if interrupted.is_set():
         raise typer.Exit(130)
     if not any(row.report for row in tables[-1].rows):
         raise typer.Exit(1)
@@ -163,6 +169,25 @@ def _bytes(gibibytes: float | None) -> int | None:
 def _check_writable(file: Path | None) -> None:
     if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
         raise ValueError(f"{file}: expected a file in a folder that exists")
+
+
+@contextlib.contextmanager
+def _recorded_interrupt(interrupted: threading.Event) -> Iterator[None]:
+    """Within the context Ctrl-C sets the event and raises KeyboardInterrupt.
+
+    The exception alone is not enough. Python drops it if Ctrl-C comes while XLA compiles and JAX's
+    callback for garbage collection is the first Python code that runs afterwards.
+    """
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        interrupted.set()
+        raise KeyboardInterrupt
+
+    previous = signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 def _print_row(row: planning.Row) -> None:

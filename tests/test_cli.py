@@ -1,5 +1,7 @@
+import contextlib
 import importlib.metadata
 import json
+import signal
 
 import pytest
 from typer.testing import CliRunner
@@ -50,17 +52,21 @@ def test_default_rows_of_a_factory_of_ones_own(run, tmp_path):
     assert rows[3]["error"] is None
 
 
-def test_interrupt_keeps_finished_rows(run, tmp_path, monkeypatch):
+@pytest.mark.parametrize("at", ["remat", "plain, dropped"])
+def test_interrupt_keeps_finished_rows(run, tmp_path, monkeypatch, at):
     apply = planning.Strategy.__call__
 
-    def interrupted_at_remat(strategy, model):
+    def interrupted(strategy, model):
+        if strategy.spec == "plain" and at == "plain, dropped":
+            with contextlib.suppress(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
         if strategy.spec == "remat":
             written = json.loads((tmp_path / "table.json").read_text())["rows"]
             assert [row["row"] for row in written] == ["plain"]
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
         return apply(strategy, model)
 
-    monkeypatch.setattr(planning.Strategy, "__call__", interrupted_at_remat)
+    monkeypatch.setattr(planning.Strategy, "__call__", interrupted)
     options = ["--batch", "64", "--target", "cpu", "--json", "table.json", "--html", "page.html"]
     result = run("my_factory:make_step", "plain", "remat", *options)
     assert result.exit_code == 130, result.output
