@@ -1,4 +1,4 @@
-"""All models by name."""
+"""The models of this package by name."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from jaxcomp.policies import PolicyLike
 
 
 def names() -> list[str]:
-    """The names that `create` knows.
+    """Returns the names that `create` takes.
 
     Example:
         >>> "resnet50" in names(), "resmlp_s24" in names()
@@ -20,7 +20,7 @@ def names() -> list[str]:
 
 
 def check_name(name: str) -> None:
-    """Raises a ValueError unless there is a model of this name."""
+    """Raises a ValueError if no model has this name."""
     if name not in names():
         raise ValueError(f"name={name!r}: expected one of {names()}")
 

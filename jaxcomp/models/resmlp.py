@@ -1,4 +1,4 @@
-"""ResMLP: image classifiers of linear layers alone, built of `jaxcomp.nn`."""
+"""ResMLP: image classifiers of linear layers, built from `jaxcomp.nn`."""
 
 import functools
 from collections.abc import Callable
@@ -21,19 +21,19 @@ class Branch(nnx.Module):
 
     def __init__(self, dim: int, scale: float, drop: float, options: dict[str, Any]) -> None:
         self.scale = nn.Affine(dim, use_bias=False, scale_init=scale, **options)
-        # A mask value for each sample.
+        # One mask value for each sample.
         self.drop = nn.Dropout(drop, broadcast_dims=(1, 2), rngs=options["rngs"]) if drop else None
 
     def __call__(
         self, x: Float[Array, "batch tokens _"], linear: nn.Linear | None = None
     ) -> Float[Array, "batch tokens dim"]:
-        """Returns what is added to the block's input, of `x` or of `linear(x)`."""
+        """Returns the scaled `x` or `linear(x)`, which the skip connection is added to."""
         x = self.scale(x) if linear is None else linear(x, scale=self.scale)
         return x if self.drop is None else self.drop(x)
 
 
 class Block(nnx.Module):
-    """A linear layer over tokens, then a two-layer perceptron over features; both are residual.
+    """A linear layer over tokens and a two-layer perceptron over features, each with a skip.
 
     Touvron et al., arXiv:2105.03404, section 2, equations 2 and 3.
     """
@@ -57,7 +57,7 @@ class Block(nnx.Module):
 
 
 class ResMLP(nnx.Module):
-    """A residual perceptron over patches."""
+    """A perceptron over patches of an image, with skip connections."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class ResMLP(nnx.Module):
             raise ValueError(f"stochastic_depth={stochastic_depth}: expected 0 to less than 1")
         options: dict[str, Any] = dict(dtype=dtype, rngs=rngs)
         tokens = (image_size // patch) ** 2
-        # Flax's own convolution: its input is the batch, which the step holds anyway.
+        # Flax's convolution: its input is the batch, which is in memory anyway.
         self.stem = nnx.Conv(in_channels, dim, (patch, patch), patch, padding="VALID", **options)
         self.blocks = nnx.List(
             Block(tokens, dim, scale, stochastic_depth, options) for _ in range(depth)
@@ -118,8 +118,8 @@ def create(
 ) -> ResMLP:
     """Makes a ResMLP by name (Touvron et al., arXiv:2105.03404, table 1 and section 3.1).
 
-    GELU has its tanh form, as Flax's. LayerScale begins at 0.1 with 12 blocks, 1e-5 with 24, 1e-6
-    with 36 and in B24.
+    GELU has the tanh form, as in Flax. LayerScale starts at 0.1 with 12 blocks, at 1e-5 with 24,
+    and at 1e-6 with 36 and in B24.
 
     Args:
         name: "resmlp_s12", "resmlp_s24", "resmlp_s36", "resmlp_b24" (patches of 16x16 pixels), or

@@ -1,4 +1,4 @@
-"""Whole training steps of the models of this package, for `jaxcomp.planning.compare`."""
+"""Training steps of the models of this package, for `jaxcomp.compare`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,15 +23,16 @@ def classifier(
         dtype: Dtype of the computation and the images; parameters are float32.
 
     Returns:
-        From a strategy and a batch size to the jitted step, which donates its state, and its arguments
-        (state, images, labels) as shapes.
+        A function of a strategy and a batch size. It returns the jitted step, which donates its
+        state, and the shapes of its arguments (state, images, labels).
 
     Raises:
-        ValueError: If `name` is unknown or `image` is not positive; of the factory, if the model
-            cannot take images of this size.
+        ValueError: If `name` is unknown or `image` is not positive. The returned function raises
+            one if the model cannot take images of this size.
 
     Example:
-        >>> step, (state, images, labels) = classifier("resnet18", image=64)(Strategy.parse("remat"), 8)
+        >>> make_step = classifier("resnet18", image=64)
+        >>> step, (state, images, labels) = make_step(Strategy.parse("remat"), 8)
         >>> images.shape
         (8, 64, 64, 3)
     """

@@ -1,4 +1,4 @@
-"""One training step as one compiled function of a state and a batch, whatever the strategy."""
+"""Training and evaluation steps of image classifiers and language models, as jitted functions."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -15,13 +15,13 @@ from jaxcomp.memory import compiler_options
 
 
 class TrainState(NamedTuple):
-    """All that changes from step to step; a pytree of arrays.
+    """What changes from step to step; a pytree of arrays.
 
     Attributes:
-        step: number of steps taken.
-        params: what the optimiser trains.
-        model_state: the model's other variables (batch statistics).
-        opt_state: the optimiser's state.
+        step: Number of steps taken.
+        params: What the optimizer trains.
+        model_state: The other variables of the model, such as batch statistics.
+        opt_state: State of the optimizer.
     """
 
     step: Int[Array, ""]
@@ -31,7 +31,12 @@ class TrainState(NamedTuple):
 
 
 class Metrics(NamedTuple):
-    """Means over one training batch."""
+    """Means over one batch.
+
+    Attributes:
+        loss: The cross-entropy.
+        accuracy: The fraction of labels that are predicted.
+    """
 
     loss: Float[Array, ""]
     accuracy: Float[Array, ""]
@@ -39,22 +44,21 @@ class Metrics(NamedTuple):
 
 Inputs = Shaped[Array | np.ndarray, "batch ..."]
 Labels = Int[Array | np.ndarray, "batch ..."]
-TrainStep = jax.stages.Wrapped  # of (TrainState, Inputs, Labels) to (TrainState, Metrics)
+TrainStep = jax.stages.Wrapped  # from (TrainState, Inputs, Labels) to (TrainState, Metrics)
 EvalStep = Callable[[TrainState, Inputs, Labels], Int[Array, ""]]
 LossFunction = Callable[
     [State, State, Inputs, Labels], tuple[Float[Array, ""], tuple[State, Metrics]]
 ]
-
-
 Accumulated = tuple[tuple[State, Metrics], State]
 
 
 def sgd(
     schedule: optax.Schedule, *, momentum: float, nesterov: bool, weight_decay: float
 ) -> optax.GradientTransformation:
-    """SGD with momentum, and coupled weight decay of parameters of two or more axes.
+    """SGD with momentum and coupled weight decay.
 
-    Biases and norms' scales have no decay, then, where their layers are not stacked.
+    Only parameters with two or more axes decay. Biases and scales have one axis, unless their
+    layers are stacked.
     """
     return optax.chain(
         optax.add_decayed_weights(weight_decay, mask=_has_axes),
@@ -63,7 +67,7 @@ def sgd(
 
 
 def adamw(schedule: optax.Schedule, *, weight_decay: float) -> optax.GradientTransformation:
-    """AdamW (arXiv:1711.05101), with decoupled weight decay of the same parameters as `sgd`."""
+    """AdamW (arXiv:1711.05101). The same parameters decay as with `sgd`, decoupled."""
     return optax.adamw(schedule, weight_decay=weight_decay, mask=_has_axes)
 
 
@@ -72,15 +76,21 @@ def _has_axes(params: optax.Params) -> optax.Params:
 
 
 def init_state(model: nnx.Module, optimizer: optax.GradientTransformation) -> TrainState:
-    """The state before the first step."""
+    """Returns the state before the first step."""
     _, params, model_state = split_model(model)
     return TrainState(jnp.zeros((), jnp.int32), params, model_state, optimizer.init(params))
 
 
 def make_loss(model: nnx.Module, label_smoothing: float) -> LossFunction:
-    """The mean cross-entropy as a function of (params, model_state, inputs, labels).
+    """Makes the loss function: the mean cross-entropy.
 
-    It also returns the new ``model_state`` and the :class:`Metrics`.
+    Args:
+        model: The model, which is put into training mode.
+        label_smoothing: Weight of the uniform distribution in the targets.
+
+    Returns:
+        A function of (params, model_state, inputs, labels). It returns the loss, and the new
+        `model_state` with the `Metrics`.
     """
     model.train()
     graphdef, _, _ = split_model(model)
@@ -105,19 +115,19 @@ def make_train_step(
     *,
     unroll: bool = True,
 ) -> TrainStep:
-    """Forward, backward, optimiser and batch statistics as one jitted function.
+    """Makes the training step: forward and backward pass, optimizer and batch statistics.
 
-    The state that is passed in is donated: its buffers are used for the new one.
+    The step donates its state, so that XLA uses the same buffers for the new state.
 
     Args:
-        loss_fn: from :func:`make_loss`.
-        optimizer: updates the parameters.
-        micro_batches: the batch is split into that many parts, which run one after another; their
-            gradients and metrics are averaged. Batch statistics are then those of a micro-batch and
-            are updated once for each.
-        unroll: whether the micro-batches are written out one after another, not in a loop. On CPUs
-            XLA's convolutions are ten times slower in a loop; of a model that has loops itself,
-            XLA gives those of all micro-batches memory at once if they are written out.
+        loss_fn: The loss, from `make_loss`.
+        optimizer: Updates the parameters.
+        micro_batches: Number of parts that the batch is split into. They run one after another, and
+            their gradients and metrics are averaged. Batch norms use the statistics of a
+            micro-batch and update their running statistics once for each.
+        unroll: Whether the micro-batches are unrolled instead of run in a loop. On a CPU, XLA's
+            convolutions are ten times slower in a loop. If the model has loops itself, unrolling
+            raises the peak: XLA allocates the loops of all micro-batches at once.
     """
     gradient = jax.grad(loss_fn, has_aux=True)
 
@@ -135,8 +145,8 @@ def make_train_step(
             total = jax.tree.map(lambda t, x: t + x / micro_batches, total, (grads, metrics))
             return (total, model_state), None
 
-        # The barrier makes a micro-batch wait for the gradients before it; else all activations
-        # coexist where they are unrolled.
+        # With the barrier a micro-batch starts after the gradients of the one before it. Without
+        # it the saved activations of all unrolled micro-batches are alive at once.
         zeros = jax.tree.map(jnp.zeros_like, (params, Metrics(jnp.zeros(()), jnp.zeros(()))))
         carry, _ = jax.lax.scan(body, (zeros, model_state), batches, unroll=unroll)
         (grads, metrics), model_state = carry
@@ -153,7 +163,11 @@ def make_train_step(
 
 
 def make_eval_step(model: nnx.Module) -> EvalStep:
-    """The number of images of a batch that the model, in inference mode, classifies as labelled."""
+    """Makes the evaluation step: the number of examples whose label is predicted.
+
+    Args:
+        model: The model, which is put into inference mode.
+    """
     model.eval()
     graphdef, _, _ = split_model(model)
 

@@ -1,4 +1,4 @@
-"""Transformers in plain Flax: what `recipes.transformer` makes of their steps."""
+"""Transformers in plain Flax, and their training steps under `recipes.transformer`."""
 
 import json
 
@@ -12,9 +12,8 @@ from flax import nnx
 import jaxcomp as jc
 from experiments import transformers
 from experiments.bench import transformers as bench
-from jaxcomp import policies
 from jaxcomp.planning import Strategy
-from tests.helpers import assert_close, assert_same_bits, assert_unbiased, normal
+from tests.helpers import assert_close, assert_same_bits, assert_unbiased, normal, only
 
 SHAPE = transformers.Shape(width=32, depth=2, heads=4)
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 17, (8, 64)))
@@ -58,14 +57,14 @@ def test_blocks_under_a_scan_compute_the_same_and_are_compressed():
 
 
 def test_blocks_under_a_scan_take_no_coded_inputs():
-    with pytest.raises(ValueError, match="expected none that codes the inputs of blocks"):
+    with pytest.raises(ValueError, match="expected none that encodes blocks' inputs"):
         transformers.scanned_lm(Strategy.parse("remat:quantize:bits=8"), 1)
 
 
 def test_queries_keys_and_values_are_not_stored():
     plan, with_them = (
         jc.plan(create(policy), TOKENS)
-        for policy in (jc.recipes.transformer(4), policies.compress(jc.Quantize(4), min_size=2**14))
+        for policy in (jc.recipes.transformer(4), only(jc.Quantize(4), min_size=2**14))
     )
     attention = (8, 64, 4, 8)
     assert sum(v.shape == attention for v in with_them.values if v.role == "other") == 6
@@ -76,7 +75,7 @@ def test_queries_keys_and_values_are_not_stored():
 
 
 def test_the_forward_pass_is_exact_and_so_is_what_is_computed_again():
-    again = policies.recomputable(roles=("other",))
+    again = only("cheapest", roles=("other",))
     stock, exact, coded = create(), create(again), create(jc.recipes.transformer(2))
     call = nnx.jit(lambda model: model(TOKENS))
     assert_same_bits(call(coded), call(stock))
@@ -86,8 +85,8 @@ def test_the_forward_pass_is_exact_and_so_is_what_is_computed_again():
 
 def test_the_gradient_is_unbiased():
     """But for the norms, whose inputs come twice across a mean of 32: they are exact here."""
-    norms = policies.compress(jc.Exact(), path=".*norm.?")
-    model = create(policies.first(norms, jc.recipes.transformer(2)))
+    norms = only("keep", path=".*norm.?")
+    model = create(norms + jc.recipes.transformer(2))
     model.unused = nnx.Param(jnp.zeros(()))
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
 
