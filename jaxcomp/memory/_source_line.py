@@ -6,15 +6,16 @@ from typing import Any
 
 import flax
 import jax
+import jaxtyping
 from jax.extend.core import JaxprEqn
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _OWN = ("_core", "codecs", "diagnostics", "memory", "nn", "ops", "planning", "transform")
 LIBRARIES = (
-    *(os.path.dirname(file) + os.sep for file in (jax.__file__, flax.__file__, functools.__file__)),
+    *(os.path.dirname(str(m.__file__)) + os.sep for m in (jax, flax, jaxtyping, functools)),
     *(os.path.join(_PACKAGE, name) + os.sep for name in _OWN),
 )
-"""Folders of Python, JAX, Flax and this library but its models. Their files are no user code."""
+"""Folders of libraries, and of this one but its models. Their files are no user code."""
 
 
 def source_line(equation: JaxprEqn | None) -> str:

@@ -5,7 +5,7 @@ import pytest
 from flax import nnx
 
 import jaxcomp as jc
-from jaxcomp.planning._strategies import Way
+from jaxcomp.planning import Strategy
 from tests.helpers import normal, without_type_checks
 
 
@@ -92,9 +92,9 @@ class Blocks(nnx.Module):
         return x
 
 
-@pytest.mark.parametrize("way", ["compress:quantize:bits=2", "remat:quantize:bits=2"])
+@pytest.mark.parametrize("way", ["quantize:bits=2", "remat:quantize:bits=2"])
 def test_the_control_of_a_model_that_is_coded_as_a_whole_is_exact(way):
-    model = Way.parse(way)(Blocks())
+    model = Strategy.parse(way)(Blocks())
     batch = normal((1024, 16)), jnp.arange(1024) % 16
     report = jc.check_gradients(loss, model, batch, draws=3)
     assert report.coded.noise > 1e-3

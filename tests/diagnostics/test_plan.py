@@ -108,15 +108,15 @@ def test_a_stock_model_and_its_compressed_form_have_one_table():
 
 
 def test_functions_of_arrays_have_a_plan():
-    x = jax.ShapeDtypeStruct((512, 64), jnp.float32)
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((512, 64), (64, 64)))
 
-    def wave(x, *, scale):
-        return jnp.sin(x) * scale
+    def layer(x, *, w):
+        return jnp.sin(x @ w)
 
-    (exact,) = jc.plan(wave, x, scale=2).values
+    (exact,) = jc.plan(layer, x, w=w).values
     assert (exact.shape, exact.dtype, exact.decision) == (x.shape, "float32", "exact")
     assert exact.source.startswith("test_plan.py:")
-    (coded,) = jc.plan(jc.checkpoint(wave, jc.Quantize(2)), x, scale=2).values
+    (coded,) = jc.plan(jc.checkpoint(layer, jc.Quantize(2)), x, w=w).values
     assert (coded.role, coded.decision) == ("derivative", str(jc.Quantize(2)))
     with pytest.raises(TypeError, match="model_or_fn=3: expected a model or function"):
         jc.plan(3, x)

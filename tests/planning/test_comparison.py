@@ -161,7 +161,7 @@ def test_without_plain_there_are_no_ratios():
     ("rows", "batch", "error"),
     [
         ([], 8, r"rows=\[\]: expected a list of at least one"),
-        (["plain", "plain"], 8, "expected a list of at least one, and each once"),
+        (["plain", "plain"], 8, "expected each once"),
         (["plane"], 8, "strategy='plane': expected plain"),
         (["accumulate:3"], 8, "batch=8: expected a multiple of 3"),
         ("plain", 8, "rows='plain': expected a list"),
