@@ -89,3 +89,16 @@ def test_no_circles():
 def test_the_library_imports_nothing_of_the_experiments():
     outside = {n: o for n, o in IMPORTS.items() if n.startswith("jaxcomp")}
     assert not [n for n, o in outside.items() if any(m.startswith("experiments") for m in o)]
+
+
+def test_helper_modules_are_private():
+    """And so no module has the name of a function that stands beside it."""
+    public = {
+        name
+        for name in MODULES
+        if name.count(".") == 2 and not any(part.startswith("_") for part in name.split("."))
+    }
+    models = {"catalog", "resmlp", "resnet", "steps", "training"}
+    expected = {f"jaxcomp.models.{name}" for name in models}
+    expected |= {"jaxcomp.codecs.noise", "jaxcomp.codecs.packing", "jaxcomp.policies.recipes"}
+    assert {name for name in public if name.startswith("jaxcomp.")} == expected
