@@ -1,0 +1,98 @@
+"""The picture in the README: memory against HBM traffic of strategies for one training step.
+
+It reads what `experiments.bench.memory` recorded; nothing is compiled.
+
+    python -m experiments.bench.picture
+"""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import matplotlib as mpl
+import typer
+from matplotlib.figure import Figure
+
+RESULTS = Path("experiments/results/resnet50-h100/memory.json")
+OUT = Path("docs/resnet50.png")
+
+# Okabe and Ito's palette, which colour-blind readers can tell apart, and a marker for each kind.
+PLAIN = ("#000000", "s", "plain")
+EXACT = ("#0072B2", "o", "exact")
+QUANTIZE = ("#D55E00", "^", "quantized, op by op")
+FUSED = ("#009E73", "D", "quantized, fused")
+
+# Kind of each strategy, and where its label is: offset in points, horizontal alignment.
+STRATEGIES = {
+    "plain": (PLAIN, (10, 0), "left"),
+    "remat": (EXACT, (10, 6), "left"),
+    "remat:dots": (EXACT, (10, 0), "left"),
+    "accumulate:4": (EXACT, (-10, 0), "right"),
+    "offload": (EXACT, (-10, 0), "right"),
+    "quantize:bits=4": (QUANTIZE, (11, -7), "left"),
+    "quantize:bits=2": (QUANTIZE, (11, -7), "left"),
+    "fused:bits=4": (FUSED, (10, 5), "left"),
+    "fused:bits=2": (FUSED, (-11, 0), "right"),
+    "offload:fused:bits=2": (FUSED, (10, -9), "left"),
+}
+
+
+def draw(rows: dict[str, dict[str, Any]], path: Path) -> None:
+    """Writes the picture of the rows by name as a PNG."""
+    style = {"font.size": 13, "axes.spines.top": False, "axes.spines.right": False}
+    with mpl.rc_context(style):
+        figure = Figure(figsize=(9, 5.6), layout="constrained")
+        axes = figure.subplots()
+        for strategy, (kind, offset, side) in STRATEGIES.items():
+            row = rows[strategy]
+            color, marker, label = kind
+            at = row["hbm_traffic_bytes"] / 2**30, row["total_bytes"] / 2**30
+            axes.plot(*at, marker, color=color, markersize=10, label=label)
+            axes.annotate(
+                strategy, at, offset, textcoords="offset points", ha=side, va="center", color=color
+            )
+        axes.set(
+            xlabel="HBM traffic of one step, GiB",
+            ylabel="device memory needed, GiB",
+            xlim=(30, 63),
+            ylim=(0, 6.9),
+        )
+        axes.set_title(
+            "ResNet-50 training step, batch 128, 224 px, bfloat16\n"
+            "compiled ahead of time for H100; no GPU was used",
+            loc="left",
+            fontsize=13,
+        )
+        axes.grid(alpha=0.25)
+        handles, labels = axes.get_legend_handles_labels()
+        unique = dict(zip(labels, handles, strict=True))
+        axes.legend(
+            unique.values(),
+            unique.keys(),
+            frameon=False,
+            loc="upper left",
+            ncols=2,
+            columnspacing=1,
+        )
+        axes.annotate(
+            "better",
+            xy=(30.6, 1.9),
+            xytext=(32.8, 3.0),
+            color="#666666",
+            ha="center",
+            arrowprops={"arrowstyle": "->", "color": "#666666"},
+        )
+        figure.savefig(path, dpi=150)
+
+
+def main(
+    results: Annotated[Path, typer.Option(help="What experiments.bench.memory wrote.")] = RESULTS,
+    out: Annotated[Path, typer.Option(help="The PNG.")] = OUT,
+) -> None:
+    """Draws memory against HBM traffic of strategies for ResNet-50's training step."""
+    rows = {row["row"]: row for row in json.loads(results.read_text())["rows"]}
+    draw(rows, out)
+
+
+if __name__ == "__main__":
+    typer.run(main)
