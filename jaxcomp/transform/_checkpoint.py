@@ -122,7 +122,12 @@ def _with_backward_pass(
 
     def forward(seed: Any, *arguments: Any) -> Any:
         values = [argument.value for argument in arguments]
-        active = [i for i, argument in enumerate(arguments) if argument.perturbed]
+        # An integer that came out of another such call counts as perturbed, too.
+        active = [
+            i
+            for i, argument in enumerate(arguments)
+            if argument.perturbed and jnp.issubdtype(argument.value.dtype, jnp.inexact)
+        ]
         if not active:
             return function(None, *values), None
         chosen = _looped(program, active, coded, policy)

@@ -180,7 +180,7 @@ def test_layers_of_both_kinds_in_one_model():
             self.second = nnx.Linear(8, 8, rngs=nnx.Rngs(1))
 
         def __call__(self, x):
-            return self.second(jnp.tanh(self.first(x)))
+            return self.second(nnx.relu(self.first(x)))
 
     coded = jc.Rule(jc.Quantize(2), op="dot")
     x = normal((64, 8))
