@@ -1,8 +1,9 @@
-"""Trains the same model by several strategies and puts the results side by side.
+r"""Trains a model by several strategies and compares accuracy, memory and step time.
 
-    python -m experiments.compare --strategy plain --strategy quantize:bits=2 --epochs 2 --out results/two
+    python -m experiments.compare --strategy plain --strategy quantize:bits=2 --epochs 2 \
+        --out results/two
 
-Interrupted, the same command goes on where it stopped; finished runs are kept.
+After an interrupt the same command resumes. Finished runs are kept.
 """
 
 import json
@@ -21,7 +22,17 @@ from experiments.config import TrainConfig
 from experiments.data import load
 from experiments.figure import draw
 from experiments.measure import measure
-from experiments.options import DataDir, Dtype, Out, TrainedStrategies, usage_errors
+from experiments.options import (
+    Batch,
+    DataDir,
+    DatasetName,
+    Dtype,
+    Epochs,
+    Model,
+    Out,
+    TrainedStrategies,
+    usage_errors,
+)
 from experiments.planning import quantized_bits
 from experiments.record import describe_environment, make_folder, write_json
 from experiments.rows import Row
@@ -57,19 +68,20 @@ def compare(
     """Trains every strategy with every seed, one after another, and measures their steps.
 
     Args:
-        config: of all runs, but for the strategy and the seed; ``plan_steps`` is of strategies that quantize.
-        strategies: the rows; the first must be ``plain``.
-        seeds: of the runs.
-        runs: directory for the runs' own directories. What is finished there is not trained again,
-            what is not goes on.
-        rounds: timed steps of each strategy.
-        tensorboard: whether the runs write TensorBoard scalars.
+        config: Configuration of all runs. Strategy and seed are replaced; `plan_steps` applies to
+            strategies that quantize.
+        strategies: Specs of the strategies; the first must be `plain`.
+        seeds: Seeds of the runs.
+        runs: Folder for the folders of the runs. A finished run in it is not repeated, an
+            unfinished run is resumed.
+        rounds: Timed steps of each strategy.
+        tensorboard: Whether the runs write TensorBoard scalars.
 
     Returns:
-        The rows; None where Ctrl-C stopped a run.
+        The rows; None if Ctrl-C stopped a run.
 
     Raises:
-        ValueError: an argument is wrong, or ``runs`` has runs of another configuration.
+        ValueError: If an argument is wrong, or `runs` has runs of another configuration.
     """
     if config.plan_steps is not None and not any(map(quantized_bits, strategies)):
         raise ValueError(
@@ -94,13 +106,13 @@ def compare(
 
 
 def run_folder(runs: Path, strategy: str, seed: int) -> Path:
-    """The directory of a run."""
+    """Returns the folder of a run."""
     name = re.sub(r"[^\w.=,-]+", "_", strategy)
     return runs / f"{name}-{seed}"
 
 
 def _finish(config: TrainConfig, out: Path, tensorboard: bool) -> dict[str, Any] | None:
-    """The metrics of a run, which is trained to its end; None where Ctrl-C stopped it."""
+    """Finishes a run and returns its metrics; None if Ctrl-C stopped it."""
     path = out / METRICS
     if not path.exists():
         resume = Checkpoints(out / "checkpoints").latest_step() is not None
@@ -139,11 +151,11 @@ def report(config: TrainConfig, seeds: Sequence[int], rows: Sequence[Row], out: 
 def compare_seeds(
     config: TrainConfig, strategies: Sequence[str], seeds: Sequence[int], out: Path
 ) -> list[Row]:
-    """Compares with several seeds and reports, for a command line; runs are under ``out / "runs"``.
+    """Compares with several seeds and reports, for a command; runs are in `out / "runs"`.
 
     Raises:
-        ValueError: the first strategy is not ``plain``, or there is one seed.
-        typer.Exit: Ctrl-C stopped a run.
+        ValueError: If the first strategy is not `plain`, or there are fewer than two seeds.
+        typer.Exit: If Ctrl-C stopped a run.
     """
     if len(seeds) < 2 or len({*seeds}) != len(seeds) or strategies[0] != "plain":
         raise ValueError(
@@ -156,42 +168,46 @@ def compare_seeds(
 def _reported(
     rows: list[Row] | None, config: TrainConfig, seeds: Sequence[int], out: Path
 ) -> list[Row]:
-    """Rows, reported; without any the command was stopped, and says so."""
+    """Reports the rows and returns them; exits if Ctrl-C stopped a run."""
     if rows is None:
-        typer.echo("stopped; the same command goes on")
+        typer.echo("stopped; the same command resumes")
         raise typer.Exit(130)
     report(config, seeds, rows, out)
     return rows
 
 
 def notes(rows: Sequence[Row]) -> list[str]:
-    """What to know to read the table."""
+    """Returns the notes below the table."""
     target = rows[0].measurement.target
     return [
-        f"Compiled for {target}: XLA's temp bytes of the whole "
-        "training step." + (" On a CPU XLA gives no peak figure." if target == "cpu" else ""),
-        "Bits / element: declared bits for each float that the plain step declares. Of accumulate "
-        "these are the residuals of one micro-batch, by whose statistics BatchNorm normalises.",
+        f"XLA temp: temporary memory of the whole training step, compiled for {target}."
+        + (" On a CPU XLA reports no peak memory." if target == "cpu" else ""),
+        "Bits / element: declared bits for each float that the plain step declares. For accumulate "
+        "both count one micro-batch, whose statistics the batch norms use.",
     ]
 
 
 @usage_errors()
 def main(
     out: Out,
-    runs: Annotated[Path | None, typer.Option(help="Of the runs; default OUT/runs.")] = None,
+    runs: Annotated[
+        Path | None, typer.Option(help="Folder for the runs. Default: OUT/runs.")
+    ] = None,
     strategy: TrainedStrategies = None,
-    seed: Annotated[list[int] | None, typer.Option(help="Repeat for more. Default: 0.")] = None,
-    model: str = TrainConfig.model,
-    dataset: str = TrainConfig.dataset,
+    seed: Annotated[list[int] | None, typer.Option(help="Repeatable. Default: 0.")] = None,
+    model: Model = TrainConfig.model,
+    dataset: DatasetName = TrainConfig.dataset,
     data_dir: DataDir = None,
-    epochs: int = TrainConfig.epochs,
-    batch: int = TrainConfig.batch,
-    lr: float = TrainConfig.lr,
+    epochs: Epochs = TrainConfig.epochs,
+    batch: Batch = TrainConfig.batch,
+    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = TrainConfig.lr,
     dtype: Dtype = TrainConfig.dtype,
     rounds: Annotated[int, typer.Option(help="Timed steps of each strategy.")] = 10,
-    tensorboard: bool = True,
+    tensorboard: Annotated[
+        bool, typer.Option(help="Whether runs write TensorBoard scalars.")
+    ] = True,
 ) -> None:
-    """Trains a model by several strategies and compares; the same command again goes on."""
+    """Train a model by several strategies and compare; the same command resumes."""
     seeds = seed or [0]
     config = TrainConfig(
         model=model,

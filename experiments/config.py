@@ -1,4 +1,4 @@
-"""What determines the outcome of a training run."""
+"""`TrainConfig`: the configuration of a training run."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,32 +11,32 @@ DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """All that a run's result depends on, besides the machine.
+    """Everything that the result of a run depends on, except for the machine.
 
     Attributes:
-        model: name of a model, as ``jaxcomp.models.catalog.create`` takes it.
-        dataset: name of a data set, as ``experiments.data.load`` takes it.
-        data_dir: where the full data sets are; None is TFDS's own default.
-        strategy: what the step stores, as :meth:`experiments.strategies.Strategy.parse` takes it.
-        epochs: passes over the training split, shuffled anew for each.
-        epoch_steps: steps of an epoch; None is as many as there are whole batches.
-        batch: images in a batch, over all devices.
-        optimizer: ``sgd`` or ``adamw``.
-        lr: peak of the learning rate: a linear warm-up from 0, then a cosine down to 0.
-        warmup_epochs: length of the warm-up.
-        momentum: of SGD.
-        nesterov: whether SGD's momentum is Nesterov's.
-        weight_decay: of parameters of two or more axes; SGD's is coupled (added to the gradient),
-            AdamW's is not.
-        label_smoothing: weight of the uniform distribution in the targets.
-        augment: whether training images are augmented.
-        dtype: of the computation; parameters, optimiser and batch statistics are float32.
-        plan_steps: steps between two plans of the bits of a strategy that quantizes
-            (`jaxcomp.diagnostics._bits.BitPlanner`); None is no plan.
-        seed: of the parameters, the order of the data and the augmentation, 0 or more.
+        model: Name of a model, as `jaxcomp.models.catalog.create` takes it.
+        dataset: Name of a data set, as `experiments.data.load` takes it.
+        data_dir: Folder of the full data sets; None is the default of TFDS.
+        strategy: Spec of a strategy, as `jaxcomp.planning.Strategy.parse` takes it.
+        epochs: Passes over the training split, which is reshuffled for each.
+        epoch_steps: Steps of an epoch; None is the number of whole batches.
+        batch: Images in a batch, over all devices.
+        optimizer: `sgd` or `adamw`.
+        lr: Peak learning rate, after a linear warm-up from 0; a cosine decay to 0 follows.
+        warmup_epochs: Length of the warm-up.
+        momentum: Momentum of SGD.
+        nesterov: Whether SGD uses Nesterov momentum.
+        weight_decay: Weight decay of parameters with two or more axes. It is coupled for SGD (added
+            to the gradient) and decoupled for AdamW.
+        label_smoothing: Weight of the uniform distribution in the targets.
+        augment: Whether training images are augmented.
+        dtype: Dtype of the computation. Parameters, optimizer and batch statistics are float32.
+        plan_steps: Steps between two plans of the bits of a strategy that quantizes
+            (`jaxcomp.diagnostics.BitPlanner`); None plans no bits.
+        seed: Seed of the parameters, the order of the data and the augmentation, 0 or more.
 
     Raises:
-        ValueError: a value is outside its range.
+        ValueError: If a value is outside its range.
     """
 
     model: str = "resnet20"
@@ -77,19 +77,19 @@ class TrainConfig:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected {expected}")
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as JSON can hold them."""
+        """Returns the fields as values that JSON can represent."""
         return asdict(self) | {"data_dir": self.data_dir and str(self.data_dir)}
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Self:
-        """The inverse of :meth:`to_json`."""
+        """Returns the configuration that `to_json` wrote."""
         return cls(**fields | {"data_dir": fields["data_dir"] and Path(fields["data_dir"])})
 
     def check_same_run(self, other: Self, where: Path) -> None:
-        """Checks that ``other``, found at ``where``, is the same run; the data may have moved.
+        """Checks that `other`, found in `where`, is the same run. `data_dir` may differ.
 
         Raises:
-            ValueError: it is not; the text names the fields that differ.
+            ValueError: If it is another run. The message names the fields that differ.
         """
         mine, theirs = self.to_json(), other.to_json()
         different = [k for k in mine if k != "data_dir" and mine[k] != theirs[k]]

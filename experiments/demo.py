@@ -1,4 +1,4 @@
-"""A small ResNet trained on real images by six strategies, side by side, in a few minutes.
+"""Trains a small ResNet on real images by six strategies, in a few minutes.
 
 python -m experiments.demo
 """
@@ -29,7 +29,7 @@ CONFIG = TrainConfig(
 def main(
     out: Out = Path("experiments/results/demo"),
 ) -> None:
-    """Trains a ResNet by six strategies; prints a table, writes a picture and a JSON file."""
+    """Train a ResNet by six strategies; print a table and write it with a figure."""
     make_folder(out)
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
@@ -40,8 +40,8 @@ def main(
         raise typer.Exit(130)
     report(CONFIG, [CONFIG.seed], rows, out)
     typer.echo(
-        "plain and remat compute the same function and differ in rounding only: between rows, a "
-        "difference of accuracy like theirs is the noise of so short a training."
+        "plain and remat compute the same function up to rounding. A difference in accuracy as "
+        "small as theirs is the noise of so short a training."
     )
 
 

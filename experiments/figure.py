@@ -1,4 +1,4 @@
-"""The picture of a comparison: loss curves beside memory bars."""
+"""The figure of a comparison: loss curves and memory bars."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,13 +11,13 @@ from matplotlib.patches import Patch
 
 from experiments.rows import Row
 
-# Okabe and Ito's palette, which the colour-blind can tell apart.
+# The palette of Okabe and Ito, which is safe for colour blindness.
 COLORS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#0072B2", "#CC79A7")
 SMOOTHING = 0.1  # weight of the newest step in the moving average of the loss
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Writes the figure of at most seven strategies as a PNG; makes its folder."""
+    """Writes the figure of at most seven strategies as a PNG and creates its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with mpl.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(12, 4.6), layout="constrained")

@@ -1,4 +1,4 @@
-"""Memory and step times of training steps that differ in their strategy only."""
+"""Measures the memory and time of training steps that differ only in their strategy."""
 
 import math
 import statistics
@@ -19,19 +19,19 @@ from jaxcomp import memory
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a training step of one strategy costs.
+    """Memory and time of the training step of one strategy.
 
     Attributes:
-        declared_residual_bytes: what the step declares to keep from its forward to its backward
-            pass; of one micro-batch where there are several, as they run one after another.
-        bits_per_element: declared bits for each float that the plain step declares (which counts
-            the floats of JAX's own rules: about three for each convolution output, of which the
-            norm declares two). The plain step's exceed a float's own by its masks.
-        target: the device that the step was compiled for.
-        temp_bytes: XLA's scratch memory in the compiled step, where residuals live.
-        step_seconds: median time of a step.
-        step_time_ratio: median, over rounds in which each strategy takes one step, of the step's time
-            to the plain step's.
+        declared_residual_bytes: Bytes that the step declares to save for its backward pass; of one
+            micro-batch if there are several, since they run one after another.
+        bits_per_element: Declared bits for each float that the plain step declares. JAX's own rules
+            declare about three floats for each output of a convolution, two of them for the norm.
+            The plain step has more bits than a float has, since it also declares masks.
+        target: The device that the step was compiled for.
+        temp_bytes: XLA's temporary memory of the compiled step, which holds the residuals.
+        step_seconds: Median time of a step.
+        step_time_ratio: Median ratio of the step's time to that of the plain step, over rounds in
+            which each strategy takes one step.
     """
 
     declared_residual_bytes: int
@@ -48,19 +48,17 @@ def measure(
     """Compiles and times the training step of each strategy, on random parameters and one batch.
 
     Args:
-        config: of the step, all but the strategy.
-        strategies: what to compare; the first must be ``plain``.
-        dataset: where the batch is from.
-        rounds: how many timed steps each strategy takes, in turns, so that all share the machine's
-            other load.
+        config: Configuration of the step. Its strategy is replaced.
+        strategies: Specs of the strategies; the first must be `plain`.
+        dataset: Data set of the batch.
+        rounds: Timed steps of each strategy. The strategies take turns, so that other load on the
+            machine affects all of them alike.
 
     Raises:
-        ValueError: the first strategy is not ``plain``, or ``rounds`` is less than 1.
+        ValueError: If the first strategy is not `plain`, or `rounds` is less than 1.
     """
     if strategies[0] != "plain":
-        raise ValueError(
-            f"strategies={list(strategies)!r}: expected plain first; the others are held against it"
-        )
+        raise ValueError(f"strategies={list(strategies)!r}: expected plain first, to compare with")
     if rounds < 1:
         raise ValueError(f"rounds={rounds}: expected 1 or more")
     batch = shard(
@@ -100,15 +98,15 @@ def measure(
 def in_turns(
     steps: Sequence[tuple[Callable[..., Any], Any]], batch: Sequence[Any], rounds: int
 ) -> list[list[float]]:
-    """Times steps that take turns, so that all share the machine's other load.
+    """Times steps that take turns, so that other load on the machine affects all of them alike.
 
     Args:
-        steps: each a step that returns its new state first, and its state.
-        batch: what a step takes besides its state.
-        rounds: timed steps of each, 1 or more, after one in which it compiles.
+        steps: Pairs of a step, whose first result is the new state, and its state.
+        batch: The other arguments of a step.
+        rounds: Number of timed steps of each, 1 or more. They follow one step that compiles.
 
     Returns:
-        The seconds of each step of each.
+        For each step the seconds of its runs.
     """
     states = [state for _, state in steps]
     seconds: list[list[float]] = [[] for _ in steps]
@@ -122,5 +120,5 @@ def in_turns(
 
 
 def ratio(times: Sequence[float], others: Sequence[float]) -> float:
-    """The median, over the rounds of `in_turns`, of a step's time to another's."""
+    """Returns the median ratio of two steps' times, over the rounds of `in_turns`."""
     return statistics.median(t / other for t, other in zip(times, others, strict=True))

@@ -1,4 +1,4 @@
-"""Runs of the same seeds, held against each other."""
+"""Compares runs of the same seeds."""
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -6,18 +6,18 @@ from scipy import stats
 
 
 def paired_difference(runs: ArrayLike, others: ArrayLike) -> tuple[float, float]:
-    """The mean difference of two sets of runs, seed by seed, and its uncertainty.
+    """Returns the mean difference of two sets of runs, seed by seed, and its uncertainty.
 
     Args:
         runs: A figure of each run, 2 or more.
-        others: The same of runs of the same seeds, in the same order.
+        others: The same figure of other runs, with the same seeds in the same order.
 
     Returns:
-        The mean of ``runs - others`` and half the width of its 95% confidence interval
+        The mean of `runs - others` and half the width of its 95% confidence interval
         (Student's t).
 
     Raises:
-        ValueError: There are fewer than 2 runs, or not as many others.
+        ValueError: If there are fewer than 2 runs, or another number of others.
 
     Example:
         >>> mean, half_width = paired_difference([0.72, 0.74, 0.73], [0.70, 0.73, 0.73])

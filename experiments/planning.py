@@ -1,4 +1,4 @@
-"""Plans of a run's bits, now and then between its steps."""
+"""`Planner`: plans the bits of quantized layers between the steps of a training run."""
 
 from typing import Any
 
@@ -14,14 +14,14 @@ from jaxcomp.planning import Strategy
 
 
 def quantized_bits(strategy: str) -> list[int]:
-    """The bits of each rule of a strategy that quantizes, and so can be planned."""
+    """Returns the bits of each rule that quantizes; empty if bits cannot be planned."""
     policy = Strategy.parse(strategy).policy
     rules = policy.rules if isinstance(policy, Policy) else ()
     return [rule.action.bits for rule in rules if isinstance(rule.action, Quantize)]
 
 
 class Planner:
-    """Keeps a run's bits to its plans, if its configuration asks for any."""
+    """Plans the bits of a run, if its configuration has `plan_steps`."""
 
     def __init__(
         self,
@@ -29,10 +29,10 @@ class Planner:
         dataset: Dataset,
         plans: dict[str, dict[str, list[int]]],
     ) -> None:
-        """Goes on from ``plans``, a record by step, which grows with each plan.
+        """Continues from `plans`, a record by step, to which each plan is added.
 
         Raises:
-            ValueError: plans are asked for, and the strategy does not quantize.
+            ValueError: If the configuration has `plan_steps`, and the strategy does not quantize.
         """
         self.config, self.dataset, self.plans = config, dataset, plans
         bits = quantized_bits(config.strategy)
@@ -47,14 +47,14 @@ class Planner:
         self.planner.taken = {int(step): plan for step, plan in plans.items()}
 
     def restored(self, run: Run) -> Run:
-        """The run with the bits of the last plan."""
+        """Returns the run with the bits of the last plan."""
         if not self.plans:
             return run
         self.planner.restore(run.model)
         return of_model(run.model, run.state, self.config, self.dataset)
 
     def planned(self, run: Run, state: training.TrainState, step: int, batch: Any) -> Run:
-        """The run with new bits, where a plan is due and better."""
+        """Returns the run, with new bits if a plan is due and better than the present bits."""
         if self.config.plan_steps is None or step % self.config.plan_steps:
             return run
         model = run.model

@@ -1,4 +1,4 @@
-"""A row of a comparison of training runs."""
+"""`Row`: one strategy in a comparison of training runs."""
 
 import statistics
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ class Row:
     """One strategy in the comparison.
 
     Attributes:
-        strategy: its spec.
-        test_accuracy: at the end, one for each seed.
-        loss: of each training step, of the first seed's run.
-        measurement: what a step costs.
+        strategy: Spec of the strategy.
+        test_accuracy: Final accuracy on the test split, for each seed.
+        loss: Training loss of each step, for the first seed.
+        measurement: Memory and time of a step.
     """
 
     strategy: str
@@ -23,7 +23,7 @@ class Row:
     measurement: Measurement
 
     def cells(self) -> tuple[str, ...]:
-        """The row as text, under :data:`HEADER`; several seeds as mean ± standard deviation."""
+        """Returns the cells of a table; several seeds as mean ± standard deviation."""
         accuracy = f"{statistics.mean(self.test_accuracy):.2%}"
         if len(self.test_accuracy) > 1:
             accuracy += f" ± {statistics.stdev(self.test_accuracy):.2%}"
@@ -39,5 +39,5 @@ class Row:
 
 
 def mebibytes(count: int | None) -> str:
-    """Bytes as text in MiB."""
+    """Formats a number of bytes in MiB."""
     return "not given by this backend" if count is None else f"{count / 2**20:.1f} MiB"

@@ -1,4 +1,4 @@
-"""A training run's parts, made from its configuration: the model, its steps, the evaluation."""
+"""Builds the parts of a training run from its configuration: model, steps and evaluation."""
 
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from jaxcomp.planning import Strategy
 
 
 class Run(NamedTuple):
-    """What a run is made of: its model, first state and functions."""
+    """The parts of a run: its model, its initial state and its functions."""
 
     model: nnx.Module
     state: training.TrainState
@@ -26,10 +26,10 @@ class Run(NamedTuple):
 
 
 def count_epoch_steps(config: TrainConfig, dataset: Dataset) -> int:
-    """The steps of an epoch; a last, incomplete batch is left out.
+    """Returns the number of steps of an epoch. An incomplete last batch is dropped.
 
     Raises:
-        ValueError: the data set has fewer whole batches than ``config.epoch_steps``.
+        ValueError: If the data set has fewer whole batches than `config.epoch_steps`.
     """
     available = dataset.num_batches("train", config.batch, drop_remainder=True)
     if config.epoch_steps is None:
@@ -43,9 +43,9 @@ def count_epoch_steps(config: TrainConfig, dataset: Dataset) -> int:
 
 
 def learning_rate(config: TrainConfig, epoch_steps: int) -> optax.Schedule:
-    """The learning rate of each step: a linear warm-up from 0, then a cosine down to 0.
+    """Returns the schedule: a linear warm-up from 0, then a cosine decay to 0.
 
-    The last step at least is left to the cosine.
+    The cosine has at least the last step.
     """
     steps = config.epochs * epoch_steps
     return optax.warmup_cosine_decay_schedule(
@@ -60,9 +60,9 @@ def build(config: TrainConfig, dataset: Dataset) -> Run:
     """Makes the model and the functions of a run, and traces its training step.
 
     Raises:
-        ValueError: the model or the strategy is unknown, or the batch does not divide over the strategy's
-            micro-batches and the devices, or is larger than the data set, or the strategy cannot store
-            one of the step's arrays.
+        ValueError: If the model or the strategy is unknown, the batch is not a multiple of
+            micro-batches x devices or is larger than the data set, or a codec of the strategy
+            cannot encode one of the arrays.
     """
     strategy = Strategy.parse(config.strategy)
     strategy.check_batch(config.batch, jax.device_count())
@@ -83,10 +83,10 @@ def build(config: TrainConfig, dataset: Dataset) -> Run:
 def of_model(
     model: nnx.Module, state: training.TrainState, config: TrainConfig, dataset: Dataset
 ) -> Run:
-    """The run of a model as it is, whose codecs may have changed since :func:`build`.
+    """Makes the run of a given model, whose codecs may have changed since `build`.
 
     Raises:
-        ValueError: as :func:`build`.
+        ValueError: As `build`.
     """
     loss_fn = training.make_loss(model, config.label_smoothing)
     micro_batches = Strategy.parse(config.strategy).micro_batches
@@ -108,16 +108,16 @@ def _optimizer(config: TrainConfig, dataset: Dataset) -> optax.GradientTransform
 
 
 def cross_entropy(model: nnx.Module, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """The mean cross-entropy of a batch of images and labels, for gradients' statistics."""
+    """Returns the mean cross-entropy of a batch, for the statistics of gradients."""
     images, labels = batch
     logits = model(images).astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
 def evaluate(run: Run, state: training.TrainState, dataset: Dataset, batch: int) -> float:
-    """The accuracy on the whole test split.
+    """Returns the accuracy on the whole test split.
 
-    A short batch is filled up to ``batch`` images by some whose label, -1, no prediction equals.
+    A short batch is padded to `batch` images, with the label -1 that no prediction equals.
     """
     correct = 0
     read = min(batch, len(dataset.test))

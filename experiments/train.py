@@ -1,10 +1,10 @@
-"""Trains a ResNet on real images, its activations stored as the chosen strategy says.
+"""Trains an image classifier, with its activations saved by a strategy.
 
     python -m experiments.train --model resnet20 --strategy quantize:bits=2 --out runs/quantize2
 
-Ctrl-C saves and stops; the same command with ``--resume`` goes on, and ends with the bits that the
-unbroken run ends with. (On a GPU set ``XLA_FLAGS=--xla_gpu_deterministic_ops=true`` for that: some
-of its kernels add in an order that changes from run to run.)
+Ctrl-C saves a checkpoint and stops. The same command with `--resume` continues, and its result is
+bit-identical to that of an uninterrupted run. On a GPU this needs
+`XLA_FLAGS=--xla_gpu_deterministic_ops=true`, since some kernels add in a varying order.
 """
 
 import time
@@ -22,26 +22,34 @@ from experiments.data import load
 from experiments.devices import shard
 from experiments.interrupt import deferred_interrupt
 from experiments.monitor import Monitor, open_tensorboard
-from experiments.options import DataDir, Dtype, usage_errors
+from experiments.options import (
+    Batch,
+    DataDir,
+    DatasetName,
+    Dtype,
+    Epochs,
+    Model,
+    usage_errors,
+)
 from experiments.planning import Planner
 from experiments.record import describe_environment, make_folder, write_json
 from experiments.run import build, count_epoch_steps, evaluate
 from jaxcomp.models import training
 
-METRICS = "metrics.json"  # in a run's directory once it is finished
-REPORT_STEPS = 10  # steps between two looks at the metrics, which wait for the device
+METRICS = "metrics.json"  # in the folder of a finished run
+REPORT_STEPS = 10  # steps between two reads of the metrics, which block until the device is done
 
 
 @dataclass
 class History:
-    """The course of a run.
+    """The history of a run.
 
     Attributes:
-        loss: of the training batch, one for each step.
-        accuracy: on the training batch, one for each step.
-        test_accuracy: on the test split, one for each epoch.
-        seconds: spent, with compilation and evaluation.
-        plans: bits of each layer's ranks of samples, by the step from which they held.
+        loss: Loss on the training batch, for each step.
+        accuracy: Accuracy on the training batch, for each step.
+        test_accuracy: Accuracy on the test split, for each epoch.
+        seconds: Elapsed time, with compilation and evaluation.
+        plans: Bits of each layer's ranks of samples, by the step at which they were planned.
     """
 
     loss: list[float] = field(default_factory=list)
@@ -53,12 +61,12 @@ class History:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """How a run ended.
+    """The result of a run.
 
     Attributes:
-        state: after the last step.
-        history: up to the last step.
-        finished: False where Ctrl-C stopped it.
+        state: The state after the last step.
+        history: The history up to the last step.
+        finished: False if Ctrl-C stopped the run.
     """
 
     state: training.TrainState
@@ -74,24 +82,25 @@ def train(
     checkpoint_steps: int | None = None,
     tensorboard: bool = False,
 ) -> TrainResult:
-    """Trains a model and writes checkpoints, metrics.json and TensorBoard scalars under ``out``.
+    """Trains a model and writes checkpoints, metrics.json and TensorBoard scalars into `out`.
 
     The first Ctrl-C saves a checkpoint at the current step and returns.
 
     Args:
-        config: the run.
-        out: its directory.
-        resume: goes on from the last checkpoint in ``out``.
-        checkpoint_steps: saves every so many steps, besides at the end of each epoch.
-        tensorboard: whether to write TensorBoard scalars, which needs tensorboardX.
+        config: Configuration of the run.
+        out: Folder of the run.
+        resume: Whether to continue from the last checkpoint in `out`.
+        checkpoint_steps: Steps between two checkpoints, besides those at the end of each epoch;
+            None saves no others.
+        tensorboard: Whether to write TensorBoard scalars, which needs tensorboardX.
 
     Raises:
-        FileExistsError: ``out`` has a run already, and ``resume`` is False.
-        FileNotFoundError: ``resume`` is True, and ``out`` has no checkpoint.
-        ModuleNotFoundError: tensorboardX is missing.
-        OSError: ``out`` cannot be written.
-        ValueError: an argument is wrong, or the checkpoint is of another run. Nothing has been
-            written then.
+        FileExistsError: If `out` has a run already, and `resume` is False.
+        FileNotFoundError: If `resume` is True, and `out` has no checkpoint.
+        ModuleNotFoundError: If tensorboardX is not installed.
+        OSError: If `out` cannot be written.
+        ValueError: If an argument is wrong, or the checkpoint is of another run. Nothing is written
+            then.
     """
     if checkpoint_steps is not None and checkpoint_steps < 1:
         raise ValueError(f"checkpoint_steps={checkpoint_steps}: expected 1 or more")
@@ -102,9 +111,7 @@ def train(
         config.check_same_run(TrainConfig.from_json(record["config"]), out)
         history = History(**record["history"])
     elif checkpoints.latest_step() is not None:
-        raise FileExistsError(
-            f"out={str(out)!r}: has a run already; pass --resume to go on with it"
-        )
+        raise FileExistsError(f"out={str(out)!r}: has a run already; pass --resume to continue it")
     dataset = load(config.dataset, config.data_dir)
     run = build(config, dataset)
     planner = Planner(config, dataset, history.plans)
@@ -161,7 +168,7 @@ def train(
                     save()
                     return TrainResult(state, history, finished=False)
                 due = checkpoint_steps is not None and taken % checkpoint_steps == 0
-                if due and taken % epoch_steps != 0:  # an epoch's last step is evaluated first
+                if due and taken % epoch_steps != 0:  # the last step of an epoch is evaluated first
                     save()
             read_metrics()
             history.test_accuracy.append(evaluate(run, state, dataset, config.batch))
@@ -174,34 +181,52 @@ def train(
 
 @usage_errors()
 def main(
-    out: Annotated[Path, typer.Option(help="Directory of the run.")],
-    model: str = TrainConfig.model,
-    dataset: str = TrainConfig.dataset,
+    out: Annotated[Path, typer.Option(help="Folder of the run.")],
+    model: Model = TrainConfig.model,
+    dataset: DatasetName = TrainConfig.dataset,
     data_dir: DataDir = None,
-    strategy: Annotated[str, typer.Option(help="plain, remat, accumulate:N, or a codec")] = "plain",
-    epochs: int = TrainConfig.epochs,
-    epoch_steps: Annotated[int | None, typer.Option(help="Default: all batches.")] = None,
-    batch: Annotated[int, typer.Option(help="Images in a batch.")] = TrainConfig.batch,
-    optimizer: Literal["sgd", "adamw"] = TrainConfig.optimizer,
+    strategy: Annotated[
+        str,
+        typer.Option(
+            help="plain, remat, remat:dots, offload, accumulate:N, accumulate:N:SPEC, or the spec "
+            "of a policy, such as quantize:bits=2."
+        ),
+    ] = TrainConfig.strategy,
+    epochs: Epochs = TrainConfig.epochs,
+    epoch_steps: Annotated[
+        int | None, typer.Option(help="Steps of an epoch. Default: all whole batches.")
+    ] = None,
+    batch: Batch = TrainConfig.batch,
+    optimizer: Annotated[
+        Literal["sgd", "adamw"], typer.Option(help="Optimizer.")
+    ] = TrainConfig.optimizer,
     lr: Annotated[float, typer.Option(help="Peak learning rate.")] = TrainConfig.lr,
-    warmup_epochs: float = TrainConfig.warmup_epochs,
-    momentum: float = TrainConfig.momentum,
-    nesterov: bool = TrainConfig.nesterov,
-    weight_decay: float = TrainConfig.weight_decay,
-    label_smoothing: float = TrainConfig.label_smoothing,
-    augment: bool = TrainConfig.augment,
+    warmup_epochs: Annotated[
+        float, typer.Option(help="Length of the linear warm-up.")
+    ] = TrainConfig.warmup_epochs,
+    momentum: Annotated[float, typer.Option(help="Momentum of SGD.")] = TrainConfig.momentum,
+    nesterov: Annotated[bool, typer.Option(help="Nesterov momentum.")] = TrainConfig.nesterov,
+    weight_decay: Annotated[
+        float, typer.Option(help="Weight decay of parameters with two or more axes.")
+    ] = TrainConfig.weight_decay,
+    label_smoothing: Annotated[
+        float, typer.Option(help="Weight of the uniform distribution in the targets.")
+    ] = TrainConfig.label_smoothing,
+    augment: Annotated[bool, typer.Option(help="Augment training images.")] = TrainConfig.augment,
     dtype: Dtype = TrainConfig.dtype,
     plan_steps: Annotated[
-        int | None, typer.Option(help="Plan the bits of quantized layers every so many steps.")
+        int | None, typer.Option(help="Steps between two plans of the bits of quantized layers.")
     ] = None,
-    seed: int = TrainConfig.seed,
-    resume: Annotated[bool, typer.Option(help="Go on from the last checkpoint.")] = False,
+    seed: Annotated[
+        int, typer.Option(help="Seed of parameters, data order and augmentation.")
+    ] = TrainConfig.seed,
+    resume: Annotated[bool, typer.Option(help="Continue from the last checkpoint.")] = False,
     checkpoint_steps: Annotated[
-        int | None, typer.Option(help="Save every so many steps, too.")
+        int | None, typer.Option(help="Steps between two checkpoints within an epoch.")
     ] = None,
     tensorboard: Annotated[bool, typer.Option(help="Write TensorBoard scalars.")] = True,
 ) -> None:
-    """Trains an image classifier; Ctrl-C saves, --resume goes on."""
+    """Train an image classifier. Ctrl-C saves a checkpoint; --resume continues from it."""
     config = TrainConfig(
         model=model,
         dataset=dataset,
@@ -230,7 +255,7 @@ def main(
         tensorboard=tensorboard,
     )
     if not result.finished:
-        typer.echo(f"stopped at step {int(result.state.step)}; go on with --resume")
+        typer.echo(f"stopped at step {int(result.state.step)}; --resume continues")
         raise typer.Exit(130)
     typer.echo(f"test accuracy {result.history.test_accuracy[-1]:.4f}")
 

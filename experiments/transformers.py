@@ -1,10 +1,9 @@
-"""A decoder language model and a vision transformer in plain Flax NNX, and their training steps.
+r"""A decoder language model and a vision transformer in plain Flax NNX, and their training steps.
 
-    jaxcomp memory experiments.transformers:lm plain remat transformer:bits=4 --batch 8 \\
+    jaxcomp memory experiments.transformers:lm plain remat transformer:bits=4 --batch 8 \
         --target h100
 
-They are written as users write them and know nothing of jaxcomp: what their steps store is the
-business of `jaxcomp.planning._strategies`.
+The models use nothing of jaxcomp. A strategy is applied to them when their step is made.
 """
 
 import dataclasses
@@ -25,10 +24,10 @@ class Shape:
     """Sizes of a transformer.
 
     Attributes:
-        width: features of a token.
-        depth: blocks.
-        heads: of each attention.
-        queries: how many tokens ask at once; those of a longer sequence take turns.
+        width: Features of a token.
+        depth: Number of blocks.
+        heads: Heads of each attention.
+        queries: Queries that attend at once; a longer sequence is processed in chunks.
     """
 
     width: int = 768
@@ -38,7 +37,7 @@ class Shape:
 
 
 class Attention(nnx.Module):
-    """Multi-head attention, whose scores are computed again in the backward pass."""
+    """Multi-head attention, whose scores are recomputed in the backward pass."""
 
     def __init__(self, shape: Shape, causal: bool, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
         self.heads, self.queries, self.causal = shape.heads, shape.queries, causal
@@ -55,7 +54,7 @@ class Attention(nnx.Module):
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, causal: bool, queries: int) -> jax.Array:
-    """Attention, (batch, length, heads, features); of many queries, some at a time."""
+    """Attention of shape (batch, length, heads, features), in chunks of `queries` queries."""
     length = q.shape[1]
     if length <= queries:
         return jax.nn.dot_product_attention(q, k, v, is_causal=causal)
@@ -118,10 +117,10 @@ Body = Callable[[jax.Array, Block], jax.Array]
 
 
 class ScannedLM(nnx.Module):
-    """The same with its blocks under Flax's `scan`: one block is compiled.
+    """The language model with its blocks under Flax's `scan`, so that one block is compiled.
 
     Args:
-        around: What the body of the loop goes through, such as `nnx.remat`.
+        around: Transformation of the body of the loop, such as `nnx.remat`.
     """
 
     def __init__(
@@ -157,7 +156,7 @@ class ScannedLM(nnx.Module):
 
 
 class ViT(nnx.Module):
-    """A vision transformer that averages its tokens."""
+    """A vision transformer whose head takes the mean of the tokens."""
 
     def __init__(
         self,
@@ -190,7 +189,7 @@ class ViT(nnx.Module):
 
 
 Step = tuple[Callable[..., Any], tuple[Any, ...]]
-"""A jitted AdamW step and its arguments, as shapes."""
+"""A jitted AdamW step and the shapes of its arguments."""
 
 
 def _step(
@@ -202,7 +201,7 @@ def _step(
     *,
     unroll: bool = True,
 ) -> Step:
-    """A step of a model, of whose batch `inputs` and `labels` are one example."""
+    """Makes the step of a model; `inputs` and `labels` are the shapes of one example."""
     model = strategy(nnx.eval_shape(make))
     optimizer = training.adamw(lambda count: 1e-3, weight_decay=0.1)
     loss_fn = training.make_loss(model, label_smoothing=0.0)
@@ -219,12 +218,12 @@ def _lm(length: int, queries: int, strategy: Strategy, batch: int) -> Step:
 
 
 def lm(strategy: Strategy, batch: int) -> Step:
-    """A step of a language model of bytes, six blocks of 768 features, on 1024 tokens."""
+    """Makes the step of a byte-level language model: 6 blocks, 768 features, 1024 tokens."""
     return _lm(1024, 1024, strategy, batch)
 
 
 def scanned_lm(strategy: Strategy, batch: int) -> Step:
-    """A step of the same model with its blocks under `scan`; `remat` is around the loop's body."""
+    """Makes the step of the same model under `scan`; `remat` is applied to the loop's body."""
     if strategy.block_codec is not None:
         raise ValueError(f"strategy={strategy.spec!r}: expected none that encodes blocks' inputs")
     tokens = jax.ShapeDtypeStruct((1024,), jnp.int32)
@@ -240,12 +239,12 @@ def scanned_lm(strategy: Strategy, batch: int) -> Step:
 
 
 def long_lm(strategy: Strategy, batch: int) -> Step:
-    """A step of the same model on 8192 tokens."""
+    """Makes the step of the same model on 8192 tokens."""
     return _lm(8192, 512, strategy, batch)
 
 
 def vit_b16(strategy: Strategy, batch: int) -> Step:
-    """A step of ViT-B/16 on images of 224 pixels of 1000 classes."""
+    """Makes the step of ViT-B/16 on images of 224 pixels and 1000 classes."""
     images = jax.ShapeDtypeStruct((224, 224, 3), jnp.bfloat16)
     labels = jax.ShapeDtypeStruct((), jnp.int32)
     shape = Shape(depth=12)

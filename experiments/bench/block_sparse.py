@@ -1,9 +1,10 @@
-"""Weight gradients of block-sparse activations: straight from the blocks, or decoded first.
+"""Compares the kernels that compute weight gradients from block-sparse activations.
 
     python -m experiments.bench.block_sparse --out experiments/results/block_sparse
 
-Compiled for a target: FLOPs, HBM traffic and scratch memory of one weight gradient from code and
-cotangent. On the CPU at hand: time by that of "dense", each the least of several runs in turn.
+Some kernels read the blocks, "dense" decodes them first. For the target: FLOPs, HBM traffic and
+temporary memory of one compiled weight gradient. On the local CPU: the time relative to "dense",
+each the minimum over several interleaved runs.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ import typer
 from rich.progress import track
 
 import jaxcomp as jc
-from experiments.options import Out, usage_errors
+from experiments.options import TARGET_HELP, Out, usage_errors
 from experiments.record import describe_environment, write_json, write_table
 from jaxcomp.codecs._block_sparse import Product
 from jaxcomp.memory import analyze
@@ -35,7 +36,7 @@ MATRICES = {  # batch, tokens, features, columns: linear layers of ResMLP-S24 at
 }
 BLOCKS = ((8, 8), (32, 8), (256, 8))
 DENSITIES = (0.1, 0.25, 0.5)
-RUN_BATCH = 8  # of the timed matrices, float32
+RUN_BATCH = 8  # batch size of the timed runs, in float32
 
 Gradient = Callable[[jc.codecs.Encoded, jax.Array], jax.Array]
 
@@ -43,7 +44,7 @@ Gradient = Callable[[jc.codecs.Encoded, jax.Array], jax.Array]
 def gradient(
     codec: jc.BlockSparse, product: Product, x: jax.Array | jax.ShapeDtypeStruct, columns: int
 ) -> Gradient:
-    """The weight's gradient as a function of code and cotangent, in float32."""
+    """Returns the function from a code and a cotangent to the float32 weight gradient."""
     codec = dataclasses.replace(codec, product=product)
     return block_product.gradient(codec, x, columns, jnp.float32)
 
@@ -51,12 +52,12 @@ def gradient(
 def compiled(
     codec: jc.BlockSparse, product: Product, shape: tuple[int, ...], target: str
 ) -> dict[str, Any]:
-    """XLA's figures in bfloat16 for the target."""
+    """Returns XLA's figures for the target, in bfloat16."""
     *tokens, features, columns = shape
     x, g = (jax.ShapeDtypeStruct((*tokens, n), jnp.bfloat16) for n in (features, columns))
     code = jax.eval_shape(codec.encode, x)
 
-    # What is declared is found by differentiation, which the kernel has no rule for.
+    # `analyze` differentiates the function to find its residuals; a kernel has no derivative.
     @jax.custom_vjp
     def run(code: jc.codecs.Encoded, g: jax.Array) -> jax.Array:
         return gradient(codec, product, x, columns)(code, g)
@@ -71,7 +72,7 @@ def compiled(
 
 
 def seconds(codec: jc.BlockSparse, shape: tuple[int, ...], runs: int) -> dict[str, float]:
-    """The least time of each portable product, taken in turn."""
+    """Returns the minimum time of each portable kernel, over interleaved runs."""
     rng = np.random.default_rng(0)
     _, *tokens, features, columns = shape
     x, g = (
@@ -91,14 +92,21 @@ def seconds(codec: jc.BlockSparse, shape: tuple[int, ...], runs: int) -> dict[st
 @usage_errors()
 def main(
     out: Out,
-    target: Annotated[str, typer.Option(help="As jaxcomp.memory._targets.")] = "h100",
-    matrix: Annotated[list[str] | None, typer.Option(help="Default: all.")] = None,
+    target: Annotated[str, typer.Option(help=TARGET_HELP)] = "h100",
+    matrix: Annotated[
+        list[str] | None, typer.Option(help=f"Of {', '.join(MATRICES)}; repeatable. Default: all.")
+    ] = None,
     densities: Annotated[
-        list[float] | None, typer.Option("--density", help="Default: three.")
+        list[float] | None,
+        typer.Option(
+            "--density",
+            help="Fraction of the blocks that is kept; repeatable. "
+            f"Default: {', '.join(map(str, DENSITIES))}.",
+        ),
     ] = None,
     runs: Annotated[int, typer.Option(help="Timed runs on the CPU.")] = 5,
 ) -> None:
-    """Compiles and times every case; writes block_sparse.json and block_sparse.md."""
+    """Compile and time every case; write block_sparse.json and block_sparse.md."""
     rows: list[dict[str, Any]] = []
     unknown = set(matrix or ()) - set(MATRICES)
     if unknown:
@@ -122,7 +130,7 @@ def main(
 
 
 def save(out: Path, target: str, rows: list[dict[str, Any]]) -> str:
-    """Writes the rows that are there and returns their table."""
+    """Writes the finished rows and returns their table."""
     content = describe_environment() | {"target": target, "rows": rows}
     write_json(out / "block_sparse.json", content)
     table = [
@@ -135,7 +143,7 @@ def save(out: Path, target: str, rows: list[dict[str, Any]]) -> str:
         side = "x".join(map(str, row["block"]))
         table.append([row["matrix"], side, str(row["density"]), row["product"], *figures])
     title = (
-        f"Weight gradients compiled for {target}, bfloat16, batch 128; CPU time by that of dense, "
+        f"Weight gradients compiled for {target}, bfloat16, batch 128. CPU time relative to dense, "
         f"float32, batch {RUN_BATCH}:"
     )
     return write_table(out / "block_sparse.md", title, table, content["command"])

@@ -1,11 +1,11 @@
-"""What one more block adds to a compiled step under `checkpoint`, beside plain JAX and remat.
+"""Measures the memory that one block adds to a step: `jc.checkpoint`, plain JAX and remat.
 
     python -m experiments.bench.checkpoint --target h100 --out experiments/results/checkpoint-h100
 
-Three blocks of plain JAX functions: an MLP with layer norm and GELU, a convolution with batch norm
-and ReLU, attention with layer norm. The difference of XLA's scratch memory between a stack of
-`FEWER` and one of `MORE` blocks is what a block really keeps. `each` checkpoints every block and
-codes its input, `whole` checkpoints the stack.
+The blocks are plain JAX functions: an MLP with layer norm and GELU, a convolution with batch norm
+and ReLU, and attention with layer norm. A stack of `FEWER` blocks and one of `MORE` blocks are
+compiled. The difference of XLA's temporary memory, per block, is the memory that a block adds.
+`each` checkpoints every block and encodes its input. `whole` checkpoints the stack.
 """
 
 import functools
@@ -95,7 +95,7 @@ STRATEGIES: dict[str, tuple[Callable[[Block], Block], Callable[[Any], Any]]] = {
 
 
 def measure(kind: str, strategy: str, target: str | None) -> dict[str, Any]:
-    """What one more block declares, keeps and moves, in bytes."""
+    """Returns the bytes that one block adds: declared, allocated by XLA, and HBM traffic."""
     block, shape, shapes = BLOCKS[kind]
     around_block, around_stack = STRATEGIES[strategy]
     ready = around_block(block)
@@ -134,7 +134,7 @@ def measure(kind: str, strategy: str, target: str | None) -> dict[str, Any]:
 
 @usage_errors()
 def main(out: Out, target: Target = None) -> None:
-    """Compiles every block in every strategy; writes checkpoint.json and checkpoint.md."""
+    """Compile every block by every strategy; write checkpoint.json and checkpoint.md."""
     cases = [(kind, strategy) for kind in BLOCKS for strategy in STRATEGIES]
     rows = [
         {"block": kind, "strategy": strategy, **measure(kind, strategy, target)}
@@ -150,7 +150,7 @@ def main(out: Out, target: Target = None) -> None:
         )
         cells = f"{declared:.2f}", f"{compiled:.2f}", f"{compiled / declared:.2f}", f"{traffic:.1f}"
         table.append([row["block"], row["strategy"], *cells])
-    title = f"One more block, bfloat16, compiled for {target}, {CODEC} where not said otherwise:"
+    title = f"Per block, bfloat16, compiled for {target}, {CODEC} unless stated otherwise:"
     typer.echo(write_table(out / "checkpoint.md", title, table, content["command"]))
 
 

@@ -1,11 +1,11 @@
-"""What training steps take on the device at hand: to compile, in time, and in memory.
+"""Measures training steps on the attached device: compile time, memory in use and step time.
 
     python -m experiments.bench.device --out experiments/results/device
 
-Each strategy is compiled in a process of its own, and run in another, which finds the program in JAX's
-compilation cache: a process tells its largest use of memory alone, a compiler's trials of kernels
-among it. The steps are then timed in one process, in turns, so that all share the device's other
-load. Parameters and images are random.
+A device reports only the peak of a whole process, which includes the kernels that the compiler
+tries out. So each strategy is compiled in one process and run in another, which reads the program
+from JAX's compilation cache. The steps are then timed in a single process, interleaved, so that
+other load on the device affects all of them alike. Parameters and images are random.
 """
 
 import multiprocessing
@@ -24,7 +24,7 @@ from rich.progress import track
 from experiments.cache import compilation_cache
 from experiments.config import DTYPES
 from experiments.measure import in_turns, ratio
-from experiments.options import Dtype, Image, Out, Strategies, usage_errors
+from experiments.options import Batch, Dtype, Image, Model, Out, Strategies, usage_errors
 from experiments.record import describe_environment, make_folder, write_json, write_table
 from jaxcomp import memory
 from jaxcomp.models import steps
@@ -35,12 +35,12 @@ Step = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 def make_step(strategy: str, model: str, image: int, dtype: str, batch: int) -> Step:
-    """A strategy's step and the shapes of its arguments."""
+    """Returns the step of a strategy and the shapes of its arguments."""
     return steps.classifier(model, image, DTYPES[dtype])(Strategy.parse(strategy), batch)
 
 
 def filled(shapes: Any) -> Any:
-    """Arrays of these shapes: small random numbers, and zeros for integers."""
+    """Returns arrays of these shapes: small random floats, and zeros for integers."""
     leaves, tree = jax.tree.flatten(shapes)
     keys = jax.random.split(jax.random.key(0), len(leaves))
 
@@ -53,7 +53,7 @@ def filled(shapes: Any) -> Any:
 
 
 def compiled(*described: Any) -> dict[str, Any]:
-    """The compiler's time and figures."""
+    """Returns the compile time and the figures of the compiled step."""
     step, shapes = make_step(*described)
     report = memory.analyze(step, *shapes)
     figures = "compile_seconds", "peak_bytes", "total_bytes", "hbm_traffic_bytes"
@@ -61,7 +61,7 @@ def compiled(*described: Any) -> dict[str, Any]:
 
 
 def most_in_use(*described: Any) -> int | None:
-    """The most bytes that were in use on the device in three steps, if it tells."""
+    """Returns the peak bytes in use on the device in three steps; None if it reports none."""
     step, shapes = make_step(*described)
     state, *batch = filled(shapes)
     for _ in range(3):
@@ -71,12 +71,12 @@ def most_in_use(*described: Any) -> int | None:
 
 
 def use_cache(folder: str) -> None:
-    """Has JAX keep its compiled programs in a folder, until this process ends."""
+    """Makes JAX cache its compiled programs in a folder."""
     jax.config.update("jax_compilation_cache_dir", folder)
 
 
 def alone(cache: str, task: Callable[..., Any], *arguments: Any) -> Any:
-    """What a function returns in a new process that has JAX's compilation cache in a folder."""
+    """Calls a function in a new process that has its compilation cache in a folder."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, spawn, use_cache, (cache,)) as process:
         return process.submit(task, *arguments).result()
@@ -86,13 +86,13 @@ def alone(cache: str, task: Callable[..., Any], *arguments: Any) -> Any:
 def main(
     out: Out,
     strategy: Strategies = None,
-    model: str = "resnet50",
-    batch: int = 128,
+    model: Model = "resnet50",
+    batch: Batch = 128,
     image: Image = 224,
     dtype: Dtype = "bfloat16",
     rounds: Annotated[int, typer.Option(help="Timed steps of each strategy.", min=1)] = 20,
 ) -> None:
-    """Compiles, runs and times the step of each strategy; writes device.json and device.md."""
+    """Compile, run and time the step of each strategy; write device.json and device.md."""
     strategies = strategy or list(STRATEGIES)
     for name in strategies:
         Strategy.parse(name)
@@ -123,7 +123,7 @@ def _table(rows: list[dict[str, Any]]) -> list[list[str]]:
     def mebibytes(count: int | None) -> str:
         return "" if count is None else f"{count / 2**20:,.0f}"
 
-    header = ["row", "compile s", "compiled: peak MiB", "needs MiB", "in use MiB", "step ms"]
+    header = ["row", "compile s", "compiled: peak MiB", "total MiB", "in use MiB", "step ms"]
     table = [[*header, f"step / {rows[0]['row']}"]]
     for row in rows:
         sizes = [mebibytes(row[f"{kind}_bytes"]) for kind in ("peak", "total", "in_use")]

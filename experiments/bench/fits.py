@@ -1,11 +1,11 @@
-"""The largest batch of a ResNet's training step that GPUs hold, by several strategies.
+"""Finds the largest batch of a ResNet's training step that fits on GPUs, by several strategies.
 
     python -m experiments.bench.fits --out experiments/results/fits-resnet50
     python -m experiments.bench.fits --model resnet152 --part h100 --out OUT
 
-Each strategy is compiled for one GPU at two batches, and the line through them tells about which batch
-is the largest that a part holds, of whose memory JAX preallocates 75%. That of the largest part is
-compiled too; the line through it and the larger of the two tells the largest batch of each part.
+Each strategy is compiled for the last GPU at two batch sizes. A line through both estimates the
+largest batch that fits, in the 75% of a GPU's memory that JAX preallocates. The largest of these
+batches is compiled too. A line through the two largest points gives the batch of each GPU.
 """
 
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.progress import track
 
-from experiments.options import Add, Out, Strategies, usage_errors
+from experiments.options import Add, Model, Out, Strategies, usage_errors
 from experiments.record import describe_environment, read_table, write_json, write_table
 from jaxcomp import memory
 from jaxcomp.memory._targets import resolve
@@ -33,29 +33,32 @@ STRATEGIES = (
 )
 PARTS = ("rtx4060-8gb", "rtx3060-12gb", "rtx4060ti-16gb", "rtx3090")
 BATCHES = 64, 128
-STEP = 8  # largest batches are multiples of it
+STEP = 8  # the reported batches are multiples of it
 
 
 @usage_errors()
 def main(
     out: Out,
     strategy: Strategies = None,
-    model: str = "resnet50",
+    model: Model = "resnet50",
     part: Annotated[
-        list[str] | None, typer.Option(help="A GPU; the last is compiled for. Default: four.")
+        list[str] | None,
+        typer.Option(
+            help=f"A GPU; repeatable. Steps are compiled for the last. Default: {', '.join(PARTS)}."
+        ),
     ] = None,
     add: Add = False,
 ) -> None:
-    """Finds each largest batch; fits.json and fits.md grow with every row."""
+    """Find each largest batch; write fits.json and fits.md after every row."""
     make_step = steps.classifier(model)
     strategies = strategy or list(STRATEGIES)
     parts = part or list(PARTS)
-    room = {name: resolve(name).usable_bytes or 0 for name in parts}  # known of every GPU
+    room = {name: resolve(name).usable_bytes or 0 for name in parts}  # known for every GPU
 
     def needed(name: str, batch: int) -> int:
         step, arguments = make_step(Strategy.parse(name), batch)
         total = memory.analyze(step, *arguments, target=parts[-1], xla_remat=False).total_bytes
-        assert total is not None  # a GPU's compiler gives it
+        assert total is not None  # the compiler for GPUs reports it
         return total
 
     rows: list[dict[str, Any]] = []
@@ -73,7 +76,7 @@ def main(
 
 
 def largest(points: dict[int, int], room: dict[str, int]) -> dict[str, int]:
-    """The largest batch of each part, 0 if none, by the line through the two largest points.
+    """Returns the largest batch of each GPU, 0 if none fits, by a line through the last two points.
 
     Example:
         >>> largest({64: 164, 128: 228}, {"small": 231, "large": 400})
@@ -88,7 +91,7 @@ def largest(points: dict[int, int], room: dict[str, int]) -> dict[str, int]:
 
 
 def _place(name: str) -> int:
-    """Rows are in the order of the default strategies, others after them."""
+    """Sorts rows in the order of the default strategies, other rows after them."""
     return STRATEGIES.index(name) if name in STRATEGIES else len(STRATEGIES)
 
 

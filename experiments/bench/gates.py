@@ -1,12 +1,13 @@
-"""Bytes that one more layer adds to a compiled step, against the bytes that its codec declares.
+"""Checks that a layer adds no more bytes to a compiled step than its codec declares.
 
     python -m experiments.bench.gates --target h100 --out experiments/results/gates-h100
 
-Every operation with every codec it takes: two stacks, of `FEWER` and of `MORE` layers, forward and
-backward. The difference of the bytes that are alive at the peak is what the layers really keep; one
-layer more would not do, as a TPU may move a whole array to VMEM. The difference of XLA's scratch
-memory is told beside it: on a TPU that has gaps between arrays, whose size is chance. Exits with 1
-if a layer keeps more than `LIMIT` times what it declares.
+Every operation is compiled with every codec that it takes, forward and backward, in a stack of
+`FEWER` layers and one of `MORE` layers. The difference of the bytes alive at the peak, per layer,
+is the memory that a layer adds. (A difference of one layer would be too small: a TPU may place a
+whole array in VMEM.) XLA's temporary memory is listed too; on a TPU it includes gaps between
+buffers of arbitrary size. The exit code is 1 if a layer adds more than `LIMIT` times what it
+declares.
 """
 
 import dataclasses
@@ -29,7 +30,9 @@ from jaxcomp.memory._tracing import trace
 
 FEWER, MORE = 3, 6
 LIMIT = 1.1
-TPU_BATCH = 8  # times larger there: codes of a few MiB wait in VMEM, which no figure shows
+TPU_BATCH = (
+    8  # times larger on TPUs, which place codes of a few MiB in VMEM, which no figure counts
+)
 MAP = (512, 28, 28, 128)
 TOKENS = (1024, 128, 512)
 
@@ -99,7 +102,7 @@ def _gelu(codec: jc.Codec) -> Layer:
 
 def _dropout(codec: jc.Codec) -> Layer:
     def layer(x: jax.Array, weights: Any) -> jax.Array:
-        key = jax.random.key(weights[0][0].astype(jnp.int32))  # no constant, which XLA would fold
+        key = jax.random.key(weights[0][0].astype(jnp.int32))  # XLA would fold a constant
         return jc.ops.dropout(x, key, 0.5)
 
     return layer
@@ -136,7 +139,7 @@ GATES = {
 
 
 def measure(gate: Gate, codec: jc.Codec, target: str | None) -> dict[str, Any]:
-    """What one more layer declares, keeps and moves, in bytes."""
+    """Returns the bytes that one layer adds: declared, alive, temporary, and HBM traffic."""
     layer = gate.layer(codec)
     batch, *rest = gate.shape
     shape = (batch * (TPU_BATCH if resolve(target).platform == "tpu" else 1), *rest)
@@ -144,7 +147,7 @@ def measure(gate: Gate, codec: jc.Codec, target: str | None) -> dict[str, Any]:
     def figures(layers: int) -> dict[str, Any]:
         def loss(weights: Any, x: jax.Array, mixing: jax.Array) -> jax.Array:
             for own in weights:
-                # A product that keeps nothing, so that layers do not melt into each other.
+                # A product without residuals, so that XLA does not fuse one layer with the next.
                 x = lax.dot_general(layer(x, own), mixing, (((x.ndim - 1,), (0,)), ((), ())))
             return jnp.mean(x.astype(jnp.float32) ** 2)
 
@@ -157,7 +160,7 @@ def measure(gate: Gate, codec: jc.Codec, target: str | None) -> dict[str, Any]:
         where = resolve(target)
         traced = trace(step, weights, bfloat16(shape), mixing, target=where)
         report, timeline = analyze_step(traced, where, None, xla_remat=False, with_timeline=True)
-        assert timeline is not None and report.argument_bytes is not None  # it fits
+        assert timeline is not None and report.argument_bytes is not None  # since it fits
         return {
             "declared_bytes": report.declared_residual_bytes,
             "alive_bytes": timeline.peak_bytes - report.argument_bytes,
@@ -173,9 +176,11 @@ def measure(gate: Gate, codec: jc.Codec, target: str | None) -> dict[str, Any]:
 def main(
     out: Out,
     target: Target = None,
-    add: Annotated[bool, typer.Option("--add", help="Keep rows that are there.")] = False,
+    add: Annotated[
+        bool, typer.Option("--add", help="Keep the rows of an earlier run; compile only others.")
+    ] = False,
 ) -> None:
-    """Compiles every gate; gates.json and gates.md grow with every row."""
+    """Compile every operation with every codec; write gates.json and gates.md after every row."""
     cases = [(name, codec) for name, gate in GATES.items() for codec in gate.codecs]
     rows: list[dict[str, Any]] = []
     if add:
@@ -203,7 +208,7 @@ def _write(out: Path, target: str | None, rows: list[dict[str, Any]]) -> str:
         )
         cells = f"{declared:.2f}", f"{alive:.2f}", f"{alive / declared:.2f}", f"{temp:.2f}"
         table.append([row["operation"], row["codec"], *cells, f"{traffic:.1f}"])
-    title = f"One more layer, bfloat16, compiled for {target}:"
+    title = f"Per layer, bfloat16, compiled for {target}:"
     return write_table(out / "gates.md", title, table, content["command"])
 
 

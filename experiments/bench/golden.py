@@ -1,24 +1,23 @@
-r"""Compiled figures of ten training steps, compared to the byte with those of an earlier run.
+r"""Compares the memory and HBM traffic of ten training steps with an earlier run, to the byte.
 
     python -m experiments.bench.golden --out experiments/results/golden-h100
     python -m experiments.bench.golden --out OUT \
         --against experiments/results/golden-h100/golden.json
 
-Nothing is run: each step is compiled ahead of time, and XLA's own memory analysis is read. A change
-that should not alter what XLA compiles leaves every figure as it was.
+The steps are compiled ahead of time; nothing is run. Use it to prove that a change of the code does
+not change the compiled programs.
 """
 
 import json
 from pathlib import Path
 from typing import Annotated
 
-import jax.numpy as jnp
 import typer
 
+import jaxcomp as jc
 from experiments import transformers
-from experiments.options import Out, usage_errors
+from experiments.options import TARGET_HELP, Out, usage_errors
 from experiments.record import describe_environment, write_json
-from jaxcomp import planning
 from jaxcomp.models import steps
 
 ROWS: dict[str, tuple[str, ...]] = {
@@ -39,7 +38,7 @@ FIGURES = ("temp_bytes", "peak_bytes", "hbm_traffic_bytes")
 
 
 def differences(before: list[dict[str, object]], after: list[dict[str, object]]) -> list[str]:
-    """What differs between the rows of two runs, one line for each figure."""
+    """Lists the figures that differ between two runs of the same rows, one line for each."""
     lines = []
     for one, other in zip(before, after, strict=True):
         for figure in FIGURES:
@@ -52,17 +51,17 @@ def differences(before: list[dict[str, object]], after: list[dict[str, object]])
 @usage_errors()
 def main(
     out: Out,
-    against: Annotated[Path | None, typer.Option(help="golden.json of an earlier run.")] = None,
-    target: str = "h100",
+    against: Annotated[
+        Path | None, typer.Option(help="Compare with this golden.json of an earlier run.")
+    ] = None,
+    target: Annotated[str, typer.Option(help=TARGET_HELP)] = "h100",
 ) -> None:
-    """Compiles the ten rows; writes golden.json; exits with 1 if a figure differs."""
-    out.mkdir(parents=True, exist_ok=True)
+    """Compile the ten rows; write golden.json; exit with 1 if a figure differs."""
     rows: list[dict[str, object]] = []
     for model, specs in ROWS.items():
-        images = steps.classifier(model, 224, jnp.bfloat16) if model != "lm" else transformers.lm
-        batch = 8 if model == "lm" else 128
+        make_step, batch = (transformers.lm, 8) if model == "lm" else (steps.classifier(model), 128)
         for spec in specs:
-            table = planning.compare(images, [spec], batch=batch, target=target)
+            table = jc.compare(make_step, [spec], batch=batch, target=target)
             figures = table.rows[0].to_dict()
             if figures["error"]:
                 raise ValueError(f"{model} {spec}: {figures['error']}")
@@ -71,12 +70,11 @@ def main(
                 | {figure: figures[figure] for figure in FIGURES}
             )
             print(*rows[-1].values(), flush=True)
-            write_json(
-                out / "golden.json", describe_environment() | {"target": target, "rows": rows}
-            )
+            content = describe_environment() | {"target": target, "rows": rows}
+            write_json(out / "golden.json", content)
     if against is not None:
         found = differences(json.loads(against.read_text())["rows"], rows)
-        print("\n".join(found) or f"every figure is as in {against}")
+        print("\n".join(found) or f"All figures equal those in {against}.")
         raise typer.Exit(bool(found))
 
 

@@ -1,12 +1,12 @@
-"""Bias and noise of compressed gradients, at initialisation and after training.
+"""Measures the bias and the noise of compressed gradients, before and after training.
 
     python -m experiments.bench.gradients --batch 64 --out experiments/results/gradients
     python -m experiments.bench.gradients --batch 64 --model resmlp_tiny --out OUT
     python -m experiments.bench.gradients --batch 32 --model lm --out OUT
 
-The noise is told in units of SGD's own: the standard deviation of the exact gradient over batches
-of this size. "planned:" before a strategy that quantizes gives each layer and rank of samples its own
-bits, whose mean are the strategy's (`jaxcomp.plan_bits`, on another batch).
+The unit of the noise is that of SGD: the standard deviation of the exact gradient over batches of
+this size. "planned:" in front of a strategy that quantizes gives each layer and rank of samples its
+own bits, with the same mean (`jaxcomp.diagnostics.plan_bits`, on another batch).
 """
 
 import dataclasses
@@ -47,7 +47,8 @@ STRATEGIES = {
         "pooling:window=4",
         *_EVERYWHERE,
         *(f"planned:quantize:bits={bits}" for bits in (2, 3, 4)),
-        *(f"fused:bits={bits}{unit}" for unit in ("", ",scale_source=range") for bits in (2, 3, 4)),
+        *(f"fused:bits={bits}" for bits in (2, 3, 4)),
+        *(f"fused:bits={bits},scale_source=range" for bits in (2, 3, 4)),
     ),
     "resmlp_tiny": (
         *(f"pruning:density={density},rest_bits=2" for density in (0.1, 0.25, 0.5)),
@@ -68,13 +69,13 @@ OPTIMIZER: dict[str, dict[str, Any]] = {"resmlp_tiny": {"optimizer": "adamw", "l
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """A model before and after some training, and batches that it has not seen.
+    """A model before and after some training, and batches that it was not trained on.
 
     Attributes:
-        model: Makes it in a way.
-        states: Before and after.
-        batch: Inputs and labels.
-        other: As `batch`; bits are planned on it.
+        model: Makes the model by a strategy.
+        states: The states before and after training.
+        batch: Inputs and labels, for the gradients.
+        other: Inputs and labels, to plan bits.
     """
 
     model: Callable[[str], nnx.Module]
@@ -84,7 +85,7 @@ class Subject:
 
 
 def network(model: str, steps: int, batch: int) -> Subject:
-    """A network of the catalogue, on images."""
+    """Trains a model of `jaxcomp.models.catalog` on images."""
     data = load(CONFIG.dataset)
     config = dataclasses.replace(
         CONFIG, model=model, batch=batch, epoch_steps=steps, **OPTIMIZER.get(model, {})
@@ -102,7 +103,7 @@ def network(model: str, steps: int, batch: int) -> Subject:
 
 
 def transformer(model: str, steps: int, batch: int) -> Subject:
-    """A transformer of `experiments.reproduce.transformers`, on its own data."""
+    """Trains a transformer of `experiments.reproduce.transformers` on its data."""
     task = TASKS[model](batch)
     runs = Runs(task, "plain", steps)
     unseen = [jax.tree.map(jnp.asarray, next(task.train(seed))) for seed in (1, 2)]
@@ -114,7 +115,7 @@ def transformer(model: str, steps: int, batch: int) -> Subject:
 
 
 def declared_bytes(model: nnx.Module, batch: tuple[jax.Array, jax.Array]) -> int:
-    """Bytes that a model in training declares to keep for the gradient of a batch's loss."""
+    """Returns the declared residual bytes of the gradient of a batch's loss."""
     graphdef, params, rest = split_model(model)
 
     def loss(params: Any, rest: Any, batch: Any) -> jax.Array:
@@ -128,21 +129,24 @@ def main(
     out: Out,
     strategy: Strategies = None,
     model: Annotated[
-        str, typer.Option(help="resnet20, resmlp_tiny, lm or vit; others with --strategy.")
-    ] = (CONFIG.model),
-    steps: Annotated[int, typer.Option(help="Training steps before the second look.")] = 60,
-    batch: Annotated[int, typer.Option(help="Of training, and of the gradients.")] = 128,
-    draws: int = 64,
+        str,
+        typer.Option(
+            help="resnet20, resmlp_tiny, lm or vit; another model only together with --strategy."
+        ),
+    ] = CONFIG.model,
+    steps: Annotated[int, typer.Option(help="Training steps before the second check.")] = 60,
+    batch: Annotated[int, typer.Option(help="Examples in a batch.")] = 128,
+    draws: Annotated[int, typer.Option(help="Draws of the rounding noise.")] = 64,
     add: Add = False,
 ) -> None:
-    """Checks each strategy's gradient twice; the files grow with every row."""
+    """Check the gradient of each strategy before and after training; write after every row."""
     strategies = strategy or list(STRATEGIES.get(model, ()))
     if not strategies:
         raise typer.BadParameter(
             f"model={model!r}: expected one of {[*STRATEGIES]}, or some --strategy"
         )
     for name in strategies:
-        Strategy.parse(name.removeprefix(PLANNED))  # before an hour of training, not after
+        Strategy.parse(name.removeprefix(PLANNED))  # raises before the training
     subject = (transformer if model in TASKS else network)(model, steps, batch)
 
     def in_training(strategy: str) -> nnx.Module:
@@ -176,7 +180,7 @@ def main(
 
 
 def _write(out: Path, content: dict[str, Any]) -> str:
-    """Writes all files; returns the table."""
+    """Writes all files and returns the table."""
     command, rows, steps = content["command"], content["rows"], content["steps"]
     write_json(out / "gradients.json", content)
     table = [
@@ -188,15 +192,15 @@ def _write(out: Path, content: dict[str, Any]) -> str:
         strategy_and_bits = row["row"], f"{row['bits']:.2f}", str(row["steps"])
         table.append([*strategy_and_bits, noise, _bias(row["coded"]), floor, control])
     title = (
-        f"{content['model']} after so many training steps, batch {content['batch']}, float32, "
-        f"{content['draws']} draws; parts of the exact gradient's norm. Bits: stored, for each "
-        "float that the exact model keeps; floor: what the noise alone leaves of the mean; "
-        "Exact(): the noise of the same draws with nothing coded."
+        f"{content['model']} after a number of training steps, batch {content['batch']}, float32, "
+        f"{content['draws']} draws, relative to the norm of the exact gradient. Bits: saved bits "
+        "for each float that the exact model saves. Floor: the part of the mean that is noise. "
+        "Exact(): the noise of the same draws without encoding."
     )
     text = write_table(out / "gradients.md", title, table, command)
     title = (
-        f"Bias of each kernel's gradient after {steps} steps, as a part of the norm of its own "
-        "exact gradient, with its 95% interval:"
+        f"Bias of each kernel's gradient after {steps} steps, relative to the norm of its exact "
+        "gradient, with its 95% interval:"
     )
     write_table(out / "layers.md", title, by_layer(rows, steps), command)
     draw(rows, steps, out / "gradients.png")
@@ -204,7 +208,7 @@ def _write(out: Path, content: dict[str, Any]) -> str:
 
 
 def by_layer(rows: Sequence[dict[str, Any]], steps: int) -> list[list[str]]:
-    """A table with a line for each kernel and a column for each strategy, of a trained network."""
+    """Returns a table of the trained model: a line for each kernel, a column for each strategy."""
     trained = {row["row"]: dict(row["parameters"]) for row in rows if row["steps"] == steps}
     names = [name for name in next(iter(trained.values())) if name.endswith("kernel")]
     body = [[name, *(_bias(found[name]) for found in trained.values())] for name in names]
@@ -212,7 +216,7 @@ def by_layer(rows: Sequence[dict[str, Any]], steps: int) -> list[list[str]]:
 
 
 def draw(rows: Sequence[dict[str, Any]], steps: int, path: Path) -> None:
-    """Noise of the trained network's gradient over what is stored; hollow where it is biased."""
+    """Draws the noise of the trained model's gradient over saved bits; hollow points are biased."""
     figure = Figure(figsize=(8, 5.5), layout="constrained")
     axes = figure.subplots()
     points: dict[str, list[tuple[float, float, bool]]] = {}
@@ -227,7 +231,7 @@ def draw(rows: Sequence[dict[str, Any]], steps: int, path: Path) -> None:
         fill = ["white" if b else f"C{number}" for b in biased]
         axes.scatter(bits, variance, c=fill, edgecolors=f"C{number}", label=name, zorder=3)
     axes.set(
-        xlabel="stored bits for each float that the exact model keeps (hollow: biased)",
+        xlabel="saved bits for each float that the exact model saves (hollow: biased)",
         ylabel="variance of the gradient / SGD's own",
         xscale="log",
         yscale="log",
@@ -238,7 +242,7 @@ def draw(rows: Sequence[dict[str, Any]], steps: int, path: Path) -> None:
 
 
 def family(strategy: str) -> str:
-    """A strategy without what makes its codes larger or smaller.
+    """Returns a strategy's spec without the options that change the size of its codes.
 
     Example:
         >>> family("fused:bits=2,scale_source=range")

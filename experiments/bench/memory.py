@@ -1,11 +1,11 @@
-"""What XLA makes of a model's whole training step, by several strategies, for devices here or not.
+r"""Compares the memory of a model's training step by several strategies.
 
     python -m experiments.bench.memory --target h100 --out experiments/results/resnet50-h100
-    python -m experiments.bench.memory --target h100 --model resmlp_s24 --strategy plain --strategy pruning \
-      --out experiments/results/resmlp_s24-h100
+    python -m experiments.bench.memory --target h100 --model resmlp_s24 \
+        --strategy plain --strategy pruning --out experiments/results/resmlp_s24-h100
 
-Nothing is run: each step is compiled, and XLA's own memory analysis is read. A table of one's own
-needs no script: `jaxcomp memory --help`.
+The steps are compiled ahead of time; nothing is run. The command `jaxcomp memory` does the same for
+a step of your own.
 """
 
 import dataclasses
@@ -16,7 +16,17 @@ import typer
 from rich.console import Console
 
 from experiments.config import DTYPES
-from experiments.options import Add, Dtype, Image, Out, Strategies, Target, usage_errors
+from experiments.options import (
+    Add,
+    Batch,
+    Dtype,
+    Image,
+    Model,
+    Out,
+    Strategies,
+    Target,
+    usage_errors,
+)
 from experiments.record import describe_environment, read_table, write_json
 from jaxcomp import planning
 from jaxcomp.memory import MemoryReport
@@ -48,7 +58,7 @@ def tabulate(
     max_batch: bool = False,
     add: bool = False,
 ) -> None:
-    """Compiles each strategy and prints the table; memory.json and memory.md grow with every row."""
+    """Compiles each strategy and prints the table; writes memory.json and memory.md by row."""
     console = Console()
     described: dict[str, object] = {"model": model, "batch": batch}
     named = described | ({} if target is None else {"target": target})
@@ -76,7 +86,7 @@ def tabulate(
 
 
 def _rows(path: Path, described: dict[str, object]) -> list[Row]:
-    """The rows of an earlier table of the same step, which tells their figures by name."""
+    """Reads the rows of an earlier table of the same step."""
     rows = []
     own, report = ({f.name for f in dataclasses.fields(kind)} for kind in (Row, MemoryReport))
     for figures in read_table(path, described)["rows"]:
@@ -92,15 +102,17 @@ def _rows(path: Path, described: dict[str, object]) -> list[Row]:
 def main(
     out: Out,
     strategy: Strategies = None,
-    model: str = "resnet50",
-    batch: int = 128,
+    model: Model = "resnet50",
+    batch: Batch = 128,
     image: Image = 224,
     dtype: Dtype = "bfloat16",
     target: Target = None,
-    max_batch: Annotated[bool, typer.Option("--max-batch", help="Find the largest batch.")] = False,
+    max_batch: Annotated[
+        bool, typer.Option("--max-batch", help="Also find the largest batch that fits.")
+    ] = False,
     add: Add = False,
 ) -> None:
-    """Compiles a training step by several strategies; writes memory.json and memory.md."""
+    """Compile a training step by several strategies; write memory.json and memory.md."""
     make_step = steps.classifier(model, image, DTYPES[dtype])
     described = f"{model}, {image}px, {dtype}, whole SGD step"
     tabulate(make_step, strategy or list(STRATEGIES), described, batch, target, out, max_batch, add)

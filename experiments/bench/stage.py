@@ -1,9 +1,9 @@
-"""Compiles four ResNet-50 bottleneck blocks by several strategies: a quick test of a hot path.
+"""Compares the memory of four ResNet-50 bottleneck blocks by several strategies.
 
     python -m experiments.bench.stage --target h100 --out experiments/results/stage-h100
 
-The blocks are the first stage's (56x56x256); the step is forward, backward and SGD, and the
-gradient reaches the input too.
+The blocks are those of the first stage (56x56x256), so the steps compile fast. A step is a forward
+and backward pass, with the gradient of the input, and an SGD update.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from experiments.bench.memory import STRATEGIES, tabulate
-from experiments.options import Out, Strategies, Target, usage_errors
+from experiments.options import Batch, Out, Strategies, Target, usage_errors
 from jaxcomp._core.modules import State, split_model
 from jaxcomp.memory import compiler_options
 from jaxcomp.models.resnet import Bottleneck, Features, Layers
@@ -47,7 +47,7 @@ class Stage(nnx.Module):
 def step_factory(
     blocks: int = BLOCKS, size: int = 56, width: int = 64, dtype: DTypeLike = jnp.bfloat16
 ) -> MakeStep:
-    """Makes the step of a stage of `size` x `size` x `4 * width`."""
+    """Makes the step factory of a stage of `size` x `size` x `4 * width`."""
 
     def make_step(transform: Strategy, batch: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         stage = transform(nnx.eval_shape(lambda: Stage(blocks, width, dtype, nnx.Rngs(0))))
@@ -69,8 +69,8 @@ def step_factory(
 
 
 @usage_errors()
-def main(out: Out, strategy: Strategies = None, batch: int = 128, target: Target = None) -> None:
-    """Compiles the stage by several strategies; writes memory.json and memory.md."""
+def main(out: Out, strategy: Strategies = None, batch: Batch = 128, target: Target = None) -> None:
+    """Compile the stage by several strategies; write memory.json and memory.md."""
     strategies = strategy or [name for name in STRATEGIES if not name.startswith("accumulate")]
     model = f"{BLOCKS} bottleneck blocks, 56x56x256, bfloat16"
     tabulate(step_factory(), strategies, model, batch, target, out)

@@ -1,10 +1,10 @@
-r"""Peak memory and HBM traffic of transformers' training steps, and the frontier between them.
+r"""Compares the memory and HBM traffic of transformers' training steps by several strategies.
 
     python -m experiments.bench.transformers --target h100 \
         --out experiments/results/transformers-h100
 
-Of each case a folder with memory.json, memory.md and frontier.png: who is lowest on the left moves
-the fewest bytes in the least memory.
+Each case has a folder with memory.json, memory.md and frontier.png, which plots memory over HBM
+traffic with the Pareto frontier.
 """
 
 import json
@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from experiments import transformers
 from experiments.bench.memory import tabulate
 from experiments.options import Add, Out, Strategies, Target, usage_errors
-from jaxcomp.planning import MakeStep
+from jaxcomp.planning import MakeStep, Strategy
 
 CASES: dict[str, tuple[MakeStep, int, str]] = {
     "lm": (transformers.lm, 8, "Language model, 6 x 768, 1024 tokens, bfloat16, AdamW step"),
@@ -48,10 +48,10 @@ SPLIT = ("accumulate:2", "accumulate:4", "accumulate:2:transformer:bits=4")
 
 
 def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
-    """Every row of a table by its traffic and its peak; the frontier is a line.
+    """Plots the total memory of the rows over their HBM traffic; the Pareto frontier is a line.
 
     Raises:
-        ValueError: If plain is not among the rows, or was refused.
+        ValueError: If plain is not among the rows, or has an error.
     """
     found = {row["row"]: row for row in rows if not row["error"] and row["hbm_traffic_bytes"]}
     if "plain" not in found:
@@ -66,11 +66,12 @@ def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     axes.step([p[0] for p in best], [p[1] / 2**20 for p in best], where="post", color="#999999")
     top = 1.1 * found["plain"]["total_bytes"] / 2**20
     for number, (traffic, total, name) in enumerate(points):
-        ours = "compress" in name or "quantize" in name
+        strategy = Strategy.parse(name)
+        encodes = strategy.policy is not None or strategy.block_codec is not None
         above = f" (above: {total / 2**20:.0f} MiB)" if total / 2**20 > top else ""
-        marker = "o" if ours else "s"
+        marker = "o" if encodes else "s"
         axes.scatter(traffic, total / 2**20, label=name + above, marker=marker, color=f"C{number}")
-    axes.set(xlabel="HBM traffic / plain", ylabel="needs, MiB", title=title, ylim=(0, top))
+    axes.set(xlabel="HBM traffic / plain", ylabel="total memory, MiB", title=title, ylim=(0, top))
     figure.legend(loc="outside right upper", fontsize=8, frameon=False)
     axes.grid(alpha=0.25)
     figure.savefig(path, dpi=150)
@@ -79,12 +80,14 @@ def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
 @usage_errors()
 def main(
     out: Out,
-    case: Annotated[list[str] | None, typer.Option(help="Default: all.")] = None,
+    case: Annotated[
+        list[str] | None, typer.Option(help=f"Of {', '.join(CASES)}; repeatable. Default: all.")
+    ] = None,
     strategy: Strategies = None,
     target: Target = None,
     add: Add = False,
 ) -> None:
-    """Compiles every strategy of every case; nothing is run."""
+    """Compile every case by every strategy; nothing is run."""
     unknown = set(case or ()) - set(CASES)
     if unknown:
         raise typer.BadParameter(f"case={sorted(unknown)}: expected of {list(CASES)}")

@@ -1,9 +1,9 @@
-"""Speed, accuracy and memory of a ResMLP with pruned residuals (arXiv:2311.16883, section 4).
+"""Time, accuracy and memory of a ResMLP with pruned activations (arXiv:2311.16883, section 4).
 
     python -m experiments.reproduce.block_sparse --epochs 6 --out experiments/results/pruning
 
-Trains a small ResMLP over densities and sizes of blocks, as `experiments.compare` does, beside the
-plain step, recomputation and accumulation.
+Trains a small ResMLP with several densities and block sizes, and by the plain step, remat and
+accumulation, as `experiments.compare` does.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,16 @@ from matplotlib.figure import Figure
 
 from experiments.compare import compare_seeds
 from experiments.config import TrainConfig
-from experiments.options import DataDir, Out, TrainedStrategies, usage_errors
+from experiments.options import (
+    Batch,
+    DataDir,
+    DatasetName,
+    Epochs,
+    Model,
+    Out,
+    TrainedStrategies,
+    usage_errors,
+)
 from experiments.rows import Row
 
 STRATEGIES = (
@@ -33,7 +42,7 @@ STRATEGIES = (
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Accuracy over memory and over time; bars are the standard deviation over seeds."""
+    """Draws accuracy over memory and over time; bars are the standard deviation over seeds."""
     figure = Figure(figsize=(11, 5), layout="constrained")
     memory, time = figure.subplots(1, 2, sharey=True)
     for number, row in enumerate(rows):
@@ -57,15 +66,17 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 def main(
     out: Out,
     strategy: TrainedStrategies = None,
-    seed: Annotated[list[int] | None, typer.Option(help="Two or more. Default: 0, 1, 2.")] = None,
-    model: str = "resmlp_tiny",
-    dataset: str = TrainConfig.dataset,
+    seed: Annotated[
+        list[int] | None, typer.Option(help="Repeatable, two or more. Default: 0, 1, 2.")
+    ] = None,
+    model: Model = "resmlp_tiny",
+    dataset: DatasetName = TrainConfig.dataset,
     data_dir: DataDir = None,
-    epochs: int = TrainConfig.epochs,
-    batch: int = TrainConfig.batch,
-    lr: Annotated[float, typer.Option(help="Of AdamW.")] = 2e-3,
+    epochs: Epochs = TrainConfig.epochs,
+    batch: Batch = TrainConfig.batch,
+    lr: Annotated[float, typer.Option(help="Peak learning rate of AdamW.")] = 2e-3,
 ) -> None:
-    """Trains, compares and draws; the same command again goes on."""
+    """Train, compare and draw; the same command resumes."""
     strategies, seeds = strategy or list(STRATEGIES), seed or [0, 1, 2]
     config = TrainConfig(
         model=model,

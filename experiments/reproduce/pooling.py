@@ -1,11 +1,11 @@
-"""What pooled residuals do to convergence and to feature detection (arXiv:2409.11902).
+"""Effect of pooled activations on convergence and feature detection (arXiv:2409.11902).
 
     python -m experiments.reproduce.pooling --epochs 6 --out experiments/results/pooling
 
-Trains a ResNet exactly and with pooled convolution inputs, as `experiments.compare` does, then
-holds each network against the exact one of the same seed: its layers' features (centred kernel
-alignment), its first filters, and where it looks (Grad-CAM). How far two exact networks of
-different seeds are from each other stands beside.
+Trains a ResNet exactly and with pooled convolution inputs, as `experiments.compare` does. Then
+compares each network with the exact network of the same seed: the features of its layers (centred
+kernel alignment), its first filters and its Grad-CAM maps. Two exact networks of different seeds
+are compared as a reference.
 """
 
 import textwrap
@@ -25,7 +25,16 @@ from experiments.checkpoint import Checkpoints
 from experiments.compare import compare_seeds, run_folder
 from experiments.config import TrainConfig
 from experiments.data import Dataset, load
-from experiments.options import DataDir, Out, TrainedStrategies, usage_errors
+from experiments.options import (
+    Batch,
+    DataDir,
+    DatasetName,
+    Epochs,
+    Model,
+    Out,
+    TrainedStrategies,
+    usage_errors,
+)
 from experiments.record import describe_environment, write_json, write_table
 from experiments.run import build
 from jaxcomp.models.resnet import ResNet
@@ -39,12 +48,12 @@ STRATEGIES = (
     "pooling:window=4 @ blocks/[0-2]/.* + pooling:window=2",
     "pooling:window=2,rest_bits=4",
 )
-IMAGES = 256  # of the test split, by which networks are held against each other
-HOT = 0.2  # part of a map that counts as where a network looks
+IMAGES = 256  # of the test split, on which networks are compared
+HOT = 0.2  # fraction of a map with the largest values, which is compared
 
 
 def trained(config: TrainConfig, folder: Path, dataset: Dataset) -> ResNet:
-    """The network of a finished run, for evaluation."""
+    """Returns the network of a finished run, in inference mode."""
     run = build(config, dataset)
     state = Checkpoints(folder / "checkpoints").load_state(run.state)
     model = run.model
@@ -56,7 +65,7 @@ def trained(config: TrainConfig, folder: Path, dataset: Dataset) -> ResNet:
 
 @nnx.jit
 def features(model: ResNet, images: jax.Array) -> list[jax.Array]:
-    """The maps after the stem and after each block."""
+    """Returns the feature maps after the stem and after each block."""
     maps = [value(model.act(value(model.conv(images))))]
     for block in model.blocks:
         maps.append(value(block(maps[-1])))
@@ -65,7 +74,7 @@ def features(model: ResNet, images: jax.Array) -> list[jax.Array]:
 
 @nnx.jit
 def grad_cam(model: ResNet, last: jax.Array, labels: jax.Array) -> jax.Array:
-    """Where the evidence for each image's class is (Selvaraju et al., arXiv:1610.02391, eq. 2)."""
+    """Returns the Grad-CAM map of each image (Selvaraju et al., arXiv:1610.02391, eq. 2)."""
 
     def score(last: jax.Array) -> jax.Array:
         logits = model.head(last.mean((1, 2)))
@@ -88,7 +97,7 @@ def alignment(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def overlap(a: np.ndarray, b: np.ndarray) -> float:
-    """Mean intersection over union of the hottest parts of two sets of maps."""
+    """Returns the mean intersection over union of the largest values of two sets of maps."""
 
     def hot(maps: np.ndarray) -> np.ndarray:
         flat = maps.reshape(len(maps), -1)
@@ -99,7 +108,7 @@ def overlap(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def against(exact: ResNet, other: ResNet, images: jax.Array, labels: jax.Array) -> dict[str, Any]:
-    """How near another network's features are to those of the exact one."""
+    """Returns how close another network's features are to those of the exact one."""
     ours, theirs = features(exact, images), features(other, images)
     cams = [grad_cam(m, maps[-1], labels) for m, maps in ((exact, ours), (other, theirs))]
     return {
@@ -111,7 +120,7 @@ def against(exact: ResNet, other: ResNet, images: jax.Array, labels: jax.Array) 
 
 
 def draw(networks: dict[str, ResNet], images: jax.Array, labels: jax.Array, path: Path) -> None:
-    """First filters, the first block's map and Grad-CAM of each network, side by side."""
+    """Draws the first filters, maps of the first block and Grad-CAM of each network."""
     figure = Figure(figsize=(10, 2.1 * len(networks)), layout="constrained")
     panels = figure.subplots(len(networks), 5, squeeze=False)
     for row, (name, model) in zip(panels, networks.items(), strict=True):
@@ -144,14 +153,16 @@ def draw(networks: dict[str, ResNet], images: jax.Array, labels: jax.Array, path
 def main(
     out: Out,
     strategy: TrainedStrategies = None,
-    seed: Annotated[list[int] | None, typer.Option(help="Two or more. Default: 0, 1, 2.")] = None,
-    model: str = TrainConfig.model,
-    dataset: str = TrainConfig.dataset,
+    seed: Annotated[
+        list[int] | None, typer.Option(help="Repeatable, two or more. Default: 0, 1, 2.")
+    ] = None,
+    model: Model = TrainConfig.model,
+    dataset: DatasetName = TrainConfig.dataset,
     data_dir: DataDir = None,
-    epochs: int = TrainConfig.epochs,
-    batch: int = TrainConfig.batch,
+    epochs: Epochs = TrainConfig.epochs,
+    batch: Batch = TrainConfig.batch,
 ) -> None:
-    """Trains, compares and draws; the same command again goes on."""
+    """Train, compare and draw; the same command resumes."""
     strategies, seeds = strategy or list(STRATEGIES), seed or [0, 1, 2]
     config = TrainConfig(
         model=model, dataset=dataset, data_dir=data_dir, epochs=epochs, batch=batch
@@ -192,7 +203,7 @@ def study(
         cams = np.array([result["grad_cam_overlap"] for result in results])
         chosen = (*layers[:, [0, layers.shape[1] // 2, -1]].T, cams)
         table.append([name, *(f"{x.mean():.3f} ± {x.std(ddof=1):.3f}" for x in chosen)])
-    title = f"Against the exact network of the same seed, {len(images)} test images:"
+    title = f"Compared with the exact network of the same seed, {len(images)} test images:"
     typer.echo(write_table(out / "features.md", title, table, content["command"]))
     draw(drawn, images, labels, out / "features.png")
 

@@ -1,10 +1,10 @@
-"""What quantized residuals do to a network's accuracy (arXiv:2104.14129, arXiv:2208.04187).
+"""Effect of quantized activations on accuracy (arXiv:2104.14129, arXiv:2208.04187).
 
     python -m experiments.reproduce.quantization --epochs 4 --out experiments/results/quantization
 
-Trains a ResNet exactly and with each quantizing recipe, as `experiments.compare` does, with the
-same seeds, that is the same initialisation and order of the data; the difference from the exact run
-of the same seed stands beside with its 95% confidence interval.
+Trains a ResNet exactly and with each quantizing recipe, as `experiments.compare` does. All use the
+same seeds, so the same initial parameters and order of the data. The table has the difference from
+the exact run of the same seed, with its 95% confidence interval.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,16 @@ import typer
 
 from experiments.compare import compare_seeds
 from experiments.config import TrainConfig
-from experiments.options import DataDir, Out, TrainedStrategies, usage_errors
+from experiments.options import (
+    Batch,
+    DataDir,
+    DatasetName,
+    Epochs,
+    Model,
+    Out,
+    TrainedStrategies,
+    usage_errors,
+)
 from experiments.paired import paired_difference
 from experiments.record import describe_environment, write_json, write_table
 from experiments.rows import Row
@@ -35,18 +44,20 @@ STRATEGIES = (
 def main(
     out: Out,
     strategy: TrainedStrategies = None,
-    seed: Annotated[list[int] | None, typer.Option(help="Two or more. Default: 0 to 4.")] = None,
-    model: str = TrainConfig.model,
-    dataset: str = TrainConfig.dataset,
+    seed: Annotated[
+        list[int] | None, typer.Option(help="Repeatable, two or more. Default: 0 to 4.")
+    ] = None,
+    model: Model = TrainConfig.model,
+    dataset: DatasetName = TrainConfig.dataset,
     data_dir: DataDir = None,
-    epochs: int = TrainConfig.epochs,
-    batch: int = TrainConfig.batch,
+    epochs: Epochs = TrainConfig.epochs,
+    batch: Batch = TrainConfig.batch,
     plan_steps: Annotated[
         int | None,
-        typer.Option(help="Steps between plans of the bits of strategies that quantize."),
+        typer.Option(help="Steps between two plans of the bits of strategies that quantize."),
     ] = None,
 ) -> None:
-    """Trains and compares; the same command again goes on."""
+    """Train and compare; the same command resumes."""
     config = TrainConfig(
         model=model,
         dataset=dataset,
@@ -60,12 +71,14 @@ def main(
     table = paired(rows)
     content = {"config": config.to_json(), "seeds": seeds} | describe_environment()
     write_json(out / "paired.json", content | {"rows": table})
-    title = f"Test accuracy of {len(seeds)} seeds; over the exact run of the same seed:"
+    title = (
+        f"Test accuracy of {len(seeds)} seeds, and difference from the exact run of the same seed:"
+    )
     typer.echo(write_table(out / "paired.md", title, table, content["command"]))
 
 
 def paired(rows: Sequence[Row]) -> list[list[str]]:
-    """A table of accuracies beside the first row's, in percentage points."""
+    """Returns a table of accuracies with the difference from the first row, in points."""
     table = [["strategy", "test accuracy", "difference, 95% interval"]]
     for row in rows:
         mean, half_width = paired_difference(row.test_accuracy, rows[0].test_accuracy)

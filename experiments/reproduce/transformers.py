@@ -1,11 +1,11 @@
-"""Trains small transformers on real text and images, by several strategies with the same seeds.
+"""Trains small transformers on text and images by several strategies, with the same seeds.
 
     python -m experiments.reproduce.transformers --out experiments/results/transformers
 
-`lm` is a language model of bytes on the Python language reference as it comes with Python, a tenth
-of which is for validation; `vit` a vision transformer on the embedded Fashion-MNIST. They are plain
-Flax. Each seed gives every strategy the same parameters and the same batches. Interrupted, the same
-command goes on.
+`lm` is a byte-level language model of the Python language reference that is part of Python; a tenth
+of it is held out. `vit` is a vision transformer on the embedded Fashion-MNIST. Both are plain Flax.
+With the same seed all strategies have the same initial parameters and batches. After an interrupt
+the same command resumes.
 """
 
 import functools
@@ -43,7 +43,7 @@ STRATEGIES = ("plain", "remat", "transformer:bits=4", "transformer:bits=2")
 LENGTH = 96  # bytes
 PATCH = 4  # pixels
 PEAK_RATE, WARM_UP = 5e-3, 0.1
-SMOOTHING = 20  # steps whose mean a point of the curves is
+SMOOTHING = 20  # steps that are averaged for a point of a curve
 
 Batches = Iterator[tuple[np.ndarray, np.ndarray]]
 
@@ -54,10 +54,10 @@ class Task:
 
     Attributes:
         model: Makes the model.
-        train: Batches without end, of a seed.
-        held_out: The batches that the model is tested on.
-        unit: Of the loss.
-        data: What the data is known by.
+        train: Makes an endless iterator of batches for a seed.
+        held_out: Makes the batches for validation.
+        unit: Unit of the loss.
+        data: Name or hash of the data.
     """
 
     model: Callable[[nnx.Rngs], nnx.Module]
@@ -68,13 +68,13 @@ class Task:
 
 
 def text() -> np.ndarray:
-    """The bytes of the language reference."""
+    """Returns the bytes of the language reference."""
     topics = pydoc_data.topics.topics
     return np.frombuffer("\n".join(topics[k] for k in sorted(topics)).encode(), np.uint8)
 
 
 def crops(data: np.ndarray, batch: int, seed: int) -> Batches:
-    """Crops of the text and of what follows each byte."""
+    """Yields random crops of the text, and the byte that follows each byte."""
     rng = np.random.default_rng(seed)
     while True:
         starts = rng.integers(0, len(data) - LENGTH, (batch, 1))
@@ -83,7 +83,7 @@ def crops(data: np.ndarray, batch: int, seed: int) -> Batches:
 
 
 def language(batch: int = 16) -> Task:
-    """The next byte of the language reference."""
+    """Makes the task to predict the next byte of the language reference."""
     shape, data = Shape(width=96, depth=3, heads=4), text()
     train, held_out = data[: -len(data) // 10], data[-len(data) // 10 :]
     return Task(
@@ -96,7 +96,7 @@ def language(batch: int = 16) -> Task:
 
 
 def vision(batch: int = 64) -> Task:
-    """The class of an image of the embedded Fashion-MNIST."""
+    """Makes the task to classify images of the embedded Fashion-MNIST."""
     shape, data = Shape(width=64, depth=3, heads=4), load()
     height, _, channels = data.image_shape
     make = functools.partial(ViT, data.num_classes, height, PATCH, shape, channels=channels)
@@ -114,7 +114,7 @@ def _epoch(data: Dataset, split: Any, batch: int, *, seed: int, epoch: int) -> B
 
 
 def epochs(data: Dataset, batch: int, seed: int) -> Batches:
-    """The training split again and again, in another order each time."""
+    """Yields batches of the training split without end, reshuffled for each epoch."""
     for epoch in itertools.count():
         yield from _epoch(data, "train", batch, seed=seed, epoch=epoch)
 
@@ -123,7 +123,7 @@ TASKS: dict[str, Callable[..., Task]] = {"lm": language, "vit": vision}
 
 
 class Runs:
-    """The runs of a task in one strategy, whose step is compiled once."""
+    """The runs of a task by one strategy, whose step is compiled once."""
 
     def __init__(self, task: Task, spec: str, steps: int) -> None:
         self.task, self.strategy, self.steps = task, Strategy.parse(spec), steps
@@ -139,15 +139,15 @@ class Runs:
         )
 
     def model(self, seed: int) -> nnx.Module:
-        """The model of a seed, which stores as the strategy says."""
+        """Makes the model of a seed and applies the strategy."""
         return self.strategy(self.task.model(nnx.Rngs(seed)))
 
     def start(self, seed: int) -> training.TrainState:
-        """The state before the first step."""
+        """Returns the state before the first step."""
         return training.init_state(self.model(seed), self.optimizer)
 
     def train(self, seed: int) -> tuple[training.TrainState, list[float]]:
-        """The state after the last step, and the loss of each."""
+        """Returns the state after the last step, and the loss of each step."""
         state, losses = self.start(seed), []
         for batch in itertools.islice(self.task.train(seed), self.steps):
             state, metrics = self.step(state, *batch)
@@ -156,12 +156,12 @@ class Runs:
 
     @functools.cached_property
     def report(self) -> memory.MemoryReport:
-        """What the step declares and needs."""
+        """The memory of the step."""
         state = jax.eval_shape(lambda: self.start(seed=0))
         return memory.analyze(self.step, state, *next(self.task.train(0)))
 
     def run(self, seed: int) -> dict[str, Any]:
-        """Losses, the accuracy on unseen data, and what the step declares and needs."""
+        """Returns losses, validation loss and accuracy, and the memory of the step."""
         state, losses = self.train(seed)
         unseen = [self.evaluate(state, *batch) for batch in self.task.held_out()]
         return {
@@ -174,7 +174,7 @@ class Runs:
 
 
 def draw(runs: dict[str, list[dict[str, Any]]], unit: str, path: Path) -> None:
-    """Mean training loss of the seeds, with the range that they span."""
+    """Draws the mean training loss of the seeds, with their range."""
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     for (strategy, found), color in zip(runs.items(), COLORS, strict=False):
@@ -191,8 +191,8 @@ def draw(runs: dict[str, list[dict[str, Any]]], unit: str, path: Path) -> None:
 
 
 def rows(runs: dict[str, list[dict[str, Any]]]) -> list[list[str]]:
-    """The table: each strategy beside the first, seed by seed."""
-    header = "strategy", "validation loss", "over the first", "accuracy", "over the first, points"
+    """Returns the table: each strategy compared with the first, seed by seed."""
+    header = "strategy", "validation loss", "difference", "accuracy", "difference, points"
     table = [[*header, "declared", "XLA temp"]]
     first = next(iter(runs.values()))
     for strategy, found in runs.items():
@@ -219,12 +219,14 @@ def rows(runs: dict[str, list[dict[str, Any]]]) -> list[list[str]]:
 @usage_errors()
 def main(
     out: Out,
-    task: Annotated[list[str] | None, typer.Option(help="lm or vit. Default: both.")] = None,
+    task: Annotated[
+        list[str] | None, typer.Option(help="lm or vit; repeatable. Default: both.")
+    ] = None,
     strategy: TrainedStrategies = None,
-    seeds: Annotated[int, typer.Option(help="How many, 2 or more.", min=2)] = 5,
-    steps: Annotated[int, typer.Option(min=SMOOTHING)] = 300,
+    seeds: Annotated[int, typer.Option(help="Number of seeds, 2 or more.", min=2)] = 5,
+    steps: Annotated[int, typer.Option(help="Training steps.", min=SMOOTHING)] = 300,
 ) -> None:
-    """Trains every strategy with every seed; of each task a folder with runs.json, .md and .png."""
+    """Train every strategy with every seed; write runs.json, .md and .png for each task."""
     unknown = set(task or ()) - set(TASKS)
     if unknown:
         raise typer.BadParameter(f"task={sorted(unknown)}: expected of {list(TASKS)}")
@@ -247,8 +249,8 @@ def _compare(task: Task, strategies: list[str], seeds: int, steps: int, out: Pat
     content = describe_environment() | {"steps": steps, "data": task.data, "runs": runs}
     write_json(out / "runs.json", content)
     title = (
-        f"After {steps} steps, {seeds} seeds, mean ± standard deviation, losses in {task.unit}; "
-        "over the first of the same seed, with its 95% interval:"
+        f"After {steps} steps, {seeds} seeds, mean ± standard deviation, losses in {task.unit}. "
+        "Difference from the first row with the same seed, with its 95% interval:"
     )
     typer.echo(write_table(out / "runs.md", title, rows(runs), content["command"]))
     draw(runs, task.unit, out / "runs.png")

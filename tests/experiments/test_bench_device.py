@@ -27,7 +27,7 @@ def whereabouts():
     return os.getpid(), jax.config.values["jax_compilation_cache_dir"]
 
 
-def test_every_way_is_compiled_run_and_timed(tmp_path, monkeypatch):
+def test_every_strategy_is_compiled_run_and_timed(tmp_path, monkeypatch):
     monkeypatch.setattr(device, "make_step", small_step)
     monkeypatch.setattr(device, "alone", lambda cache, task, *arguments: task(*arguments))
     device.main(tmp_path, ["plain", "remat"], "small", 8, 1, "float32", rounds=2)
@@ -45,7 +45,7 @@ def test_a_process_of_its_own_has_the_cache(tmp_path):
     assert (process != os.getpid(), folder) == (True, str(tmp_path))
 
 
-def test_a_wrong_way_is_told_before_anything_is_compiled(tmp_path):
+def test_a_wrong_strategy_is_told_before_anything_is_compiled(tmp_path):
     with pytest.raises(device.typer.BadParameter, match="zip"):
         device.main(tmp_path / "out", ["plain", "zip"])
     assert not (tmp_path / "out").exists()

@@ -56,7 +56,7 @@ def test_files_tell_bias_noise_and_bits(tmp_path):
         ("planned:quantize:bits=3", "planned:quantize"),
     ],
 )
-def test_ways_of_one_family_share_a_line(strategy, family):
+def test_strategies_of_one_family_share_a_line(strategy, family):
     assert module.family(strategy) == family
 
 
@@ -74,7 +74,8 @@ def test_a_transformer_is_looked_at_before_and_after_training(tmp_path, monkeypa
     strategies = ["transformer:bits=2", "remat:quantize:bits=8"]
     module.main(tmp_path, strategy=strategies, model="lm", steps=2, batch=16, draws=3)
     rows = json.loads((tmp_path / "gradients.json").read_text())["rows"]
-    assert [(row["row"], row["steps"]) for row in rows] == [(w, s) for w in strategies for s in (0, 2)]
+    expected = [(name, steps) for name in strategies for steps in (0, 2)]
+    assert [(row["row"], row["steps"]) for row in rows] == expected
     assert all(0 < row["bits"] < 16 for row in rows)
     assert all(row["coded"]["noise"] > 100 * row["control"]["noise"] for row in rows)
 
@@ -103,6 +104,6 @@ def test_plans_are_other_widths_of_the_same_bits(tmp_path, monkeypatch):
     assert 0 < planned["noise_over_sgd"] < 0.9 * equal["noise_over_sgd"]
 
 
-def test_a_model_without_ways_of_its_own_is_refused(tmp_path):
+def test_a_model_without_strategies_of_its_own_is_refused(tmp_path):
     with pytest.raises(typer.BadParameter, match=r"model='resnet18': expected one of \['resnet20'"):
         module.main(tmp_path, model="resnet18")

@@ -75,7 +75,7 @@ def test_compare_keeps_finished_runs(tiny, tmp_path, monkeypatch):
         compare(dataclasses.replace(CONFIG, lr=0.2), strategies, seeds, tmp_path)
 
 
-def test_only_ways_that_quantize_are_planned(tiny, tmp_path, monkeypatch):
+def test_only_strategies_that_quantize_are_planned(tiny, tmp_path, monkeypatch):
     planned = {}
 
     def finish(config, out, tensorboard):
@@ -121,7 +121,7 @@ def test_out_that_cannot_be_made_is_refused_before_the_work(tmp_path, monkeypatc
 def test_report(tmp_path, capsys):
     rows = make_rows()
     report(CONFIG, [0, 1], rows, tmp_path)
-    assert "XLA's temp bytes" in capsys.readouterr().out
+    assert "XLA temp: temporary memory" in capsys.readouterr().out
     content = json.loads((tmp_path / "comparison.json").read_text())
     assert content["rows"] == [dataclasses.asdict(row) for row in rows]
     assert content["seeds"] == [0, 1]

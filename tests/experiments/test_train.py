@@ -334,5 +334,5 @@ def test_ctrl_c_saves_and_exits(tmp_path):
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 130
     step = checkpoints.latest_step()
-    assert f"stopped at step {step}; go on with --resume" in output
+    assert f"stopped at step {step}; --resume continues" in output
     assert len(checkpoints.load_record()["history"]["loss"]) == step

@@ -1,0 +1,28 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from experiments.bench import golden
+
+COMMITTED = Path(golden.__file__).parents[1] / "results" / "golden-h100" / "golden.json"
+
+
+def row(spec, traffic):
+    sizes = {"temp_bytes": 10, "peak_bytes": 20, "hbm_traffic_bytes": traffic}
+    return {"model": "lm", "batch": 8, "row": spec} | sizes
+
+
+def test_differences_name_the_row_and_the_figure():
+    before = [row("plain", 30), row("remat", 40)]
+    assert golden.differences(before, before) == []
+    found = golden.differences(before, [row("plain", 30), row("remat", 41)])
+    assert found == ["lm remat: hbm_traffic_bytes 40 -> 41"]
+    with pytest.raises(ValueError, match="shorter"):
+        golden.differences(before, before[:1])
+
+
+def test_committed_rows_are_those_that_are_compiled():
+    rows = json.loads(COMMITTED.read_text())["rows"]
+    expected = [(model, spec) for model, specs in golden.ROWS.items() for spec in specs]
+    assert [(row["model"], row["row"]) for row in rows] == expected
