@@ -1,4 +1,5 @@
-# Every target makes the environment it needs. PYTHON picks the interpreter, VENV the place:
+# Every target creates the virtual environment that it needs. PYTHON is its interpreter, VENV its
+# folder:
 #   make test PYTHON=python3.12 VENV=.venv312
 PYTHON ?= python3
 VENV ?= .venv
@@ -6,8 +7,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
 DOCS_STAMP := $(VENV)/.stamp-docs
 
-# The compilers for absent GPUs and TPUs look for their device when JAX starts and log that it is
-# missing, so the device is named: JAX_PLATFORMS=cuda make demo
+# JAX runs on the CPU, unless another platform is named: JAX_PLATFORMS=cuda make demo
+# With no platform named, the compilers for absent GPUs and TPUs log that their device is missing.
 export JAX_PLATFORMS ?= cpu
 
 .PHONY: help venv demo test bench-memory lint format docs constraints clean
@@ -32,7 +33,7 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2
 
-# Compiles only, nothing is run: about an hour and a half on two cores.
+# Compiles ahead of time and runs nothing. It takes about an hour and a half on two cores.
 bench-memory: $(STAMP)
 	for target in h100 v5e; do \
 	  $(BIN)/python -m experiments.bench.gates --target $$target \
@@ -57,7 +58,7 @@ format: $(STAMP)
 docs: $(DOCS_STAMP)
 	$(BIN)/mkdocs build --strict
 
-# Pins the newest versions that fit together, for each Python that pyproject.toml names.
+# Pins the newest compatible versions, for each Python version that pyproject.toml names.
 constraints: $(STAMP)
 	$(BIN)/uv pip compile pyproject.toml --all-extras --universal --python-version 3.11 --upgrade \
 	  --no-annotate --custom-compile-command "make constraints" --output-file constraints.txt

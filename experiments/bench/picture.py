@@ -39,8 +39,7 @@ STRATEGIES = {
 
 def draw(rows: dict[str, dict[str, Any]], path: Path) -> None:
     """Writes the picture of the rows by name as a PNG."""
-    style = {"font.size": 13, "axes.spines.top": False, "axes.spines.right": False}
-    with mpl.rc_context(style):
+    with mpl.rc_context({"font.size": 13, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(9, 5.6), layout="constrained")
         axes = figure.subplots()
         for strategy, (kind, offset, side) in STRATEGIES.items():
