@@ -9,7 +9,7 @@ from jax import lax
 
 from jaxcomp.transform._algebra import POINTWISE
 from jaxcomp.transform._graph import Graph
-from jaxcomp.transform._programs import apply, is_variable, variables
+from jaxcomp.transform._programs import apply, is_variable, read, variables
 
 _NARROW = (jnp.bfloat16, jnp.float16)
 _USUAL = 4.0  # largest magnitude of elements of which a function has nearly its whole range
@@ -61,40 +61,54 @@ class _Search:
         """The array, which is the value itself if there is no other; None of a constant."""
         if not is_variable(value):
             return None
-        if value not in self._sources:
-            self._sources[value] = self._found(value)
+        stack = [value]
+        while stack:
+            missing = [v for v in self._operands(stack[-1]) if v not in self._sources]
+            if missing:
+                stack += missing
+            else:
+                value_done = stack.pop()
+                self._sources[value_done] = self._found(value_done)
         return self._sources[value]
 
+    def _operands(self, value: Any) -> list[Any]:
+        """The operands that decide a value's source; none of a step that is not elementwise."""
+        equation = self._graph.made_by.get(value)
+        if equation is None or equation.primitive.name not in (*POINTWISE, "broadcast_in_dim"):
+            return []
+        return variables(equation.invars)
+
     def _found(self, value: Any) -> Any:
+        """The source of a value, whose operands have theirs."""
         equation = self._graph.made_by.get(value)
         if equation is None:
             return value
-        operands = variables(equation.invars)
         name = equation.primitive.name
-        if name == "broadcast_in_dim" and all(self.source(v) is None for v in operands):
+        operands = self._operands(value)
+        if name == "broadcast_in_dim" and all(self._sources[v] is None for v in operands):
             return None
-        shapes = {v.aval.shape for v in operands if self.source(v) is not None}
+        shapes = {v.aval.shape for v in operands if self._sources[v] is not None}
         if name not in POINTWISE or shapes - {value.aval.shape}:
             return value
-        sources = {self.source(v) for v in operands} - {None}
+        sources = {self._sources[v] for v in operands} - {None}
         return value if len(sources) > 1 else next(iter(sources), None)
 
     def evaluate(self, value: Any, source: Any, numbers: Any) -> Any:
         """A value as a function of the array, at each of some numbers."""
         made = {source: numbers}
-
-        def compute(atom: Any) -> Any:
-            if not is_variable(atom):
-                return atom.val
-            if atom not in made:
-                equation = self._graph.made_by[atom]
-                given = [compute(a) for a in equation.invars]
-                if equation.primitive.name == "broadcast_in_dim":
-                    made[atom] = jnp.ravel(given[0])[0]
-                else:
-                    wide = [jnp.broadcast_to(a, numbers.shape) for a in given]
-                    results = apply(self._graph.jaxpr, equation, wide)
-                    made.update(zip(equation.outvars, results, strict=True))
-            return made[atom]
-
-        return compute(value)
+        stack = [value]
+        while stack:
+            equation = self._graph.made_by[stack[-1]]
+            missing = [v for v in variables(equation.invars) if v not in made]
+            if missing:
+                stack += missing
+                continue
+            stack.pop()
+            given = [read(made, atom) for atom in equation.invars]
+            if equation.primitive.name == "broadcast_in_dim":
+                made[equation.outvars[0]] = jnp.ravel(given[0])[0]
+            else:
+                wide = [jnp.broadcast_to(a, numbers.shape) for a in given]
+                results = apply(self._graph.jaxpr, equation, wide)
+                made.update(zip(equation.outvars, results, strict=True))
+        return made[value]

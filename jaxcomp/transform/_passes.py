@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -84,12 +84,22 @@ def _stored_early(equations: Sequence[JaxprEqn], of_results: Sequence[JaxprEqn])
     order: list[JaxprEqn] = []
 
     def add(equation: JaxprEqn) -> None:
-        order.append(equation)
+        """Adds an equation, and then each that it completes, before its next reader."""
+        pending = [iter([equation])]
+        while pending:
+            following = next(pending[-1], None)
+            if following is None:
+                pending.pop()
+                continue
+            order.append(following)
+            pending.append(completed(following))
+
+    def completed(equation: JaxprEqn) -> Iterator[JaxprEqn]:
         for value in equation.outvars:
             for reader in readers.get(value, ()):
                 missing[id(reader)] -= 1
                 if not missing[id(reader)]:
-                    add(reader)
+                    yield reader
 
     of_nothing = [e for e in extra if not missing[id(e)]]
     for equation in (*of_nothing, *of_results):

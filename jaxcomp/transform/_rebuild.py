@@ -5,14 +5,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
 
 from jaxcomp._core import barriers
 from jaxcomp.codecs import Encoded
 from jaxcomp.transform._algebra import is_cheap
-from jaxcomp.transform._programs import apply, is_variable
+from jaxcomp.transform._programs import apply, is_variable, variables
 from jaxcomp.transform._schedule import Coefficient, Scheme
+from jaxcomp.transform._segments import Segments
 
 Residual = dict[int, Any]
+Codes = tuple[tuple[int, int], ...]  # which code of each saved value, by the value's id
 _LITTLE = 16  # what is so many times smaller than a cotangent need not wait for it
 
 
@@ -27,7 +30,9 @@ class Rebuild:
         invars = scheme.graph.jaxpr.invars
         self._held = {invars[i]: value for i, value in arguments.items()}
         self._held |= dict(zip(scheme.graph.jaxpr.constvars, scheme.constants, strict=True))
-        self._again: dict[Any, Any] = {}  # results of steps too costly to be taken twice
+        self._segments = Segments(scheme.graph, {*self._held, *self._position})
+        # Results, with their codes, of steps that are not taken twice.
+        self._shared: dict[tuple[Any, Codes], Any] = {}
 
     def takes_steps(self, coefficient: Coefficient) -> bool:
         """Whether a coefficient is computed, not just read."""
@@ -83,7 +88,7 @@ class Rebuild:
     def _inputs(self, coefficient: Coefficient) -> dict[Any, Any]:
         """What is stored or held that a coefficient is computed from."""
         found: dict[Any, Any] = {}
-        numbers = dict(coefficient.codes)
+        numbers, codes = dict(coefficient.codes), _codes(coefficient)
         queue = [coefficient.value]
         seen = set()
         while queue:
@@ -97,37 +102,58 @@ class Rebuild:
                 residual = self._stored[self._position[value]]
                 coded = self._scheme.stored[value].codec is not None
                 found[value] = residual[numbers.get(value, 0)] if coded else residual
-            elif value not in self._again:
+            elif (value, codes) not in self._shared:
                 queue += self._scheme.graph.operands(value)
         return found
 
     def _compute(
         self, coefficient: Coefficient, given: dict[Any, Any], done: dict[Any, Any]
     ) -> Any:
-        numbers = dict(coefficient.codes)
-        graph = self._scheme.graph
+        """Computes a coefficient from saved values and arguments, step by step.
 
-        def compute(value: Any) -> Any:
-            if not is_variable(value):
-                return value.val
-            if value in self._held and value in given:
-                return given[value]
-            if value in self._position:
-                return self._decode(value, given[value])
-            if value in self._again:
-                return self._again[value]
-            key = value, tuple(sorted((id(v), n) for v, n in numbers.items()))
-            if key not in done:
-                defined = graph.defining_equation(value)
-                assert defined is not None
-                equation, index = defined
-                made = apply(graph.jaxpr, equation, [compute(a) for a in equation.invars])
-                done[key] = made[index]
-                if not is_cheap(equation):
-                    self._again[value] = made[index]
-            return done[key]
+        Args:
+            coefficient: The coefficient.
+            given: Saved values and arguments, as they came out of a barrier.
+            done: Takes what is computed, for other coefficients of the same barrier.
+        """
+        codes = _codes(coefficient)
+        jaxpr, segments = self._scheme.graph.jaxpr, self._segments
 
-        return compute(coefficient.value)
+        def is_there(value: Any) -> bool:
+            if value in self._position or (value in self._held and value in given):
+                return True
+            return (value, codes) in self._shared or (value, codes) in done
+
+        def read(atom: Any) -> Any:
+            if not is_variable(atom):
+                return atom.val
+            if atom in self._held and atom in given:
+                return given[atom]
+            if atom in self._position:
+                return self._decode(atom, given[atom])
+            shared = self._shared.get((atom, codes))
+            return done[atom, codes] if shared is None else shared
+
+        own = segments.number(coefficient.value)
+        is_given = not is_variable(coefficient.value) or is_there(coefficient.value)
+        stack = [] if is_given else [coefficient.value]
+        while stack:
+            equation, index = self._defined(stack[-1])
+            missing = next((v for v in variables(equation.invars) if not is_there(v)), None)
+            if missing is not None:
+                stack.append(missing)
+                continue
+            value = stack.pop()
+            made = apply(jaxpr, equation, list(map(read, equation.invars)))[index]
+            done[value, codes] = made
+            if not is_cheap(equation) or segments.is_shared(value, own):
+                self._shared[value, codes] = made
+        return read(coefficient.value)
+
+    def _defined(self, value: Any) -> tuple[JaxprEqn, int]:
+        defined = self._scheme.graph.defining_equation(value)
+        assert defined is not None
+        return defined
 
     def _decode(self, value: Any, residual: Any) -> Any:
         storing = self._scheme.stored[value]
@@ -137,3 +163,7 @@ class Rebuild:
             return residual
         (code,) = [residual] if isinstance(residual, Encoded) else residual
         return storing.codec.decode(barriers.on_device(code))
+
+
+def _codes(coefficient: Coefficient) -> Codes:
+    return tuple(sorted((id(value), number) for value, number in coefficient.codes))
