@@ -22,7 +22,7 @@ MOVES = {
     "stop_gradient",
     "transpose",
 }
-_SUMS = {"add", "add_any", "sub", "neg", "concatenate", "real", "imag", "conj", "complex"}
+SUMS = {"add", "add_any", "sub", "neg", "concatenate", "real", "imag", "conj", "complex"}
 _INDEXED = {"dynamic_slice", "gather"}
 _NONLINEAR = {
     "abs", "acos", "acosh", "and", "asin", "asinh", "atan", "atan2", "atanh",
@@ -34,11 +34,11 @@ _NONLINEAR = {
     "square", "tan", "tanh", "xor",
 }  # fmt: skip
 _PRODUCTS = {"mul", "div", "select_n", "pad"}
-CHEAP = MOVES | _SUMS | _INDEXED | _NONLINEAR | _PRODUCTS
+CHEAP = MOVES | SUMS | _INDEXED | _NONLINEAR | _PRODUCTS
 
 # Equations that act on each element by itself.
 POINTWISE = (
-    _SUMS | _NONLINEAR | _PRODUCTS | {"convert_element_type", "copy", "name", "stop_gradient"}
+    SUMS | _NONLINEAR | _PRODUCTS | {"convert_element_type", "copy", "name", "stop_gradient"}
 ) - {"concatenate", "empty", "empty2", "iota", "pad"}
 
 HEAVY = {"dot_general", "conv_general_dilated"}
@@ -65,7 +65,7 @@ def is_affine(equation: JaxprEqn, lossy: Callable[[Any], bool]) -> bool:
     results: list[Any] = list(equation.outvars)
     if not all(jnp.issubdtype(out.aval.dtype, jnp.inexact) for out in results):
         return False
-    if name in MOVES | _SUMS:
+    if name in MOVES | SUMS:
         return True
     if name == "mul":
         return len(at) == 1

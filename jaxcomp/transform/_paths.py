@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal
 
-from jaxcomp.transform._algebra import linear_uses
+from jaxcomp.transform._algebra import MOVES, SUMS, linear_uses
 from jaxcomp.transform._programs import is_variable
 
-# A code that comes back after a mean of at least so many elements is used again: what it then
-# adds to the expected gradient is its variance divided by that number.
+# A code that comes back after a mean of at least so many elements of independent noise and equal
+# weight is used again: what it then adds to the expected gradient is its variance divided by that
+# number.
 AVERAGED = 64
+_EVEN = MOVES | SUMS | {"reduce_sum"}  # steps that leave the elements' weights equal
 
 Uses = tuple[tuple[Any, int], ...]
 
@@ -25,17 +27,27 @@ class _Path:
     Attributes:
         copies: Codes of it that a path holds since its last mean.
         summed: Elements that were summed since the last of them.
+        repeats: How many of the elements since then may have the same noise.
+        even: Whether the elements since then were multiplied by constants alone.
         mean: Elements of the least mean that a path took after one of them; 0 is none.
     """
 
     copies: int = 0
     summed: int = 1
+    repeats: int = 1
+    even: bool = True
     mean: int = 0
 
     def join(self, other: "_Path") -> "_Path":
         summed = [p.summed for p in (self, other) if p.copies]
         means = [p.mean for p in (self, other) if p.mean]
-        return _Path(max(self.copies, other.copies), min(summed, default=1), min(means, default=0))
+        return _Path(
+            max(self.copies, other.copies),
+            min(summed, default=1),
+            max(self.repeats, other.repeats),
+            self.even and other.even,
+            min(means, default=0),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +89,7 @@ def assign(
         for atom in equation.invars:
             for root, path in paths.get(atom, {}).items() if is_variable(atom) else ():
                 state[root] = path.join(state.get(root, path))
-        state = {root: _summed(path, equation, tangents) for root, path in state.items()}
+        state = {root: _after(path, equation) for root, path in state.items()}
         for position in linear_uses(equation, tangents):
             found = []
             for root in roots(equation.invars[position]):
@@ -85,23 +97,33 @@ def assign(
                 found.append((root, path.copies))
                 if path.mean and not path.copies:
                     means[root] = min(path.mean, means.get(root, path.mean))
-                state[root] = _Path(path.copies + 1, 1, path.mean)
+                repeats = -(-_size(equation.invars[position]) // max(1, _size(root)))
+                state[root] = _Path(path.copies + 1, 1, repeats, True, path.mean)
             uses[index, position] = tuple(found)
         paths |= dict.fromkeys(equation.outvars, state)
     return Assignment(uses, means)
 
 
-def _summed(path: _Path, equation: JaxprEqn, tangents: Set[Any]) -> _Path:
+def _after(path: _Path, equation: JaxprEqn) -> _Path:
     """The path after an equation that may be a part of a mean."""
-    if equation.primitive.name == "reduce_sum" and path.copies:
-        atoms: list[Any] = [*equation.invars, *equation.outvars]
-        sizes = [math.prod(atom.aval.shape) for atom in atoms]
-        count = sizes[0] // max(1, sizes[-1])
-        return dataclasses.replace(path, summed=path.summed * count)
-    scale = _scale(equation)
-    if path.summed >= AVERAGED and scale is not None and scale * path.summed < 1.01:
-        return _Path(0, 1, path.summed)
-    return path
+    if not path.copies:
+        return path
+    name, scale = equation.primitive.name, _scale(equation)
+    if scale is None and name not in _EVEN:
+        return dataclasses.replace(path, even=False)
+    before, after = _size(equation.invars[0]), _size(equation.outvars[0])
+    if name == "reduce_sum":
+        return dataclasses.replace(path, summed=path.summed * (before // max(1, after)))
+    if name == "broadcast_in_dim":
+        return dataclasses.replace(path, repeats=path.repeats * (after // max(1, before)))
+    independent = path.summed // path.repeats
+    if scale is None or independent < AVERAGED or not path.even or scale * path.summed >= 1.01:
+        return path
+    return _Path(mean=independent)
+
+
+def _size(atom: Any) -> int:
+    return math.prod(atom.aval.shape)
 
 
 def _scale(equation: JaxprEqn) -> float | None:
