@@ -58,6 +58,18 @@ def is_cheap(equation: JaxprEqn) -> bool:
     return equation.primitive.name in CHEAP and not equation.effects
 
 
+def is_cheap_rule(equation: JaxprEqn) -> bool:
+    """Whether an equation calls a `jax.custom_jvp` function of cheap steps alone."""
+
+    def is_cheap_call(inner: JaxprEqn) -> bool:
+        called = inner.params.get("jaxpr") or inner.params.get("call_jaxpr")
+        if called is None:
+            return is_cheap(inner)
+        return all(map(is_cheap_call, getattr(called, "jaxpr", called).eqns))
+
+    return equation.primitive.name == "custom_jvp_call" and is_cheap_call(equation)
+
+
 def is_affine(equation: JaxprEqn, lossy: Callable[[Any], bool]) -> bool:
     """Whether a cheap equation is affine in its lossy operands, taken together."""
     name = equation.primitive.name

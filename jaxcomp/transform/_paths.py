@@ -97,7 +97,7 @@ def assign(
                 found.append((root, path.copies))
                 if path.mean and not path.copies:
                     means[root] = min(path.mean, means.get(root, path.mean))
-                repeats = -(-_size(equation.invars[position]) // max(1, _size(root)))
+                repeats = max(1, -(-_size(equation.invars[position]) // max(1, _size(root))))
                 state[root] = _Path(path.copies + 1, 1, repeats, True, path.mean)
             uses[index, position] = tuple(found)
         paths |= dict.fromkeys(equation.outvars, state)
@@ -115,7 +115,7 @@ def _after(path: _Path, equation: JaxprEqn) -> _Path:
     if name == "reduce_sum":
         return dataclasses.replace(path, summed=path.summed * (before // max(1, after)))
     if name == "broadcast_in_dim":
-        return dataclasses.replace(path, repeats=path.repeats * (after // max(1, before)))
+        return dataclasses.replace(path, repeats=path.repeats * max(1, after // max(1, before)))
     independent = path.summed // path.repeats
     if scale is None or independent < AVERAGED or not path.even or scale * path.summed >= 1.01:
         return path

@@ -9,7 +9,7 @@ from jax.extend.core import JaxprEqn
 
 from jaxcomp._core import barriers
 from jaxcomp.codecs import Encoded
-from jaxcomp.transform._algebra import is_cheap
+from jaxcomp.transform._algebra import is_cheap, is_cheap_rule
 from jaxcomp.transform._programs import apply, is_variable, variables
 from jaxcomp.transform._schedule import Coefficient, Scheme
 from jaxcomp.transform._segments import Segments
@@ -31,6 +31,7 @@ class Rebuild:
         self._held = {invars[i]: value for i, value in arguments.items()}
         self._held |= dict(zip(scheme.graph.jaxpr.constvars, scheme.constants, strict=True))
         self._segments = Segments(scheme.graph, {*self._held, *self._position})
+        self._exact = self._exactly_rebuilt()
         # Results, with their codes, of steps that are not taken twice.
         self._shared: dict[tuple[Any, Codes], Any] = {}
 
@@ -103,7 +104,7 @@ class Rebuild:
                 coded = self._scheme.stored[value].codec is not None
                 found[value] = residual[numbers.get(value, 0)] if coded else residual
             elif (value, codes) not in self._shared:
-                queue += self._scheme.graph.operands(value)
+                queue += variables(self._defined(value)[0].invars)
         return found
 
     def _compute(
@@ -150,8 +151,27 @@ class Rebuild:
                 self._shared[value, codes] = made
         return read(coefficient.value)
 
+    def _exactly_rebuilt(self) -> set[Any]:
+        """What follows from exact values by the function's own equations, without rewrites."""
+        stored = self._scheme.stored
+        found = {*self._held, *(v for v in self._values if not stored[v].is_noisy)}
+        for equation in self._scheme.graph.jaxpr.eqns:
+            if not equation.effects and found.issuperset(variables(equation.invars)):
+                found.update(equation.outvars)
+        return found
+
     def _defined(self, value: Any) -> tuple[JaxprEqn, int]:
-        defined = self._scheme.graph.defining_equation(value)
+        """The equation that computes a value, and which of its results that is.
+
+        Where its operands are exact it is the function's own, so that a second derivative follows
+        the rule of a `jax.custom_jvp` function, and JAX's own at ties.
+        """
+        graph = self._scheme.graph
+        own = graph.made_by.get(value)
+        is_own = own is not None and self._exact.issuperset(variables(own.invars))
+        if own is not None and is_own and (is_cheap(own) or is_cheap_rule(own)):
+            return own, own.outvars.index(value)
+        defined = graph.defining_equation(value)
         assert defined is not None
         return defined
 

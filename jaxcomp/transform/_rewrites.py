@@ -1,5 +1,6 @@
 """Second ways to compute a value of the forward program, for when its operands are lossy."""
 
+import os
 from typing import Any
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 
+from jaxcomp.transform._algebra import is_cheap_rule
 from jaxcomp.transform._origins import located
 from jaxcomp.transform._programs import Program, avals, closed, evaluate, flat, scope_of
 
@@ -17,7 +19,8 @@ def with_alternatives(forward: Program) -> tuple[Program, dict[Any, Any]]:
     """Adds to a program the values of some equations, made in a way that is affine or open.
 
     The greater of two values is selected by a mask, which is exact where the values are not. What
-    a function with a derivative rule of its own returns is computed by the function's own steps.
+    a `jax.custom_jvp` function returns is computed by the function's steps, if these are cheap or
+    the function is JAX's own. Any other is one step: its steps do not tell its second derivative.
 
     Returns:
         The program with more results, and which of its variables equals which other.
@@ -51,7 +54,7 @@ def _calls_opened(forward: Program) -> tuple[Program, int]:
     pairs: list[tuple[Any, Any]] = []
 
     def open_call(equation: JaxprEqn, values: list[Any], results: list[Any]) -> None:
-        if equation.primitive.name == "custom_jvp_call":
+        if is_cheap_rule(equation) or _is_of_jax(equation):
             called = equation.params["call_jaxpr"]
             opened = located(called.jaxpr, equation)
             with scope_of(equation):
@@ -64,3 +67,11 @@ def _calls_opened(forward: Program) -> tuple[Program, int]:
         return [*made, *(value for pair in pairs for value in pair)]
 
     return flat(jax.make_jaxpr(run)(*avals(forward.jaxpr.invars))), len(pairs)
+
+
+def _is_of_jax(equation: JaxprEqn) -> bool:
+    """Whether an equation calls a `jax.custom_jvp` function that JAX defines."""
+    if equation.primitive.name != "custom_jvp_call":
+        return False
+    file = equation.params["call_jaxpr"].jaxpr.debug_info.func_filename or ""
+    return bool(file.startswith(os.path.dirname(jax.__file__) + os.sep))
