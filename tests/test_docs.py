@@ -1,0 +1,70 @@
+"""The Python blocks of README.md and docs/ run, print what they show, and all links lead somewhere."""
+
+import ast
+import contextlib
+import doctest
+import io
+import re
+from pathlib import Path
+
+import jax
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FENCED = re.compile(r"^```.*?^```$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def shown(lines: list[str], end: int) -> str:
+    """The comment lines right below line `end`, which show what it prints."""
+    found = []
+    for line in lines[end:]:
+        if not line.startswith("#"):
+            break
+        found.append(line.removeprefix("#").removeprefix(" "))
+    return "\n".join(found)
+
+
+def run(page: Path) -> None:
+    """Runs the blocks of a page in one namespace, and compares what is printed below a `print`."""
+    text = page.read_text()
+    names = {"__name__": page.stem}
+    for block in BLOCK.finditer(text):
+        code, first = block.group(1), text.count("\n", 0, block.start(1))
+        lines = code.splitlines()
+        for statement in ast.parse(code).body:
+            end = statement.end_lineno
+            ast.increment_lineno(statement, first)
+            program = compile(ast.Module([statement], []), page.name, "exec")
+            with contextlib.redirect_stdout(io.StringIO()) as printed:
+                exec(program, names)
+            expected, found = shown(lines, end), printed.getvalue()
+            where = f"{name(page)}:{first + end}"
+            if found and expected:
+                same = doctest.OutputChecker().check_output(expected + "\n", found, OPTIONS)
+                assert same, f"{where}: expected\n{expected}\nfound\n{found}"
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if BLOCK.search(p.read_text())], ids=name)
+def test_python_blocks_run_and_print_what_they_show(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with jax.numpy_rank_promotion("allow"):  # as users have it
+        run(page)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_relative_links_lead_somewhere(page):
+    targets = {target.partition("#")[0] for target in LINK.findall(FENCED.sub("", page.read_text()))}
+    local = {target for target in targets if target and not re.match(r"[a-z]+:", target)}
+    assert [target for target in sorted(local) if not (page.parent / target).exists()] == []
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
