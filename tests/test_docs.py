@@ -1,4 +1,4 @@
-"""The Python blocks of README.md and docs/ run, print what they show, and all links lead somewhere."""
+"""The Python blocks of README.md and docs/ run and print what they show; links lead somewhere."""
 
 import ast
 import contextlib
@@ -61,9 +61,9 @@ def test_python_blocks_run_and_print_what_they_show(page, tmp_path, monkeypatch)
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_relative_links_lead_somewhere(page):
-    targets = {target.partition("#")[0] for target in LINK.findall(FENCED.sub("", page.read_text()))}
-    local = {target for target in targets if target and not re.match(r"[a-z]+:", target)}
-    assert [target for target in sorted(local) if not (page.parent / target).exists()] == []
+    links = LINK.findall(FENCED.sub("", page.read_text()))
+    files = {link.partition("#")[0] for link in links if not re.match(r"[a-z]+:", link)}
+    assert [file for file in sorted(files) if not (page.parent / file).exists()] == []
 
 
 def test_the_readme_is_short():
