@@ -63,8 +63,8 @@ class BlockSparse(Codec):
     stored by `values`, exactly by default. Dropped blocks are missing from the weight gradient, in
     every step in the same way.
 
-    Blocks are ranked by the sum of their magnitudes. docs/pruning.md compares this ranking with the
-    sum of squares: its gradients were at least as close to the exact ones. Among equal blocks, the
+    Blocks are ranked by the sum of their magnitudes. The page on pruned activations compares this
+    with the sum of squares: its gradients were at least as close to the exact ones. Among equal blocks, the
     first are kept. Blocks at the far edges are padded with zeros; the padding counts as stored
     bytes. A matrix that is lower than a block has blocks of its own height, so an array of two axes
     has blocks of one row. A block with a NaN or Inf ranks first. It is dropped only if more blocks

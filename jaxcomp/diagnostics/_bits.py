@@ -143,7 +143,7 @@ def plan_bits(
         model: A model in training with layers that store by `Quantize` or `PerSample`; it is not
             changed. A norm that uses running averages keeps the bits that it has.
         batch: Any pytree of arrays, axis 0 the examples, at least `run` of them.
-        bits: Mean bits of a code, from 1 to 8; ranges come on top (`storage` tells).
+        bits: Mean bits of a code, from 1 to 8; ranges come on top (`jaxcomp.plan` tells).
         run: Consecutive samples that are ranked, from 2 to 256; with 1 all have the same bits.
 
     Returns:

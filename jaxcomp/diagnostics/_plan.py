@@ -15,6 +15,8 @@ from jaxcomp.transform._checkpoint import Checkpointed
 from jaxcomp.transform._compress import traced_call
 from jaxcomp.transform._plan import Plan, SavedValue
 
+_MUCH = 0.1  # of all bytes
+
 
 def plan(model_or_fn: nnx.Module | Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
     """Tells what a call would save for its backward pass; nothing is computed.
@@ -103,7 +105,22 @@ def _of_modules(model: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
                 saved_bytes=after.get(path, 0),
             )
         )
-    return Plan(tuple(values), sum(before.values()))
+    return Plan(tuple(values), sum(before.values()), _left_as_they_are(values, layers))
+
+
+def _left_as_they_are(values: list[SavedValue], layers: dict[str, Coded]) -> tuple[str, ...]:
+    """A note if layers have codecs, but much is saved by modules that can have none."""
+    left = [value for value in values if value.path not in layers and value.saved_bytes]
+    bytes_left = sum(value.saved_bytes for value in left)
+    if all(layer.codec is None for layer in layers.values()):
+        return ()
+    if bytes_left <= _MUCH * sum(value.saved_bytes for value in values):
+        return ()
+    paths = ", ".join(value.path or "the model itself" for value in left)
+    return (
+        f"{bytes_left:,} bytes are saved as they are, outside of layers of jaxcomp.nn: {paths}; a "
+        'rule with roles=("operand", "derivative"), for example, is for these values',
+    )
 
 
 def _decision(layer: Coded | None) -> str:

@@ -6,6 +6,7 @@ from jaxcomp.nn._activation import MaxPool as MaxPool
 from jaxcomp.nn._activation import ReLU as ReLU
 from jaxcomp.nn._activation import SiLU as SiLU
 from jaxcomp.nn._affine import Affine as Affine
+from jaxcomp.nn._coded import Coded as Coded
 from jaxcomp.nn._coded import Sink as Sink
 from jaxcomp.nn._linear import Conv as Conv
 from jaxcomp.nn._linear import ConvTranspose as ConvTranspose

@@ -26,8 +26,9 @@ def compress(model: M, policy: PolicyLike = DEFAULT) -> M:
     """Makes a Flax NNX model save what its backward pass needs as a policy says.
 
     Layers of `jaxcomp.nn` that a rule matches save by its codec. If the model has no such layer, or
-    a required rule is for other values, the call of the model is traced as a whole and treated as
-    `checkpoint` treats a function; layers of Flax and plain functions need no change.
+    a required rule is for other values (by `names`, `primitives`, `roles` or `dtypes`), the call of
+    the model is traced as a whole and treated as `checkpoint` treats a function; layers of Flax and
+    plain functions need no change. Otherwise what is no layer of `jaxcomp.nn` saves as in Flax.
 
     Results of the forward pass are bit-identical. The model is the same object, of a subclass of
     its class: parameters, other state, shared modules and `nnx.split` stay as they are. It can be
@@ -69,9 +70,8 @@ def compress(model: M, policy: PolicyLike = DEFAULT) -> M:
     of_values: Policy | JaxPolicy | None = chosen
     if isinstance(chosen, Policy):
         layers = LayerCodecs.of(model, chosen)
-        for_values = tuple(rule for rule in layers.unmatched if rule.is_for_values)
-        traced = any(rule.required for rule in for_values) or not layers.codecs
-        of_values = Policy(for_values, chosen.lossy_recomputation) if traced else None
+        rules = layers.rules_for_values(chosen)
+        of_values = None if rules is None else Policy(rules, chosen.lossy_recomputation)
         check_required(model, [rule for rule in layers.unmatched if not rule.is_for_values])
     if of_values is not None and not callable(model):
         raise TypeError(
@@ -154,7 +154,9 @@ def _compressed(kind: type[nnx.Module], policy: Policy | JaxPolicy | None) -> di
     def call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         params = jax.tree.leaves(nnx.state(self, nnx.Param))
         floats = [p for p in params if jnp.issubdtype(p.dtype, jnp.inexact)]
-        function, arguments = compressed_call(self, args, kwargs, noise.fingerprint(*floats))
+        # Behind a barrier, or XLA computes the seed again in each kernel that reads it.
+        seed = jax.lax.optimization_barrier(noise.spot_check(*map(jax.lax.stop_gradient, floats)))
+        function, arguments = compressed_call(self, args, kwargs, seed)
         result, rest = function(*arguments)
         nnx.update(self, rest)
         return result

@@ -61,6 +61,15 @@ class LayerCodecs:
         unmatched = (rule for i, rule in enumerate(policy.rules) if i not in matched)
         return cls(found, tuple(unmatched))
 
+    def rules_for_values(self, policy: Policy) -> tuple[Rule, ...] | None:
+        """The rules for values outside of these layers; None if there is no need to look at them.
+
+        There is one if no layer matches a rule, or if a required rule matches no layer.
+        """
+        rules = tuple(rule for rule in self.unmatched if rule.is_for_values)
+        is_required = any(rule.required for rule in rules)
+        return rules if is_required or not self.codecs else None
+
     def set(self, model: nnx.Module) -> None:
         """Gives the layers their codecs; `Exact()` becomes None, the stock behaviour."""
         modules = coded_modules(model)

@@ -14,7 +14,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun
 
 from jaxcomp.codecs import noise
 from jaxcomp.codecs._codec import Seed
-from jaxcomp.transform import _passes as stages
+from jaxcomp.transform import _passes as passes
 from jaxcomp.transform._algebra import tangents_of
 from jaxcomp.transform._decisions import PolicyLog
 from jaxcomp.transform._graph import LOOP, Graph
@@ -86,11 +86,11 @@ class Looped:
         return cls(chosen, tuple(loops), has_loops)
 
     def forward(self, seed: Seed, arguments: Sequence[Any]) -> tuple[list[Any], Any]:
-        """As `stages.forward`; what is stored has the arguments with it that are read."""
+        """As `_passes.forward`; saved values come with the arguments that are read again."""
         if self.takes_seed:
             arguments = [*arguments, jnp.asarray(0 if seed is None else seed).astype(jnp.uint32)]
-        made, stored = stages.forward(self.scheme, seed, arguments)
-        return made, (stored, {i: arguments[i] for i in stages.used_arguments(self.scheme)})
+        made, stored = passes.forward(self.scheme, seed, arguments)
+        return made, (stored, {i: arguments[i] for i in passes.used_arguments(self.scheme)})
 
     def backward(self, residual: Any, cotangents: Sequence[Any]) -> list[Any]:
         """The cotangents of the active arguments, from those of all results.
@@ -99,7 +99,7 @@ class Looped:
         """
         arriving = _arriving(cotangents, self.scheme.smooth, self.scheme.graph.jaxpr.outvars)
         stored, used = residual
-        return stages.backward(self.scheme, stored, used, list(arriving.values()))
+        return passes.backward(self.scheme, stored, used, list(arriving.values()))
 
 
 def _arriving(
@@ -193,7 +193,7 @@ def _coded_loop(
         )
         # No policy decides about values that are ours by this name, such as the iteration count.
         kept, _ = jax.tree.map(lambda leaf: checkpoint_name(leaf, loops[-1].name), (kept, count))
-        used = stages.used_arguments(chosen.scheme)
+        used = passes.used_arguments(chosen.scheme)
         held = {i: values[i] for i in used if _is_held(i)}
         return [*final, *ys], (Static(chosen), kept, held)
 

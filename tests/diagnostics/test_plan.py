@@ -96,6 +96,8 @@ def test_a_layer_of_flax_is_listed_as_exact_with_its_source_line():
     assert all(v.source.startswith("test_plan.py:") for v in found.values)
     total = f"{found.saved_bytes:,} bytes are saved, {found.exact_bytes:,} without compression"
     assert total in str(found)
+    assert "outside of layers of jaxcomp.nn: norm" in str(found)
+    assert "outside of layers" not in str(jc.plan(create("quantize:bits=2"), X))
 
 
 def test_a_stock_model_and_its_compressed_form_have_one_table():
