@@ -66,9 +66,9 @@ class BlockSparse(Codec):
     Blocks are ranked by the sum of their magnitudes. The page on pruned activations compares this
     with the sum of squares: its gradients were at least as close to the exact ones. Among equal
     blocks, the first are kept. Blocks at the far edges are padded with zeros; the padding counts as
-    stored bytes. A matrix that is lower than a block has blocks of its own height, so an array of two axes
-    has blocks of one row. A block with a NaN or Inf ranks first. It is dropped only if more blocks
-    of its row have one than are kept.
+    stored bytes. A matrix that is lower than a block has blocks of its own height, so an array of
+    two axes has blocks of one row. A block with a NaN or Inf ranks first. It is dropped only if
+    more blocks of its row have one than are kept.
 
     Source: Barley and Fröning, "Compressing the Backward Pass of Large-Scale Neural Architectures
     by Structured Activation Pruning" (arXiv:2311.16883). There, the number of kept blocks is not

@@ -19,6 +19,7 @@ from tests.helpers import (
     assert_same_bits,
     assert_unbiased,
     normal,
+    shard,
     without_type_checks,
 )
 
@@ -193,6 +194,47 @@ def test_layers_of_both_kinds_in_one_model():
     assert decisions["operand"].startswith("Quantize(bits=4")
     assert jc.plan(model, x).saved_bytes < layers_only.saved_bytes
     assert_same_bits(jax.jit(model)(x), jax.jit(Mixed())(x))
+
+
+def test_parameters_may_be_sharded():
+    """As in FSDP, on a mesh with automatic axes; the codes are those of one device."""
+
+    class MLP(nnx.Module):
+        def __init__(self):
+            self.norm = nnx.LayerNorm(64, rngs=nnx.Rngs(0))
+            self.up = nnx.Linear(64, 256, rngs=nnx.Rngs(1))
+            self.down = nnx.Linear(256, 64, rngs=nnx.Rngs(2))
+
+        def __call__(self, x):
+            return self.down(nnx.gelu(self.up(self.norm(x))))
+
+    graphdef, params = nnx.split(jc.compress(MLP(), jc.Quantize(bits=4)))
+    x = normal((512, 64))
+
+    @jax.jit
+    def gradients(params, x):
+        return jax.grad(lambda params: jnp.mean(nnx.merge(graphdef, params)(x) ** 2))(params)
+
+    sharded = jax.tree.map(shard, params)
+    assert_close(gradients(sharded, shard(x)), gradients(params, x))
+
+
+def test_a_model_may_be_called_twice_in_one_loss():
+    """Its second call takes the state of the first, such as the count of dropout's numbers."""
+    x = normal((64, 16))
+
+    def loss(model):
+        return jnp.mean(model(x) * model(x + 1))
+
+    def siamese():
+        rngs = nnx.Rngs(0)
+        first, last = nnx.Linear(16, 32, rngs=rngs), nnx.Linear(32, 4, rngs=rngs)
+        return nnx.Sequential(first, nnx.Dropout(0.5, rngs=rngs), nnx.relu, last)
+
+    ours, stock = jc.compress(siamese(), jc.Policy((jc.Rule(jc.Quantize(8)),))), siamese()
+    (value, gradient), (expected, exact) = map(nnx.jit(nnx.value_and_grad(loss)), (ours, stock))
+    assert_close(value, expected)
+    assert_close(jax.tree.leaves(gradient), jax.tree.leaves(exact), 0.05)
 
 
 def test_it_can_be_copied_pickled_and_saved(tmp_path):
