@@ -134,7 +134,8 @@ def undifferentiable(residual: C) -> C:
 @undifferentiable.defjvp
 def _refuse(primals: tuple[C], tangents: tuple[C]) -> typing.NoReturn:
     raise NotImplementedError(
-        "second derivatives through a compressed residual are not defined; use codec=Exact()"
+        "second derivatives through an encoded residual are not defined; keep it as it is, by the "
+        "codec Exact() or the policy 'exact'"
     )
 
 

@@ -7,7 +7,7 @@ import jax
 from flax import nnx
 
 from jaxcomp._core.module_scopes import scope_paths, with_module_scopes
-from jaxcomp._core.modules import split_model
+from jaxcomp._core.modules import set_class, split_model, stock_class
 from jaxcomp.codecs import Exact
 from jaxcomp.memory import declared_residuals
 from jaxcomp.nn._coded import Coded, coded_modules, covered
@@ -83,12 +83,23 @@ def _of_modules(model: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     exact = nnx.clone(model)
     for module in coded_modules(exact).values():
         module.codec = None
+    inner = {
+        "/".join(map(str, keys)): part
+        for keys, part in nnx.iter_modules(exact)
+        if getattr(type(part), "encodes", False)
+    }
+    for part in inner.values():
+        set_class(part, stock_class(part))
     layers = coded_modules(model)
     hidden = covered(layers)
     elements: dict[str, int] = {}
     after, sources = _bytes(model, args, kwargs, elements, hidden)
     before, _ = _bytes(exact, args, kwargs, {}, hidden)
     kinds = {"/".join(map(str, path)): type(m).__name__ for path, m in nnx.iter_modules(model)}
+
+    def is_inside(path: str) -> bool:
+        return any(path == part or path.startswith(f"{part}/") for part in inner)
+
     values = []
     for path in sorted(before.keys() | after.keys(), key=[*elements, *before].index):
         layer = layers.get(path)
@@ -100,7 +111,7 @@ def _of_modules(model: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
                 shape=(elements.get(path, 0),),
                 dtype="",
                 role="",
-                decision=_decision(layer),
+                decision="by the policy of a part" if is_inside(path) else _decision(layer),
                 exact_bytes=before.get(path, 0),
                 saved_bytes=after.get(path, 0),
             )

@@ -205,7 +205,13 @@ def compare(
         largest = None
         if largest_batch:
             make = partial(make_step, strategy)
-            largest = max_batch(make, target, multiple=strategy.micro_batches, capacity=capacity)
+            largest = max_batch(
+                make,
+                target,
+                multiple=strategy.micro_batches,
+                capacity=capacity,
+                xla_remat=xla_remat,
+            )
         return Row(strategy.spec, batch, report, largest, timeline)
 
     done: list[Row] = []

@@ -41,8 +41,8 @@ class Policy:
         >>> from jaxcomp import Quantize
         >>> policy = Policy((Rule("keep", path="head"), Rule(Quantize(bits=4), min_size=1024)))
         >>> print(policy)
-        rule  action                                                      for
-        1     keep                                                        path='head'
+        rule  action                                                    for
+        1     keep                                                      path='head'
         2     Quantize(bits=4, group='channel', rounding='stochastic')  min_size=1024
     """
 

@@ -39,7 +39,8 @@ class Rule:
         primitives: Names of the JAX primitives that compute the value.
         roles: Roles, as `jaxcomp.policies.Value` lists them. Without any, all but "statistic".
         dtypes: Names of dtypes.
-        min_size: Least number of elements of a value.
+        min_size: Least number of elements of a value. That all values are too small, as in a short
+            last batch, is no error; `jaxcomp.plan` notes it.
         required: Whether it is an error if the rule matches nothing.
 
     Raises:
@@ -69,11 +70,14 @@ class Rule:
             _check_pattern(field, getattr(self, field))
         for field in ("names", "primitives", "roles", "dtypes"):
             given = getattr(self, field)
-            if isinstance(given, str) or not all(isinstance(text, str) for text in given):
+            is_sequence = isinstance(given, Sequence) and not isinstance(given, str)
+            if not is_sequence or not all(isinstance(text, str) for text in given):
                 raise TypeError(f"{field}={given!r}: expected a tuple of strings")
             object.__setattr__(self, field, tuple(given))
         if isinstance(self.min_size, bool) or not isinstance(self.min_size, int):
             raise TypeError(f"min_size={self.min_size!r}: expected a number of elements")
+        if self.min_size < 0:
+            raise ValueError(f"min_size={self.min_size}: expected 0 or more elements")
         if not isinstance(self.required, bool):
             raise TypeError(f"required={self.required!r}: expected True or False")
         unknown = sorted(set(self.roles) - set(ROLES))
@@ -107,8 +111,8 @@ class Rule:
             return False
         return _fits(self.op, kind) and _fits(self.path, path)
 
-    def matches_value(self, value: Value) -> bool:
-        """Whether the rule is for a value."""
+    def matches_value(self, value: Value, size: bool = True) -> bool:
+        """Whether the rule is for a value; without `size`, whatever the value's size."""
         role = value.role in self.roles if self.roles else value.role != "statistic"
         # Naming an integer for a codec is an error, which is told later.
         able = value.is_float or bool(self.names) or not isinstance(self.action, Codec)
@@ -119,7 +123,7 @@ class Rule:
             and (not self.names or bool(set(self.names) & set(value.names)))
             and (not self.primitives or value.primitive in self.primitives)
             and (not self.dtypes or dtype_name(value.dtype) in self.dtypes)
-            and math.prod(value.shape) >= self.min_size
+            and (not size or math.prod(value.shape) >= self.min_size)
             and _fits(self.path, value.path)
         )
 

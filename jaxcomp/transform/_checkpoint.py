@@ -1,5 +1,6 @@
 """`checkpoint`: any function that saves what its backward pass needs as a policy says."""
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
@@ -37,6 +38,10 @@ class Checkpointed:
         self._static = static_argnums
         self._seed = seed
 
+    def __get__(self, owner: Any, kind: type | None = None) -> Callable[..., Any]:
+        """As a method: the object is the first argument."""
+        return self if owner is None else functools.partial(self, owner)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function."""
         program, constants, leaves, coded, tree = self._trace(args, kwargs)
@@ -63,8 +68,10 @@ class Checkpointed:
         ]
         if not active:
             raise ValueError("no argument is a floating-point array: there is no gradient")
-        looped = _looped(program, active, coded, self._policy)
-        return Plan.of_program(looped, plain_bytes(program, active, coded))
+        looped, log = _looped(program, active, coded, self._policy)
+        found = Plan.of_program(looped, plain_bytes(program, active, coded))
+        small = tuple(f"every value is too small for {rule}" for rule in log.too_large())
+        return dataclasses.replace(found, notes=(*found.notes, *small))
 
     def _trace(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -104,11 +111,11 @@ def _positions(name: str, numbers: tuple[int, ...], count: int) -> set[int]:
 
 def _looped(
     program: Program, active: list[int], coded: list[int], policy: Policy | JaxPolicy
-) -> Looped:
+) -> tuple[Looped, PolicyLog]:
     log = PolicyLog(policy)
     looped = Looped.of(program, active, coded, log)
     log.check()
-    return looped
+    return looped, log
 
 
 def _with_backward_pass(
@@ -130,7 +137,7 @@ def _with_backward_pass(
         ]
         if not active:
             return function(None, *values), None
-        chosen = _looped(program, active, coded, policy)
+        chosen, _ = _looped(program, active, coded, policy)
         made, stored = chosen.forward(None if seed is None else seed.value, values)
         return made, (Static(chosen), stored)
 

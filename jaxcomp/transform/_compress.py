@@ -60,7 +60,10 @@ def compress(model: M, policy: PolicyLike = DEFAULT) -> M:
         (512, 64)
     """
     if not isinstance(model, nnx.Module):
-        raise TypeError(f"model={model!r}: expected a Flax NNX module")
+        raise TypeError(
+            f"model of type {type(model).__name__}: expected a Flax NNX module; Linen, Equinox and "
+            "functions are for jaxcomp.checkpoint(fn, policy)"
+        )
     if is_compressed(model):
         raise ValueError(
             f"model={type(model).__name__}: is compressed already; jaxcomp.uncompress undoes it"
@@ -103,7 +106,7 @@ def uncompress(model: M) -> M:
         True
     """
     if not isinstance(model, nnx.Module):
-        raise TypeError(f"model={model!r}: expected a Flax NNX module")
+        raise TypeError(f"model of type {type(model).__name__}: expected a Flax NNX module")
     compressed = [module for _, module in nnx.iter_modules(model) if is_compressed(module)]
     coded = [module for module in coded_modules(model).values() if module.codec is not None]
     if not compressed and not coded:
@@ -136,9 +139,10 @@ def _compressed(kind: type[nnx.Module], policy: Policy | JaxPolicy | None) -> di
     def compressed_call(
         self: nnx.Module, args: Any, kwargs: Any, seed: Seed = None
     ) -> tuple[Checkpointed, Any]:
+        _check_arguments((args, kwargs))
         graphdef, params, rest = split_model(self)
         leaves, tree = jax.tree.flatten((args, kwargs))
-        arrays = {i: leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "dtype")}
+        arrays = {i: leaf for i, leaf in enumerate(leaves) if _is_array(leaf)}
 
         def run(params: Any, rest: Any, arrays: dict[int, Any]) -> Any:
             copy = nnx.merge(graphdef, params, rest, copy=True)
@@ -147,7 +151,10 @@ def _compressed(kind: type[nnx.Module], policy: Policy | JaxPolicy | None) -> di
             given = [arrays.get(i, leaf) for i, leaf in enumerate(leaves)]
             args, kwargs = jax.tree.unflatten(tree, given)
             result = copy(*args, **kwargs)
-            return result, jax.lax.stop_gradient(split_model(copy)[2])
+            _, *states = nnx.split(copy, nnx.Param, nnx.BatchStat, ...)
+            after, statistics, others = states
+            # No loss is a function of running averages; their derivatives would be saved for it.
+            return result, _changed(params, after), jax.lax.stop_gradient(statistics), others
 
         return checkpoint(run, policy, seed=seed), (params, rest, arrays)
 
@@ -157,8 +164,37 @@ def _compressed(kind: type[nnx.Module], policy: Policy | JaxPolicy | None) -> di
         # Behind a barrier, or XLA computes the seed again in each kernel that reads it.
         seed = jax.lax.optimization_barrier(noise.spot_check(*map(jax.lax.stop_gradient, floats)))
         function, arguments = compressed_call(self, args, kwargs, seed)
-        result, rest = function(*arguments)
-        nnx.update(self, rest)
+        result, changed, *rest = function(*arguments)
+        nnx.update(self, *rest)
+        if changed:
+            leaves, tree = jax.tree.flatten(nnx.state(self, nnx.Param))
+            written = [changed.get(i, leaf) for i, leaf in enumerate(leaves)]
+            nnx.update(self, jax.tree.unflatten(tree, written))
         return result
 
     return {"__call__": call, "compressed_call": compressed_call, "encodes": True}
+
+
+def _is_array(leaf: object) -> bool:
+    """Whether it is an array or the shape of one; a dtype's class has a `dtype`, too."""
+    return hasattr(leaf, "dtype") and hasattr(leaf, "shape") and not isinstance(leaf, type)
+
+
+def _check_arguments(given: Any) -> None:
+    """Raises a TypeError for an argument with state of its own, which the call could not update."""
+
+    def has_state(leaf: object) -> bool:
+        return isinstance(leaf, nnx.Pytree | nnx.Variable)
+
+    for leaf in jax.tree.leaves(given, is_leaf=has_state):
+        if has_state(leaf):
+            raise TypeError(
+                f"argument of type {type(leaf).__name__}: a compressed model cannot update its "
+                "state; make it an attribute of the model, or pass arrays and keys"
+            )
+
+
+def _changed(before: Any, after: Any) -> dict[int, Any]:
+    """The parameters that a call has written, by position."""
+    pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
+    return {i: new for i, (old, new) in enumerate(pairs) if new is not old}

@@ -50,12 +50,18 @@ class PolicyLog:
     Attributes:
         policy: The policy.
         values: Values of the function itself and of the iterations of its loops.
-        matched: The rules that matched a value.
+        matched: The rules that matched a value, or would but for its size.
     """
 
     policy: Policy | JaxPolicy
     values: list[Value] = dataclasses.field(default_factory=list)
     matched: set[Rule] = dataclasses.field(default_factory=set)
+
+    def too_large(self) -> list[Rule]:
+        """The rules that ask for more elements than any of the values has."""
+        rules = self.policy.rules if isinstance(self.policy, Policy) else ()
+        most = max((math.prod(value.shape) for value in self.values), default=0)
+        return [rule for rule in rules if rule.is_for_values and rule.min_size > most]
 
     def check(self) -> None:
         """Raises a ValueError if a required rule of the policy has matched nothing."""
@@ -101,6 +107,8 @@ def _decide(
 ) -> Decision:
     policy = log.policy
     if isinstance(policy, Policy):
+        small = (rule for rule in policy.rules if not rule.matches_value(value))
+        log.matched.update(rule for rule in small if rule.matches_value(value, size=False))
         rule = next((rule for rule in policy.rules if rule.matches_value(value)), None)
         if rule is None:
             return Decision()
@@ -123,6 +131,11 @@ def _by_rule(rule: Rule, value: Value) -> Decision:
         return Decision(codec)
     if codec.is_exact:
         return Decision("keep")
+    if not set(codec.kinds) & set(Codec.kinds):
+        raise ValueError(
+            f"{rule} matches {describe(value)}: {codec} is only for layers of jaxcomp.nn of the "
+            f"kinds {', '.join(codec.kinds)}"
+        )
     try:
         if not value.is_float:
             raise TypeError("only float32, bfloat16 and float16 can be encoded")

@@ -87,8 +87,12 @@ def check_required(model: nnx.Module, rules: Collection[Rule]) -> None:
     for rule in rules:
         if rule.required:
             kinds = ", ".join(sorted({module.kind for module in coded_modules(model).values()}))
+            if not kinds:
+                raise ValueError(
+                    f"{rule} matches nothing: op is for layers of jaxcomp.nn, and the model has no "
+                    "such layers"
+                )
             raise ValueError(
                 f"{rule} matches nothing, or only what an earlier rule took or a norm_act with a "
-                "codec covers; the model's layers of jaxcomp.nn have the kinds: "
-                f"{kinds or 'none, it has no such layers'}"
+                f"codec covers; the model's layers of jaxcomp.nn have the kinds: {kinds}"
             )

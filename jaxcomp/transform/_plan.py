@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterator
 
 from jaxcomp._core import table
+from jaxcomp.codecs import Codec
 from jaxcomp.memory._source_line import source_line
 from jaxcomp.policies._value import dtype_name
 from jaxcomp.transform._graph import plain_nbytes
@@ -81,6 +82,10 @@ class Plan:
             notes.append("hardly anything is saved: leave the function as it is")
         if values and asked and not codes:
             notes.append("the policy's codecs encode nothing: all follows from exact values")
+        biased = {
+            str(s.codec) for sch in schemes for s in sch.stored.values() if _is_biased(s.codec)
+        }
+        notes += [f"biased: {codec} is a biased codec" for codec in sorted(biased)]
         if looped.scheme.biased:
             notes.append("biased: nonlinear steps are recomputed from decoded values")
         return cls(values, exact_bytes, tuple(notes))
@@ -108,7 +113,7 @@ class Plan:
                     *(value.role, value.decision),
                     f"{value.exact_bytes:,}",
                     f"{value.saved_bytes:,}",
-                    f"{value.bits_per_element:.2f}",
+                    f"{value.bits_per_element:.2f}" if value.elements else "",
                     value.note,
                 )
                 for value in self.values
@@ -116,6 +121,10 @@ class Plan:
         ]
         total = f"{self.saved_bytes:,} bytes are saved, {self.exact_bytes:,} without compression"
         return "\n".join([*table.lines(rows, right=range(5, 8)), total, *self.notes])
+
+
+def _is_biased(codec: Codec | None) -> bool:
+    return codec is not None and not codec.unbiased
 
 
 def _schemes(looped: Looped) -> Iterator[Scheme]:

@@ -218,10 +218,10 @@ def _with_copies(value: Any, storing: Stored, copies: int, mean: int | None) -> 
     if mean is not None:
         several = dataclasses.replace(
             several,
-            note=f"comes twice on a path, across a mean of {mean}: bias of its variance / {mean}",
+            note=f"multiplied twice, across a mean of {mean}: adds a bias of its variance / {mean}",
         )
     elif copies > 1:
         several = dataclasses.replace(
-            several, note=f"comes {copies} times on a path: {copies} independent codes"
+            several, note=f"multiplied {copies} times: {copies} independent codes"
         )
     return several

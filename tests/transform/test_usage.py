@@ -1,0 +1,112 @@
+"""What users' models and losses do besides computing: state, arguments, methods, parts."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import jaxcomp as jc
+from tests.helpers import assert_close, assert_same_bits, normal, only
+
+X = normal((64, 16))
+KEEP = only("keep", required=False)
+
+
+def linear(size, seed=0):
+    return nnx.Linear(16, size, rngs=nnx.Rngs(seed))
+
+
+class Router(nnx.Module):
+    """Its loss has a part that the call leaves in a variable, as of a mixture of experts."""
+
+    def __init__(self):
+        self.router, self.linear = linear(4), linear(4, 1)
+        self.balance = nnx.Variable(jnp.zeros(()))
+
+    def __call__(self, x):
+        self.balance[...] = jnp.square(jax.nn.softmax(self.router(x)).mean(0)).sum()
+        return jnp.tanh(self.linear(x))
+
+
+class Recurrent(nnx.Module):
+    def __init__(self):
+        self.cell = linear(16)
+        self.state = nnx.Variable(jnp.zeros((64, 16)))
+
+    def __call__(self, x):
+        self.state[...] = jnp.tanh(self.cell(x + self.state[...]))
+        return self.state[...]
+
+
+@pytest.mark.parametrize("policy", [KEEP, jc.Exact(), only(jc.Quantize(8))])
+@pytest.mark.parametrize(
+    ("make", "loss"),
+    [
+        (Router, lambda model: model(X).sum() + model.balance[...]),
+        (Recurrent, lambda model: sum(jnp.sum(model(X + i) ** 2) for i in range(3))),
+    ],
+)
+def test_a_loss_may_read_what_a_call_wrote(make, loss, policy):
+    ours, stock = (
+        jax.tree.leaves(nnx.jit(nnx.grad(loss))(model))
+        for model in (jc.compress(make(), policy), make())
+    )
+    assert_close(ours, stock, 0.02 if policy == only(jc.Quantize(8)) else 1e-5)
+
+
+def test_a_call_may_write_parameters():
+    def make():
+        return nnx.SpectralNorm(linear(5), rngs=nnx.Rngs(1))
+
+    ours, stock = jc.compress(make(), KEEP), make()
+    call = nnx.jit(lambda model: model(X, update_stats=True))
+    assert_close(call(ours), call(stock))
+    assert_close(nnx.state(ours, nnx.Param), nnx.state(stock, nnx.Param))
+
+
+class Options(nnx.Module):
+    def __init__(self):
+        self.linear, self.dropout = linear(16), nnx.Dropout(0.5)
+
+    def __call__(self, x, dtype=jnp.float32, rngs=None):
+        return self.dropout(self.linear(x), rngs=rngs, deterministic=rngs is None).astype(dtype)
+
+
+def test_a_dtype_is_an_argument_and_a_stream_of_numbers_is_refused():
+    ours, stock = jc.compress(Options(), KEEP), Options()
+    call = nnx.jit(lambda model: model(X, dtype=jnp.float16))
+    assert_same_bits(call(ours), call(stock))
+    with pytest.raises(TypeError, match="argument of type Rngs: a compressed model cannot update"):
+        ours(X, rngs=nnx.Rngs(3))
+
+
+def test_checkpoint_decorates_a_method():
+    class Plain:
+        scale = 2.0
+
+        @functools.partial(jc.checkpoint, policy=KEEP, static_argnums=0)
+        def __call__(self, x):
+            return jnp.sin(self.scale * x)
+
+    assert_close(jax.grad(lambda x: Plain()(x).sum())(X), 2 * jnp.cos(2 * X))
+
+
+def test_codecs_of_units_are_not_for_values():
+    with pytest.raises(ValueError, match="is only for layers of jaxcomp.nn of the kinds norm_act"):
+        jc.checkpoint(lambda x, w: jnp.sin(x @ w), only(jc.SignAware(4))).plan(X, X.T)
+    notes = jc.checkpoint(lambda x, w: jnp.sin(x @ w), jc.Cast("bfloat16")).plan(X, X.T).notes
+    assert "biased: Cast(dtype='bfloat16') is a biased codec" in notes
+
+
+def test_the_plan_of_a_model_with_a_compressed_part():
+    def make(policy=None):
+        body = nnx.Sequential(linear(16), jnp.sin, linear(16, 1), jnp.sin)
+        return nnx.Sequential(body if policy is None else jc.compress(body, policy), linear(2))
+
+    stock, ours = jc.plan(make(), X), jc.plan(make(only(jc.Quantize(2))), X)
+    assert ours.exact_bytes == stock.exact_bytes
+    assert ours.saved_bytes < 0.7 * stock.saved_bytes
+    decisions = {v.decision for v in ours.values if v.path.startswith("layers/0") and v.saved_bytes}
+    assert decisions == {"by the policy of a part"}
