@@ -94,7 +94,7 @@ def test_checkpoint_decorates_a_method():
 
 
 def test_codecs_of_units_are_not_for_values():
-    with pytest.raises(ValueError, match=r"is only for layers of jaxcomp\.nn of the kinds norm_act"):
+    with pytest.raises(ValueError, match=r"only for layers of jaxcomp\.nn of the kinds norm_act"):
         jc.checkpoint(lambda x, w: jnp.sin(x @ w), only(jc.SignAware(4))).plan(X, X.T)
     notes = jc.checkpoint(lambda x, w: jnp.sin(x @ w), jc.Cast("bfloat16")).plan(X, X.T).notes
     assert "biased: Cast(dtype='bfloat16') is a biased codec" in notes
