@@ -101,7 +101,8 @@ def _from_codes(
     def pure(params: Any, rest: Any, arrays: Any) -> tuple[Any, Any]:
         block = nnx.merge(graphdef, params, rest, copy=True)
         out = run(block, *arrays)
-        return out, split_model(block)[2]
+        _, _, *state = nnx.split(block, nnx.Param, nnx.BatchStat, ...)
+        return out, state
 
     def forward(params: Any, rest: Any, arrays: Any) -> tuple[Any, Any]:
         codes = jax.tree.map(lambda a: codec.encode(a) if _is_float(a) else a, arrays)
@@ -111,8 +112,10 @@ def _from_codes(
     def backward(saved: Any, cotangents: Any) -> tuple[Any, ...]:
         params, rest, codes = saved
         # Parameters pass, too, or XLA keeps the casts of the forward pass for this one.
+        out_cotangent, (_, others) = cotangents
+        cotangent = out_cotangent, _floats(others)
         (params, rest, codes), cotangent = barriers.barrier_together(
-            (params, rest, codes), cotangents[0]
+            (params, rest, codes), cotangent
         )
         arrays = jax.tree.map(
             lambda code: codec.decode(code) if isinstance(code, Encoded) else code,
@@ -121,12 +124,16 @@ def _from_codes(
         )
 
         def pulled(params: Any, arrays: Any, cotangent: Any) -> Any:
-            _, pull = jax.vjp(lambda *given: pure(given[0], rest, given[1])[0], params, arrays)
+            def differentiable(params: Any, arrays: Any) -> Any:
+                out, (_, others) = pure(params, rest, arrays)
+                return out, _floats(others)
+
+            _, pull = jax.vjp(differentiable, params, arrays)
             return pull(cotangent)
 
         given = params, arrays, cotangent
         traced, shape = jax.make_jaxpr(pulled, return_shape=True)(*given)
-        largest = max(jax.tree.leaves(cotangent), key=lambda leaf: leaf.size)
+        largest = max(jax.tree.leaves(cotangent[0]), key=lambda leaf: leaf.size)
         leaves = evaluate_after(largest, traced.jaxpr, traced.consts, jax.tree.leaves(given))
         dparams, darrays = jax.tree.unflatten(jax.tree.structure(shape), leaves)
         dparams, darrays = barriers.barrier_together(dparams, darrays)
@@ -136,8 +143,13 @@ def _from_codes(
     op.defvjp(forward, backward)
     params, given = match_varying((params, list(arrays)))
     out, changed = op(params, rest, given)
-    nnx.update(block, changed)
+    nnx.update(block, *changed)
     return out
+
+
+def _floats(state: Any) -> list[Any]:
+    """The floating-point arrays of a state, or their cotangents."""
+    return [leaf for leaf in jax.tree.leaves(state) if _is_float(leaf)]
 
 
 def _is_float(value: Any) -> bool:

@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 import jaxcomp as jc
+from jaxcomp.planning import Strategy
 from tests.helpers import assert_close, assert_same_bits, normal, only
 
 X = normal((64, 16))
@@ -110,3 +111,12 @@ def test_the_plan_of_a_model_with_a_compressed_part():
     assert ours.saved_bytes < 0.7 * stock.saved_bytes
     decisions = {v.decision for v in ours.values if v.path.startswith("layers/0") and v.saved_bytes}
     assert decisions == {"by the policy of a part"}
+
+
+def test_blocks_with_encoded_inputs_hand_back_what_they_write():
+    def gradient(spec):
+        model = Strategy.parse(spec)(nnx.Sequential(Router()))
+        loss = nnx.grad(lambda model: model(X).sum() + model.layers[0].balance[...])
+        return jax.tree.leaves(nnx.jit(loss)(model))
+
+    assert_close(gradient("remat:quantize:bits=8"), gradient("plain"), 0.05)
