@@ -57,8 +57,11 @@ class GradientReport:
 
     @property
     def noise_over_sgd(self) -> float:
-        """Noise of the coded gradient over that of SGD itself."""
-        return self.coded.noise / self.sgd_noise
+        """Noise of the coded gradient over that of SGD itself; infinite if that has none."""
+        return self._over_sgd(self.coded)
+
+    def _over_sgd(self, errors: Errors) -> float:
+        return errors.noise / self.sgd_noise if self.sgd_noise else float("inf")
 
     def __str__(self) -> str:
         """The figures, and the five parameters that contribute most."""
@@ -67,7 +70,7 @@ class GradientReport:
             low, high = errors.bias_interval
             lines.append(
                 f"{name:<12}{errors.bias:>10.2e}{f'{low:.2e} .. {high:.2e}':>22}"
-                f"{errors.floor:>10.2e}{errors.noise:>10.2e}{errors.noise / self.sgd_noise:>10.3f}"
+                f"{errors.floor:>10.2e}{errors.noise:>10.2e}{self._over_sgd(errors):>10.3f}"
             )
         lines.append(f"(parts of the exact gradient's norm; {self.draws} draws)")
         lines += [f"{share:>6.1%} of the variance: {name}" for name, share in self.layers[:5]]

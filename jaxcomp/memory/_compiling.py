@@ -146,8 +146,11 @@ def _compile_in_child(
 
 def _ask_child(request: dict[str, Any], target: Target) -> dict[str, Any]:
     """Compiles a program in a child process; returns the fields of a `CompiledStep`."""
+    # An option of this process's compiler may break another: barriers in particular.
+    flags = os.environ.get("XLA_FLAGS", "").split()
     environment = {
         **os.environ,
+        "XLA_FLAGS": " ".join(f for f in flags if not f.startswith("--xla_disable_hlo_passes")),
         "JAX_PLATFORMS": "cpu",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "TPU_SKIP_MDS_QUERY": "1",

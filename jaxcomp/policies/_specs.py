@@ -16,6 +16,7 @@ PolicyLike = Policy | Codec | str | JaxPolicy
 _CODECS: dict[str, type[Codec]] = {
     c.name: c for c in (Exact, Cast, Quantize, DualPrecision, BlockSparse)
 }
+_STRATEGIES = ("plain", "remat", "offload", "accumulate")  # no policies
 _RECIPES: dict[str, Callable[..., Policy]] = {
     recipe.__name__: recipe
     for recipe in (
@@ -139,8 +140,9 @@ def _make(spec: str) -> Codec | Policy:
     makers: dict[str, Callable[..., Codec | Policy]] = {**_CODECS, **_RECIPES}
     make = makers.get(name)
     if make is None:
+        hint = "; it is a strategy of jaxcomp.compare" if name in _STRATEGIES else ""
         raise ValueError(
-            f"spec={spec!r}: unknown codec or recipe {name!r}, expected one of {[*makers]}"
+            f"spec={spec!r}: unknown codec or recipe {name!r}{hint}, expected one of {[*makers]}"
         )
     parameters = inspect.signature(make).parameters
     kwargs: dict[str, Any] = {}

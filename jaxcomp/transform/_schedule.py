@@ -218,7 +218,8 @@ def _with_copies(value: Any, storing: Stored, copies: int, mean: int | None) -> 
     if mean is not None:
         several = dataclasses.replace(
             several,
-            note=f"multiplied twice, across a mean of {mean}: adds a bias of its variance / {mean}",
+            note=f"used twice, across a mean of {mean}: bias of about its rounding variance / "
+            f"{mean}",
         )
     elif copies > 1:
         several = dataclasses.replace(

@@ -50,7 +50,7 @@ def test_a_mean_without_independent_noise_does_not_count(fn):
 
 def test_a_norms_mean_counts():
     notes = [value.note for value in jc.checkpoint(layer_norm, CODEC).plan(X, W).values]
-    assert "multiplied twice, across a mean of 96: adds a bias of its variance / 96" in notes
+    assert "used twice, across a mean of 96: bias of about its rounding variance / 96" in notes
 
 
 def test_a_gate_before_a_mean_is_unbiased():
