@@ -79,10 +79,10 @@ def test_interrupt_keeps_finished_rows(run, tmp_path, monkeypatch, at):
 
 def test_failed_rows_are_told(run):
     options = ["--batch", "64", "--target", "cpu", "--html", "page.html"]
-    result = run("my_factory:make_step", "quantize:bits=4", *options)  # nothing is large enough
+    result = run("my_factory:make_step", "fused:bits=4", *options)  # has no such layers
     assert result.exit_code == 1
-    assert "quantize:bits=4: failed: " in result.stderr
-    assert "| quantize:bits=4 | failed " in result.stdout
+    assert "fused:bits=4: failed: " in result.stderr
+    assert "| fused:bits=4 | failed " in result.stdout
 
 
 def test_version():

@@ -41,10 +41,10 @@ def plan(model_or_fn: nnx.Module | Callable[..., Any], *args: Any, **kwargs: Any
 
     Example:
         >>> import jaxcomp as jc
-        >>> model = jc.compress(nnx.Sequential(jc.nn.Linear(64, 4, rngs=nnx.Rngs(0))))
-        >>> found = plan(model, jax.ShapeDtypeStruct((32, 64), jax.numpy.float32))
+        >>> model = nnx.Sequential(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), jax.numpy.sin)
+        >>> found = plan(jc.compress(model), jax.ShapeDtypeStruct((512, 64), jax.numpy.float32))
         >>> found.exact_bytes, found.saved_bytes, found.bits_per_element
-        (8192, 1280, 5.0)
+        (131072, 20480, 5.0)
     """
     if not callable(model_or_fn):
         raise TypeError(f"model_or_fn={model_or_fn!r}: expected a model or function to be called")

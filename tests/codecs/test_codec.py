@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxcomp import AvgPool, BlockSparse, Cast, Encoded, Exact, Packed, PerSample, Quantize
+from jaxcomp import AvgPool, BlockSparse, Cast, Exact, Packed, PerSample, Quantize
+from jaxcomp.codecs import Encoded
 from jaxcomp.codecs._codec import array_nbytes
 from tests.helpers import (
     DTYPES,

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxcomp import Encoded, Quantize
+from jaxcomp import Quantize
+from jaxcomp.codecs import Encoded
 from jaxcomp.codecs import _quantize as quantize
 from tests.helpers import DTYPES, as_float, assert_same_bits, normal, without_type_checks, z_limit
 

@@ -90,7 +90,7 @@ def test_norms_in_turn_need_less(capsys: pytest.CaptureFixture[str]) -> None:
     def report(level: jc.recipes.Level) -> MemoryReport:
         layers = functools.partial(Layers, jnp.bfloat16)
         block = nnx.eval_shape(lambda: Bottleneck(layers(nnx.Rngs(0)), 64, 64, 1, "projection"))
-        jc.apply(block, tuple(r for r in jc.recipes.actnn(level) if r.required))
+        jc.compress(block, jc.Policy(tuple(r for r in jc.recipes.actnn(level).rules if r.required)))
         graphdef, state = nnx.split(block)
 
         def loss(state: nnx.State, x: jax.Array) -> jax.Array:

@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 import jaxcomp as jc
+from jaxcomp.codecs._codec import array_nbytes
 from tests.helpers import without_type_checks
 
 # Ties, zeros of both signs and non-finite values are where masks and indices could go wrong.
@@ -71,7 +72,7 @@ def test_what_is_kept() -> None:
     ):
         _, backward = jax.vjp(layer, x)
         kept = jax.tree.leaves(backward)
-        assert sum(jc.codecs.codec.array_nbytes(a.shape, a.dtype) for a in kept) == nbytes
+        assert sum(array_nbytes(a.shape, a.dtype) for a in kept) == nbytes
 
 
 def test_codec_is_static() -> None:
