@@ -309,9 +309,9 @@ class BitPlanner:
     predicted variance by a tenth, and at most `most` times.
 
     Args:
-        loss: As `plan_bits`.
-        bits: As `plan_bits`.
-        run: As `plan_bits`.
+        loss: From a model and a batch to a scalar, in training.
+        bits: Mean bits of a code, from 1 to 8.
+        run: Consecutive samples that are ranked, from 1 to 256.
         every: Steps between two plans.
         most: How many plans may be taken, each of which makes the step be compiled again.
 
@@ -345,14 +345,15 @@ class BitPlanner:
 
         Args:
             model: The model, with the parameters of this step.
-            batch: As `plan_bits`.
+            batch: Any pytree of arrays, axis 0 the examples, at least `run` of them.
             step: How many steps were taken; a plan is due at multiples of `every`.
 
         Returns:
             Whether the model was changed, so that the step must be made anew.
 
         Raises:
-            ValueError: As `plan_bits`.
+            ValueError: If `batch` holds no whole run, the model has no layer that saves by
+                `Quantize` or `PerSample`, or a statistic is not finite.
         """
         if step % self.every or len(self.taken) >= self.most:
             return False

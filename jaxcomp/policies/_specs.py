@@ -37,7 +37,8 @@ def from_spec(spec: str) -> Policy:
         spec: The name of a recipe or codec with options, such as "fused:bits=2",
             "transformer:bits=4", "quantize:bits=4", "cast:dtype=float16",
             "block_sparse:block=8x16,density=0.25" or "exact". A codec is used everywhere
-            (`recipes.everywhere`). "offload:" in front puts the codes into the host's memory.
+            (`recipes.everywhere`). "offload:" in front puts the codes into the host's memory,
+            "boundary:" in front of a codec is `recipes.boundary`.
             " @ " behind gives a regular expression for the paths of the modules that it is for.
             Several, in order of precedence, are joined by " + ".
 
@@ -77,6 +78,11 @@ def read(spec: str) -> Codec | Policy:
         Cast(dtype='float16')
     """
     name, _, options = spec.partition(":")
+    if name == "boundary":
+        codec = read(options)
+        if not isinstance(codec, Codec):
+            raise ValueError(f"spec={spec!r}: expected a codec after 'boundary:'")
+        return recipes.boundary(codec)
     if name == "offload":
         if options.partition(":")[0] == "offload":
             raise ValueError(f"spec={spec!r}: expected 'offload:' once")

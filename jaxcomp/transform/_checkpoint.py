@@ -148,7 +148,7 @@ def _with_backward_pass(
         static, stored = residual
         chosen: Looped = static.value
         made = chosen.backward(stored, cotangents)
-        for i, gradient in zip(chosen.scheme.active, made, strict=True):
+        for i, gradient in zip(chosen.schedule.active, made, strict=True):
             gradients[i] = gradient
         return None, *gradients
 

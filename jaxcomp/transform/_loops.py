@@ -29,7 +29,7 @@ from jaxcomp.transform._programs import (
     scope_of,
     variables,
 )
-from jaxcomp.transform._schedule import Scheme, scheme
+from jaxcomp.transform._schedule import Schedule, schedule
 
 _SCAN = "scan"
 _numbers = itertools.count()
@@ -45,7 +45,7 @@ class Static:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Loop:
-    """A loop whose iterations store by a scheme of their own.
+    """A loop whose iterations store by a schedule of their own.
 
     Attributes:
         body: Of one iteration.
@@ -60,15 +60,15 @@ class Loop:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Looped:
-    """The scheme of a program, and of the loops in it.
+    """The schedule of a program, and of the loops in it.
 
     Attributes:
-        scheme: Of the program, in which a loop is a function with a backward pass of its own.
+        schedule: Of the program, in which a loop is a function with a backward pass of its own.
         loops: Those that store something.
-        takes_seed: Whether the scheme's program has a last argument more, the seed, for its loops.
+        takes_seed: Whether the schedule's program has the seed as its last argument, for its loops.
     """
 
-    scheme: Scheme
+    schedule: Schedule
     loops: tuple[Loop, ...]
     takes_seed: bool
 
@@ -76,30 +76,30 @@ class Looped:
     def of(
         cls, program: Program, active: Sequence[int], coded: Collection[int], log: PolicyLog
     ) -> "Looped":
-        """As `scheme`, for a program and each iteration of its loops."""
+        """As `schedule`, for a program and each iteration of its loops."""
         program = flat(program)
         loops: list[Loop] = []
         has_loops = any(map(_is_loop, program.jaxpr.eqns))
         if has_loops:
             program = _with_coded_loops(program, active, coded, log, loops)
-        chosen = scheme(program, active, coded, log)
+        chosen = schedule(program, active, coded, log)
         return cls(chosen, tuple(loops), has_loops)
 
     def forward(self, seed: Seed, arguments: Sequence[Any]) -> tuple[list[Any], Any]:
         """As `_passes.forward`; saved values come with the arguments that are read again."""
         if self.takes_seed:
             arguments = [*arguments, jnp.asarray(0 if seed is None else seed).astype(jnp.uint32)]
-        made, stored = passes.forward(self.scheme, seed, arguments)
-        return made, (stored, {i: arguments[i] for i in passes.used_arguments(self.scheme)})
+        made, stored = passes.forward(self.schedule, seed, arguments)
+        return made, (stored, {i: arguments[i] for i in passes.used_arguments(self.schedule)})
 
     def backward(self, residual: Any, cotangents: Sequence[Any]) -> list[Any]:
         """The cotangents of the active arguments, from those of all results.
 
-        Only those of `scheme.smooth` are read; a `SymbolicZero` is one.
+        Only those of `schedule.smooth` are read; a `SymbolicZero` is one.
         """
-        arriving = _arriving(cotangents, self.scheme.smooth, self.scheme.graph.jaxpr.outvars)
+        arriving = _arriving(cotangents, self.schedule.smooth, self.schedule.graph.jaxpr.outvars)
         stored, used = residual
-        return passes.backward(self.scheme, stored, used, list(arriving.values()))
+        return passes.backward(self.schedule, stored, used, list(arriving.values()))
 
 
 def _arriving(
@@ -193,7 +193,7 @@ def _coded_loop(
         )
         # No policy decides about values that are ours by this name, such as the iteration count.
         kept, _ = jax.tree.map(lambda leaf: checkpoint_name(leaf, loops[-1].name), (kept, count))
-        used = passes.used_arguments(chosen.scheme)
+        used = passes.used_arguments(chosen.schedule)
         held = {i: values[i] for i in used if _is_held(i)}
         return [*final, *ys], (Static(chosen), kept, held)
 
@@ -205,14 +205,14 @@ def _coded_loop(
         gradients: list[Any] = [None] * len(kinds)
         static, kept, held = residual
         chosen: Looped = static.value
-        active = chosen.scheme.active
+        active = chosen.schedule.active
         summed, carried, along = (
             [i for i in active if i in places]
             for places in (range(consts), range(consts, at_x), range(at_x, len(kinds)))
         )
         stacked = {i: value for i, value in held.items() if i >= at_x}
         whole = {i: value for i, value in held.items() if i < consts}
-        arriving = _arriving(cotangents, chosen.scheme.smooth, equation.outvars)
+        arriving = _arriving(cotangents, chosen.schedule.smooth, equation.outvars)
 
         def step(carry: Any, x: Any) -> tuple[Any, dict[int, Any]]:
             sums, arrived = carry

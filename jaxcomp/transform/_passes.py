@@ -1,4 +1,4 @@
-"""Runs a scheme: the forward pass that stores, the backward pass that rebuilds."""
+"""Runs a schedule: the forward pass that stores, the backward pass that rebuilds."""
 
 import functools
 import itertools
@@ -18,38 +18,38 @@ from jaxcomp.transform._graph import needed
 from jaxcomp.transform._late_constants import apply_after
 from jaxcomp.transform._programs import apply, is_variable, read, variables
 from jaxcomp.transform._rebuild import Rebuild, Residual
-from jaxcomp.transform._schedule import Coefficient, Scheme
+from jaxcomp.transform._schedule import Coefficient, Schedule
 
 
-def forward(scheme: Scheme, seed: Seed, arguments: Sequence[Any]) -> tuple[list[Any], Residual]:
+def forward(schedule: Schedule, seed: Seed, arguments: Sequence[Any]) -> tuple[list[Any], Residual]:
     """Runs the forward program.
 
     Args:
-        scheme: What is stored.
+        schedule: What is stored.
         seed: Redraws the rounding noise.
         arguments: The function's.
 
     Returns:
-        The function's results; and, by position in `scheme.stored`, what waits for the backward
+        The function's results; and, by position in `schedule.stored`, what waits for the backward
         pass.
     """
-    jaxpr = scheme.graph.jaxpr
-    results = jaxpr.outvars[: scheme.results]
+    jaxpr = schedule.graph.jaxpr
+    results = jaxpr.outvars[: schedule.results]
     equations = _stored_early(
-        needed(jaxpr.eqns, [*results, *scheme.stored]), needed(jaxpr.eqns, results)
+        needed(jaxpr.eqns, [*results, *schedule.stored]), needed(jaxpr.eqns, results)
     )
-    carriers = _carriers(scheme, equations)
-    positions = {value: i for i, value in enumerate(scheme.stored)}
-    env = dict(zip(jaxpr.constvars, scheme.constants, strict=True))
+    carriers = _carriers(schedule, equations)
+    positions = {value: i for i, value in enumerate(schedule.stored)}
+    env = dict(zip(jaxpr.constvars, schedule.constants, strict=True))
     env |= dict(zip(jaxpr.invars, arguments, strict=True))
     base = _base(seed)
-    codes_before = [0, *itertools.accumulate(s.copies for s in scheme.stored.values())]
+    codes_before = [0, *itertools.accumulate(s.copies for s in schedule.stored.values())]
     stored: Residual = {}
     waiting: dict[Any, list[Any]] = {}
 
     def settle(value: Any) -> None:
         if value in positions:
-            storing = scheme.stored[value]
+            storing = schedule.stored[value]
             if storing.codec is not None and carriers[value] is value:
                 env[value] = barriers.materialize(env[value])
             stored[positions[value]] = _encode(
@@ -57,7 +57,7 @@ def forward(scheme: Scheme, seed: Seed, arguments: Sequence[Any]) -> tuple[list[
             )
             waiting.setdefault(carriers[value], []).append(value)
         for other in waiting.pop(value, ()):
-            codec, index = scheme.stored[other].codec, positions[other]
+            codec, index = schedule.stored[other].codec, positions[other]
             if codec is not None:
                 env[value], stored[index] = barriers.save_residual(env[value], stored[index], codec)
 
@@ -107,14 +107,14 @@ def _stored_early(equations: Sequence[JaxprEqn], of_results: Sequence[JaxprEqn])
     return order
 
 
-def _carriers(scheme: Scheme, equations: Sequence[JaxprEqn]) -> dict[Any, Any]:
+def _carriers(schedule: Schedule, equations: Sequence[JaxprEqn]) -> dict[Any, Any]:
     """For each stored value the one whose use waits until it is stored.
 
     That one is written to memory anyway: an operand or a result of a product, or a result of the
     function. A value that is none of these has the next one that is.
     """
-    jaxpr = scheme.graph.jaxpr
-    written = set(variables(jaxpr.outvars[: scheme.results]))
+    jaxpr = schedule.graph.jaxpr
+    written = set(variables(jaxpr.outvars[: schedule.results]))
     for equation in equations:
         if equation.primitive.name in HEAVY:
             written.update(variables(equation.invars), equation.outvars)
@@ -154,24 +154,24 @@ def _encode(storing: Stored, value: Any, seed: Any) -> Any:
 
 
 def backward(
-    scheme: Scheme, stored: Residual, arguments: dict[int, Any], cotangents: Sequence[Any]
+    schedule: Schedule, stored: Residual, arguments: dict[int, Any], cotangents: Sequence[Any]
 ) -> list[Any]:
     """Runs the backward program.
 
     Args:
-        scheme: What is stored.
+        schedule: What is stored.
         stored: What `forward` returned.
         arguments: The function's arguments that `used_arguments` lists, by position.
-        cotangents: Of the results in `scheme.smooth`.
+        cotangents: Of the results in `schedule.smooth`.
 
     Returns:
-        The cotangents of the arguments in `scheme.active`.
+        The cotangents of the arguments in `schedule.active`.
     """
-    jaxpr = scheme.backward.jaxpr
-    count = len(scheme.coefficients)
-    rebuild = Rebuild(scheme, stored, arguments)
-    coefficients = dict(zip(jaxpr.invars, scheme.coefficients, strict=False))
-    env = dict(zip(jaxpr.constvars, scheme.backward.consts, strict=True))
+    jaxpr = schedule.backward.jaxpr
+    count = len(schedule.coefficients)
+    rebuild = Rebuild(schedule, stored, arguments)
+    coefficients = dict(zip(jaxpr.invars, schedule.coefficients, strict=False))
+    env = dict(zip(jaxpr.constvars, schedule.backward.consts, strict=True))
     env |= dict(zip(jaxpr.invars[count:], cotangents, strict=True))
     late: dict[Any, JaxprEqn] = {}  # equations of coefficients alone, evaluated where they are used
     wanted = needed(jaxpr.eqns, jaxpr.outvars)
@@ -299,15 +299,15 @@ def _readers(equations: Iterable[JaxprEqn]) -> dict[Any, list[JaxprEqn]]:
     return readers
 
 
-def used_arguments(scheme: Scheme) -> list[int]:
+def used_arguments(schedule: Schedule) -> list[int]:
     """The arguments, by position, that the backward pass reads as they are."""
-    graph = scheme.graph
+    graph = schedule.graph
     seen: set[Any] = set()
-    queue = [c.value for c in scheme.coefficients]
+    queue = [c.value for c in schedule.coefficients]
     while queue:
         value = queue.pop()
         if is_variable(value) and value not in seen:
             seen.add(value)
-            if value not in scheme.stored and value not in graph.held:
+            if value not in schedule.stored and value not in graph.held:
                 queue += graph.operands(value)
-    return [i for i, v in enumerate(graph.jaxpr.invars) if v in seen and v not in scheme.stored]
+    return [i for i, v in enumerate(graph.jaxpr.invars) if v in seen and v not in schedule.stored]

@@ -11,7 +11,7 @@ from jaxcomp.policies._value import dtype_name
 from jaxcomp.transform._graph import plain_nbytes
 from jaxcomp.transform._loops import Looped
 from jaxcomp.transform._origins import module_path
-from jaxcomp.transform._schedule import Scheme
+from jaxcomp.transform._schedule import Schedule
 
 _HARDLY = 0.9
 
@@ -73,9 +73,9 @@ class Plan:
     @classmethod
     def of_program(cls, looped: Looped, exact_bytes: int) -> "Plan":
         """The plan of a traced function: of its schedule, and of those of its loops."""
-        schemes = list(_schemes(looped))
-        asked = any(d.codec is not None for s in schemes for d in s.decisions.values())
-        codes = any(stored.is_noisy for s in schemes for stored in s.stored.values())
+        schedules = list(_schedules(looped))
+        asked = any(d.codec is not None for s in schedules for d in s.decisions.values())
+        codes = any(stored.is_noisy for s in schedules for stored in s.stored.values())
         values = tuple(_planned(looped))
         notes = []
         if sum(value.saved_bytes for value in values) > _HARDLY * exact_bytes:
@@ -83,10 +83,10 @@ class Plan:
         if values and asked and not codes:
             notes.append("the policy's codecs encode nothing: all follows from exact values")
         biased = {
-            str(s.codec) for sch in schemes for s in sch.stored.values() if _is_biased(s.codec)
+            str(s.codec) for sch in schedules for s in sch.stored.values() if _is_biased(s.codec)
         }
         notes += [f"biased: {codec} is a biased codec" for codec in sorted(biased)]
-        if looped.scheme.biased:
+        if looped.schedule.biased:
             notes.append("biased: nonlinear steps are recomputed from decoded values")
         return cls(values, exact_bytes, tuple(notes))
 
@@ -127,23 +127,23 @@ def _is_biased(codec: Codec | None) -> bool:
     return codec is not None and not codec.unbiased
 
 
-def _schemes(looped: Looped) -> Iterator[Scheme]:
-    """A function's scheme, and those of its loops."""
-    yield looped.scheme
+def _schedules(looped: Looped) -> Iterator[Schedule]:
+    """A function's schedule, and those of its loops."""
+    yield looped.schedule
     for loop in looped.loops:
-        yield from _schemes(loop.body)
+        yield from _schedules(loop.body)
 
 
 def _planned(looped: Looped) -> Iterator[SavedValue]:
     """What a function saves, and what the iterations of its loops save."""
-    scheme = looped.scheme
+    schedule = looped.schedule
     names: set[str] = set()
-    for variable, stored in scheme.stored.items():
-        found = {loop.name for loop in looped.loops}.intersection(scheme.graph.names_of(variable))
+    for variable, stored in schedule.stored.items():
+        found = {loop.name for loop in looped.loops}.intersection(schedule.graph.names_of(variable))
         names |= found
         if found:
             continue
-        equation = scheme.graph.made_by.get(variable)
+        equation = schedule.graph.made_by.get(variable)
         how = "exact" if stored.codec is None else str(stored.codec)
         decision = "offload" if stored.offload else how
         yield SavedValue(
@@ -152,7 +152,7 @@ def _planned(looped: Looped) -> Iterator[SavedValue]:
             op="",
             shape=variable.aval.shape,
             dtype=dtype_name(variable.aval.dtype),
-            role=scheme.roles.get(variable, "other") if equation is not None else "input",
+            role=schedule.roles.get(variable, "other") if equation is not None else "input",
             decision=decision if stored.copies == 1 else f"{stored.copies} x {decision}",
             exact_bytes=plain_nbytes(variable.aval),
             saved_bytes=stored.nbytes(variable.aval),

@@ -11,7 +11,7 @@ from jaxcomp._core import barriers
 from jaxcomp.codecs import Encoded
 from jaxcomp.transform._algebra import is_cheap, is_cheap_rule
 from jaxcomp.transform._programs import apply, is_variable, variables
-from jaxcomp.transform._schedule import Coefficient, Scheme
+from jaxcomp.transform._schedule import Coefficient, Schedule
 from jaxcomp.transform._segments import Segments
 
 Residual = dict[int, Any]
@@ -22,15 +22,15 @@ _LITTLE = 16  # what is so many times smaller than a cotangent need not wait for
 class Rebuild:
     """Makes coefficients of what is stored, when a cotangent asks for them."""
 
-    def __init__(self, scheme: Scheme, stored: Residual, arguments: dict[int, Any]) -> None:
-        self._scheme = scheme
-        self._values = list(scheme.stored)
+    def __init__(self, schedule: Schedule, stored: Residual, arguments: dict[int, Any]) -> None:
+        self._scheme = schedule
+        self._values = list(schedule.stored)
         self._position = {value: i for i, value in enumerate(self._values)}
         self._stored = stored
-        invars = scheme.graph.jaxpr.invars
+        invars = schedule.graph.jaxpr.invars
         self._held = {invars[i]: value for i, value in arguments.items()}
-        self._held |= dict(zip(scheme.graph.jaxpr.constvars, scheme.constants, strict=True))
-        self._segments = Segments(scheme.graph, {*self._held, *self._position})
+        self._held |= dict(zip(schedule.graph.jaxpr.constvars, schedule.constants, strict=True))
+        self._segments = Segments(schedule.graph, {*self._held, *self._position})
         self._exact = self._exactly_rebuilt()
         # Results, with their codes, of steps that are not taken twice.
         self._shared: dict[tuple[Any, Codes], Any] = {}

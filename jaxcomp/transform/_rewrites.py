@@ -15,7 +15,7 @@ from jaxcomp.transform._programs import Program, avals, closed, evaluate, flat, 
 _COMPARED = {"max": lax.gt_p, "min": lax.lt_p}
 
 
-def with_alternatives(forward: Program) -> tuple[Program, dict[Any, Any]]:
+def with_rewrites(forward: Program) -> tuple[Program, dict[Any, Any]]:
     """Adds to a program the values of some equations, made in a way that is affine or open.
 
     The greater of two values is selected by a mask, which is exact where the values are not. What

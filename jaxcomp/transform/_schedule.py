@@ -26,7 +26,7 @@ from jaxcomp.transform._programs import (
     read,
     transpose,
 )
-from jaxcomp.transform._rewrites import with_alternatives
+from jaxcomp.transform._rewrites import with_rewrites
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Coefficient:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Scheme:
+class Schedule:
     """A function's forward and backward programs, and what passes from one to the other.
 
     Attributes:
@@ -73,12 +73,12 @@ class Scheme:
     biased: bool
 
 
-def scheme(
+def schedule(
     program: Program,
     active: Sequence[int],
     coded: Collection[int],
     log: PolicyLog,
-) -> Scheme:
+) -> Schedule:
     """Decides what of a program waits for its backward pass.
 
     Args:
@@ -102,7 +102,7 @@ def scheme(
             and jnp.issubdtype(v.aval.dtype, jnp.floating)
         ),
     )
-    forward, same = with_alternatives(linearized.forward)
+    forward, same = with_rewrites(linearized.forward)
     linearized = dataclasses.replace(linearized, forward=forward)
     graph = _graph(forward, coded, same)
     demand = Demand.of(linearized)
@@ -116,7 +116,7 @@ def scheme(
             stored[value] = _with_copies(value, storing, copies.get(value, 1), means.get(value))
             if roles.get(value) == "derivative" and isinstance(stored[value].codec, Quantize):
                 stored[value] = dataclasses.replace(stored[value], bounds=bounds(graph, value))
-    return Scheme(
+    return Schedule(
         graph,
         forward.consts,
         linearized.results,

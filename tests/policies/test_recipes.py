@@ -40,6 +40,12 @@ def test_fused_has_bits_and_a_source_of_scales() -> None:
     assert _decide(policy, "norm_act") == jc.SignAware(2, scale_source="range")
 
 
+def test_boundary_has_a_spec() -> None:
+    assert from_spec("boundary:quantize:bits=8") == recipes.boundary(jc.Quantize(bits=8))
+    with pytest.raises(ValueError, match="expected a codec after 'boundary:'"):
+        from_spec("boundary:fused")
+
+
 def test_exact_keeps_everything() -> None:
     policy = jc.Policy((jc.Rule("keep", required=False),))
     assert from_spec("exact") == recipes.everywhere(jc.Exact()) == policy
