@@ -199,8 +199,8 @@ def test_layers_of_both_kinds_in_one_model():
 def test_parameters_may_be_sharded():
     """As in FSDP, on a mesh with automatic axes.
 
-    The shapes are ones for which the sharded step has the bits of one device. With 64 x 64 layers and
-    256 rows it has not, and the gradients then differ by as much as two draws of the noise.
+    The shapes are ones for which the sharded step has the bits of one device. With layers of
+    64 x 64 and 256 rows it has not, and gradients differ by as much as two draws of the noise.
     """
 
     class MLP(nnx.Module):
