@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxcomp._core.modules import set_class, split_model, stock_class
-from jaxcomp.nn._coded import coded_modules
+from jaxcomp._core.modules import split_model
+from jaxcomp.diagnostics._exact import exact_copy
 
 Loss = Callable[[Any, Any], jax.Array]  # of a model and a batch
 Z = 1.96  # of a confidence interval of 95%
@@ -117,7 +117,7 @@ def check_gradients(
         raise ValueError(f"draws={draws}, parts={parts}: expected at least 3 and 2")
     if len(sizes) != 1 or sizes.pop() % parts:
         raise ValueError(f"batch: expected arrays whose axis 0 is the same multiple of {parts}")
-    coded, exact = _gradient(loss, model), _gradient(loss, _exact(model))
+    coded, exact = _gradient(loss, model), _gradient(loss, exact_copy(model))
     params = nnx.state(model, nnx.Param)
     if not any(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params)):
         raise ValueError("model: expected float32 parameters")
@@ -143,17 +143,6 @@ def check_gradients(
             if gradient[part].any()
         ),
     )
-
-
-def _exact(model: nnx.Module) -> nnx.Module:
-    """A copy with nothing coded: neither by its layers, nor around its blocks or all of it."""
-    copy = nnx.clone(model)
-    for layer in coded_modules(copy).values():
-        layer.codec = None
-    for _, module in nnx.iter_modules(copy):
-        if getattr(type(module), "encodes", False):
-            set_class(module, stock_class(module))
-    return copy
 
 
 def _gradient(loss: Loss, model: nnx.Module) -> Callable[[Any, Any], Any]:

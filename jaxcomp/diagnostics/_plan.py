@@ -7,8 +7,9 @@ import jax
 from flax import nnx
 
 from jaxcomp._core.module_scopes import scope_paths, with_module_scopes
-from jaxcomp._core.modules import set_class, split_model, stock_class
+from jaxcomp._core.modules import split_model
 from jaxcomp.codecs import Exact
+from jaxcomp.diagnostics._exact import encodes, exact_copy
 from jaxcomp.memory import declared_residuals
 from jaxcomp.nn._coded import Coded, coded_modules, covered
 from jaxcomp.transform._checkpoint import Checkpointed
@@ -80,16 +81,8 @@ def _of_function(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
 def _of_modules(model: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
     """What each module keeps, now and with nothing encoded."""
-    exact = nnx.clone(model)
-    for module in coded_modules(exact).values():
-        module.codec = None
-    inner = {
-        "/".join(map(str, keys)): part
-        for keys, part in nnx.iter_modules(exact)
-        if getattr(type(part), "encodes", False)
-    }
-    for part in inner.values():
-        set_class(part, stock_class(part))
+    exact = exact_copy(model)
+    inner = ["/".join(map(str, keys)) for keys, part in nnx.iter_modules(model) if encodes(part)]
     layers = coded_modules(model)
     hidden = covered(layers)
     elements: dict[str, int] = {}

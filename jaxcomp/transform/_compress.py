@@ -73,7 +73,7 @@ def compress(model: M, policy: PolicyLike = DEFAULT) -> M:
     of_values: Policy | JaxPolicy | None = chosen
     if isinstance(chosen, Policy):
         layers = LayerCodecs.of(model, chosen)
-        rules = layers.rules_for_values(chosen)
+        rules = layers.rules_for_values()
         of_values = None if rules is None else Policy(rules, chosen.lossy_recomputation)
         check_required(model, [rule for rule in layers.unmatched if not rule.is_for_values])
     if of_values is not None and not callable(model):

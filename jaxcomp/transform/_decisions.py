@@ -107,9 +107,10 @@ def _decide(
 ) -> Decision:
     policy = log.policy
     if isinstance(policy, Policy):
-        small = (rule for rule in policy.rules if not rule.matches_value(value))
-        log.matched.update(rule for rule in small if rule.matches_value(value, size=False))
-        rule = next((rule for rule in policy.rules if rule.matches_value(value)), None)
+        fitting = [rule for rule in policy.rules if rule.matches_value(value, size=False)]
+        size = math.prod(value.shape)
+        log.matched.update(rule for rule in fitting if size < rule.min_size)
+        rule = next((rule for rule in fitting if size >= rule.min_size), None)
         if rule is None:
             return Decision()
         log.matched.add(rule)

@@ -61,7 +61,7 @@ class LayerCodecs:
         unmatched = (rule for i, rule in enumerate(policy.rules) if i not in matched)
         return cls(found, tuple(unmatched))
 
-    def rules_for_values(self, policy: Policy) -> tuple[Rule, ...] | None:
+    def rules_for_values(self) -> tuple[Rule, ...] | None:
         """The rules for values outside of these layers; None if there is no need to look at them.
 
         There is one if no layer matches a rule, or if a required rule matches no layer.
