@@ -1,0 +1,1 @@
+"""Stock networks as their users write them, and their training steps."""
