@@ -9,7 +9,7 @@ from jax import lax
 
 from jaxcomp.transform._algebra import POINTWISE
 from jaxcomp.transform._graph import Graph
-from jaxcomp.transform._programs import apply, is_variable, read, variables
+from jaxcomp.transform._programs import is_variable, read, variables
 
 _NARROW = (jnp.bfloat16, jnp.float16)
 _USUAL = 4.0  # largest magnitude of elements of which a function has nearly its whole range
@@ -109,6 +109,6 @@ class _Search:
                 made[equation.outvars[0]] = jnp.ravel(given[0])[0]
             else:
                 wide = [jnp.broadcast_to(a, numbers.shape) for a in given]
-                results = apply(self._graph.jaxpr, equation, wide)
-                made.update(zip(equation.outvars, results, strict=True))
+                # Not `apply`: these arrays have another shape than the program's.
+                made[equation.outvars[0]] = equation.primitive.bind(*wide, **equation.params)
         return made[value]

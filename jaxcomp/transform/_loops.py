@@ -105,11 +105,14 @@ class Looped:
 def _arriving(
     cotangents: Sequence[Any], smooth: Sequence[int], results: Sequence[Any]
 ) -> dict[int, Any]:
-    """The cotangents of the results that have one, by position, with zeros as arrays."""
+    """The cotangents of the results that have one, by position, with zeros as arrays.
+
+    `jax.vjp` also takes a Python scalar for one.
+    """
     return {
         i: filled(results[i].aval, 0.0)
         if isinstance(cotangents[i], SymbolicZero)
-        else cotangents[i]
+        else jnp.asarray(cotangents[i], results[i].aval.dtype)
         for i in smooth
     }
 

@@ -190,7 +190,7 @@ def linearize(program: Program, active: Sequence[int]) -> Linearized:
     results = avals(program.jaxpr.outvars)
     smooth = [i for i, r in enumerate(results) if jnp.issubdtype(r.dtype, jnp.inexact)]
     function = jaxpr_as_fun(program)
-    linear: list[Program] = []
+    linear: list[Jaxpr] = []  # without its constants, which are tracers of the forward program
 
     def both(*values: Any) -> Any:
         def at(*chosen: Any) -> Any:
@@ -201,11 +201,11 @@ def linearize(program: Program, active: Sequence[int]) -> Linearized:
         chosen = [values[i] for i in active]
         _, tangents, made = jax.linearize(at, *chosen, has_aux=True)
         traced = jax.make_jaxpr(tangents)(*[arguments[i] for i in active])
-        linear.append(traced)
+        linear.append(traced.jaxpr)
         return made, traced.consts
 
     forward = flat(jax.make_jaxpr(both)(*arguments))
-    opened = linear[0].jaxpr
+    (opened,) = linear
     whole = closed(
         opened.replace(constvars=[], invars=[*opened.constvars, *opened.invars]),
         [],

@@ -1,6 +1,7 @@
 """Second ways to compute a value of the forward program, for when its operands are lossy."""
 
 import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -11,6 +12,9 @@ from jax.extend.core import JaxprEqn
 from jaxcomp.transform._algebra import is_cheap_rule
 from jaxcomp.transform._origins import located
 from jaxcomp.transform._programs import Program, avals, closed, evaluate, flat, scope_of
+
+Pair = tuple[Any, Any]  # a value, and the same made in another way
+Rewrite = Callable[[JaxprEqn, list[Any], list[Any]], Iterator[Pair]]
 
 _COMPARED = {"max": lax.gt_p, "min": lax.lt_p}
 
@@ -25,48 +29,45 @@ def with_rewrites(forward: Program) -> tuple[Program, dict[Any, Any]]:
     Returns:
         The program with more results, and which of its variables equals which other.
     """
-    forward, first = _calls_opened(forward)
     count = len(forward.jaxpr.outvars)
-    pairs: list[tuple[Any, Any]] = []
-
-    def select(equation: JaxprEqn, values: list[Any], results: list[Any]) -> None:
-        compare = _COMPARED.get(equation.primitive.name)
-        (result, *_) = results or [None]
-        if compare is not None and jnp.issubdtype(result.dtype, jnp.floating):
-            with scope_of(equation):
-                mask = compare.bind(*values)
-                one, other = (jnp.broadcast_to(v, result.shape) for v in values)
-                pairs.append((result, lax.select_n(mask, other, one)))
-
-    def run(*arguments: Any) -> list[Any]:
-        pairs.clear()
-        made = evaluate(forward.jaxpr, forward.consts, arguments, select)
-        return [*made, *(value for pair in pairs for value in pair)]
-
-    traced = flat(jax.make_jaxpr(run)(*avals(forward.jaxpr.invars)))
-    kept = traced.jaxpr.outvars[: count - 2 * first]
-    added = traced.jaxpr.outvars[count - 2 * first :]
+    traced = _with_pairs(_with_pairs(forward, _opened), _selected)
+    kept, added = traced.jaxpr.outvars[:count], traced.jaxpr.outvars[count:]
     same = dict(zip(added[::2], added[1::2], strict=True))
     return closed(traced.jaxpr.replace(outvars=kept), traced.consts), same
 
 
-def _calls_opened(forward: Program) -> tuple[Program, int]:
-    pairs: list[tuple[Any, Any]] = []
-
-    def open_call(equation: JaxprEqn, values: list[Any], results: list[Any]) -> None:
-        if is_cheap_rule(equation) or _is_of_jax(equation):
-            called = equation.params["call_jaxpr"]
-            opened = located(called.jaxpr, equation)
-            with scope_of(equation):
-                made = evaluate(opened, called.consts, values)
-            pairs.extend(zip(results, made, strict=True))
+def _with_pairs(forward: Program, rewrite: Rewrite) -> Program:
+    """Adds to a program's results each pair that `rewrite` finds."""
 
     def run(*arguments: Any) -> list[Any]:
-        pairs.clear()
-        made = evaluate(forward.jaxpr, forward.consts, arguments, open_call)
-        return [*made, *(value for pair in pairs for value in pair)]
+        pairs: list[Any] = []
 
-    return flat(jax.make_jaxpr(run)(*avals(forward.jaxpr.invars))), len(pairs)
+        def visit(equation: JaxprEqn, values: list[Any], results: list[Any]) -> None:
+            for pair in rewrite(equation, values, results):
+                pairs.extend(pair)
+
+        return [*evaluate(forward.jaxpr, forward.consts, arguments, visit), *pairs]
+
+    return flat(jax.make_jaxpr(run)(*avals(forward.jaxpr.invars)))
+
+
+def _selected(equation: JaxprEqn, values: list[Any], results: list[Any]) -> Iterator[Pair]:
+    compare = _COMPARED.get(equation.primitive.name)
+    (result, *_) = results or [None]
+    if compare is not None and jnp.issubdtype(result.dtype, jnp.floating):
+        with scope_of(equation):
+            mask = compare.bind(*values)
+            one, other = (jnp.broadcast_to(v, result.shape) for v in values)
+            yield result, lax.select_n(mask, other, one)
+
+
+def _opened(equation: JaxprEqn, values: list[Any], results: list[Any]) -> Iterator[Pair]:
+    if is_cheap_rule(equation) or _is_of_jax(equation):
+        called = equation.params["call_jaxpr"]
+        opened = located(called.jaxpr, equation)
+        with scope_of(equation):
+            made = evaluate(opened, called.consts, values)
+        yield from zip(results, made, strict=True)
 
 
 def _is_of_jax(equation: JaxprEqn) -> bool:
