@@ -139,6 +139,20 @@ def _refuse(primals: tuple[C], tangents: tuple[C]) -> typing.NoReturn:
     )
 
 
+@jax.custom_jvp
+def without_tangent(indices: Array) -> Array:
+    """Returns integers unchanged, without the tangent that a barrier gives them.
+
+    A branch takes no tangent of its index.
+    """
+    return indices
+
+
+@without_tangent.defjvp
+def _keep(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    return primals[0], tangents[0]
+
+
 def barrier_together(one: C, other: T, codec: SavedBy | None = None) -> tuple[C, T]:
     """Places one barrier around two values of a backward rule: neither is used before both exist.
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
 from jaxcomp._core import barriers
+from jaxcomp._core.shard_map import varying_axes
 from jaxcomp.codecs import Encoded
 from jaxcomp.transform._algebra import is_cheap, is_cheap_rule
 from jaxcomp.transform._programs import apply, is_variable, variables
@@ -63,14 +64,15 @@ class Rebuild:
         inputs: dict[Any, Any] = {}
         for coefficient in coefficients:
             inputs |= self._inputs(coefficient)
-        keys = list(inputs)
+        waiting = {} if cotangent is None else _joining(cotangent, inputs)
 
         def decode(values: list[Any]) -> Any:
-            given = dict(zip(keys, values, strict=True))
+            arrived = dict(zip(waiting, map(_differentiable, values), strict=True))
             done: dict[Any, Any] = {}
+            given = inputs | arrived
             return evaluate(lambda coefficient: self._compute(coefficient, given, done))
 
-        leaves = list(inputs.values())
+        leaves = list(waiting.values())
         if cotangent is None or not leaves:
             return decode(leaves)
         read = sum(jnp.size(leaf) for leaf in jax.tree.leaves(leaves))
@@ -183,6 +185,27 @@ class Rebuild:
             return residual
         (code,) = [residual] if isinstance(residual, Encoded) else residual
         return storing.codec.decode(barriers.on_device(code))
+
+
+def _joining(cotangent: Any, inputs: dict[Any, Any]) -> dict[Any, Any]:
+    """The inputs that can share a barrier with a cotangent.
+
+    What varies over fewer mesh axes, such as a parameter inside of `jax.shard_map`, would vary over
+    those of the others once it has passed.
+    """
+    arrays = [cotangent, *jax.tree.leaves(list(inputs.values()))]
+    axes = frozenset[str]().union(*map(varying_axes, arrays))
+    return {
+        key: value
+        for key, value in inputs.items()
+        if all(varying_axes(leaf) == axes for leaf in jax.tree.leaves(value))
+    }
+
+
+def _differentiable(value: Any) -> Any:
+    """What is saved, as it may be read where the backward pass is differentiated, too."""
+    is_index = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.integer)
+    return barriers.without_tangent(value) if is_index else value
 
 
 def _codes(coefficient: Coefficient) -> Codes:

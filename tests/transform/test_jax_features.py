@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 import jaxcomp as jc
 from tests.helpers import assert_close, assert_same_bits, normal
@@ -38,3 +39,36 @@ def test_jax_enable_checks(dtype):
     with jax.enable_checks(True):
         checked = gradient(x, w)
     assert_same_bits(checked, gradient(x, w))
+
+
+def _switched(x, w):
+    h = jnp.sin(x @ w)
+    return lax.switch(jnp.argmax(h.sum(0)) % 2, [jnp.sum, lambda h: (h**3).sum()], h)
+
+
+def _exponential(x, w):
+    return jax.scipy.linalg.expm(w + x.T @ x / 100).sum()
+
+
+@pytest.mark.parametrize("fn", [_switched, _exponential])
+def test_second_derivatives_through_branches(fn):
+    def second(fn):
+        return jax.jit(jax.grad(lambda x: (jax.grad(fn)(x, W) ** 2).sum()))(X)
+
+    for policy in (jc.Exact(), jax.checkpoint_policies.everything_saveable):
+        assert_close(second(jc.checkpoint(fn, policy)), second(fn), 1e-4)
+
+
+@pytest.mark.parametrize("name", ["nothing_saveable", "dots_with_no_batch_dims_saveable"])
+def test_recomputing_policies_in_shard_map(name):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def gradient(fn):
+        def of_device(x, stack):
+            return lax.psum(fn(x, stack) + fn(x, stack[:1]), "data")
+
+        mapped = jax.shard_map(of_device, mesh=mesh, in_specs=(P("data"), P()), out_specs=P())
+        return jax.jit(jax.grad(mapped, (0, 1)))(X, STACK)
+
+    policy = getattr(jax.checkpoint_policies, name)
+    assert_close(gradient(jc.checkpoint(_loops, policy)), gradient(_loops))
