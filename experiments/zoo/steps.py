@@ -33,6 +33,7 @@ from experiments.zoo import (
     vgg,
     vit,
 )
+from jaxcomp._core.modules import split_model
 from jaxcomp.models import training
 from jaxcomp.planning import Strategy
 
@@ -88,12 +89,12 @@ def of_nnx(make: Callable[..., nnx.Module], strategy: Strategy, inputs: Any) -> 
     """Builds an NNX model; a policy is applied by `jaxcomp.compress(model, policy)`."""
     model = strategy(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))))
     model.train()
-    graphdef, params, model_state = nnx.split(model, nnx.Param, ...)
+    graphdef, params, model_state = split_model(model)
 
     def loss_fn(params: Any, model_state: Any, inputs: Any, labels: Any) -> Any:
         model = nnx.merge(graphdef, params, model_state, copy=True)
         loss, metrics = cross_entropy(model(inputs), labels)
-        return loss, (nnx.split(model, nnx.Param, ...)[2], metrics)
+        return loss, (split_model(model)[2], metrics)
 
     return loss_fn, params, model_state
 

@@ -1,0 +1,195 @@
+r"""Compares stock networks compressed by one argument: memory, HBM traffic and compile time.
+
+    python -m experiments.bench.zoo --out experiments/results/zoo
+    python -m experiments.bench.zoo --network unet --way plain --way quantize:bits=2 --out OUT
+
+`experiments/zoo` has the networks and the steps. The steps are compiled ahead of time; nothing is
+run. Each row has a process of its own, which is ended at the limit of time. Activations are the
+bytes that a step needs besides its arguments. Times are of one compilation without a cache; compare
+them within one run only.
+"""
+
+import contextlib
+import dataclasses
+import multiprocessing
+import os
+import resource
+import signal
+import time
+from multiprocessing.connection import Connection
+from typing import Annotated, Any
+
+import jax
+import typer
+
+from experiments.options import TARGET_HELP, Add, Out, usage_errors
+from experiments.record import (
+    describe_environment,
+    make_folder,
+    read_table,
+    write_json,
+    write_table,
+)
+from experiments.zoo.steps import NETWORKS
+from jaxcomp.memory._analyze import analyze_step
+from jaxcomp.memory._targets import resolve
+from jaxcomp.memory._tracing import trace
+from jaxcomp.planning import Strategy
+
+WAYS = ("plain", "remat", "accumulate:4", "quantize:bits=4")
+SECONDS = ("trace_seconds", "lower_seconds", "compile_seconds")
+KEY = ("network", "target", "row")
+HEADER = (
+    "network",
+    "batch",
+    "target",
+    "row",
+    "needs MiB",
+    "arguments MiB",
+    "activations MiB",
+    "/ plain",
+    "HBM traffic MiB",
+    "/ plain",
+    "cycles, million",
+    "trace, lower and compile, s",
+    "/ plain",
+)
+
+
+def measure(network: str, target: str, way: str, batch: int) -> dict[str, Any]:
+    """Compiles a step, and returns its figures and the seconds of each stage."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    where = resolve(target)
+    start = time.perf_counter()
+    step, arguments = NETWORKS[network].make_step(Strategy.parse(way), batch)
+    traced = trace(step, *arguments, target=where)
+    traced_at = time.perf_counter()
+    traced.traced.lower(lowering_platforms=(where.platform,))
+    seconds = {
+        "trace_seconds": traced_at - start,
+        "lower_seconds": time.perf_counter() - traced_at,
+    }
+    report, _ = analyze_step(traced, where, None, xla_remat=True)
+    figures = dataclasses.asdict(report)
+    total, given = report.total_bytes, report.argument_bytes
+    figures["activation_bytes"] = None if total is None or given is None else total - given
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    cpu_seconds = sum(usage.ru_utime + usage.ru_stime for usage in used)
+    return figures | seconds | {"cpu_seconds": cpu_seconds, "error": None}
+
+
+def in_own_process(limit: float, *arguments: Any) -> dict[str, Any]:
+    """Calls `measure` in a process group of its own, which is ended at the limit of seconds."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(theirs, *arguments))
+    process.start()
+    theirs.close()
+    try:
+        if not ours.poll(limit):
+            return {"error": f"not compiled within {limit:.0f} s"}
+        return ours.recv()
+    except EOFError:
+        process.join()
+        return {"error": f"the process ended with status {process.exitcode}"}
+    finally:
+        if process.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # its compiler's process, too
+        process.join()
+
+
+def _answer(connection: Connection, *arguments: Any) -> None:
+    os.setsid()
+    try:
+        connection.send(measure(*arguments))
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        connection.send({"error": f"{type(error).__name__}: {lines[0]}"})
+
+
+def cells(row: dict[str, Any], plain: dict[str, Any] | None) -> list[str]:
+    """A row of the table, with ratios to the plain step of the same network and target."""
+    name = [row["network"], str(row["batch"]), row["target"], row["row"]]
+    if row["error"]:
+        return [*name, f"failed: {row['error'][:160]}", *[""] * (len(HEADER) - 5)]
+
+    def mebibytes(figure: str) -> str:
+        return "" if row[figure] is None else f"{row[figure] / 2**20:,.0f}"
+
+    def ratio(figure: str) -> str:
+        known = plain is not None and not plain["error"] and plain[figure]
+        return f"{row[figure] / known:.2f}" if known and row[figure] is not None else ""
+
+    cycles = row["estimated_cycles"]
+    return [
+        *name,
+        mebibytes("total_bytes"),
+        mebibytes("argument_bytes"),
+        mebibytes("activation_bytes"),
+        ratio("activation_bytes"),
+        mebibytes("hbm_traffic_bytes"),
+        ratio("hbm_traffic_bytes"),
+        "" if cycles is None else f"{cycles / 1e6:,.1f}",
+        f"{row['seconds']:.0f}",
+        ratio("seconds"),
+    ]
+
+
+@usage_errors()
+def main(
+    out: Out,
+    target: Annotated[
+        list[str] | None, typer.Option(help=f"{TARGET_HELP} Repeatable. Default: h100.")
+    ] = None,
+    network: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Repeatable. Default: all of {', '.join(NETWORKS)}."),
+    ] = None,
+    way: Annotated[
+        list[str] | None,
+        typer.Option(help=f"A strategy; repeatable. Default: {', '.join(WAYS)}."),
+    ] = None,
+    batch: Annotated[int | None, typer.Option(help="Default: that of the network.")] = None,
+    limit: Annotated[float, typer.Option(help="Seconds after which a row is given up.")] = 1800,
+    add: Add = False,
+) -> None:
+    """Compile each step; write zoo.json and zoo.md after every row."""
+    make_folder(out)
+    unknown = sorted({*(network or ())} - {*NETWORKS})
+    if unknown:
+        raise ValueError(f"network={unknown}: expected some of {sorted(NETWORKS)}")
+    ways, targets = way or list(WAYS), target or ["h100"]
+    for name in targets:
+        resolve(name)
+    for spec in ways:
+        Strategy.parse(spec)
+    rows: dict[tuple[str, ...], dict[str, Any]] = {}
+    if add:
+        found = read_table(out / "zoo.json", {})["rows"]
+        rows = {tuple(row[part] for part in KEY): row for row in found}
+    text = ""
+    for network_name in network or NETWORKS:
+        size = batch or NETWORKS[network_name].batch
+        for target_name in targets:
+            for spec in ways:
+                key = network_name, target_name, spec
+                figures = in_own_process(limit, network_name, target_name, spec, size)
+                if not figures["error"]:
+                    figures["seconds"] = sum(figures[stage] for stage in SECONDS)
+                rows.pop(key, None)
+                rows[key] = dict(zip(KEY, key, strict=True)) | {"batch": size} | figures
+                environment = describe_environment()
+                write_json(out / "zoo.json", environment | {"rows": [*rows.values()]})
+                table = [
+                    cells(row, rows.get((row["network"], row["target"], "plain")))
+                    for row in rows.values()
+                ]
+                title = "Whole training steps of stock networks, bfloat16:"
+                text = write_table(out / "zoo.md", title, [HEADER, *table], environment["command"])
+                typer.echo(" | ".join(table[-1]))
+    typer.echo(text)
+
+
+if __name__ == "__main__":
+    typer.run(main)
