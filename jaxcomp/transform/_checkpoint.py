@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import jaxpr_as_fun
+from jax.extend.core import InconclusiveDimensionOperation, jaxpr_as_fun
 
 from jaxcomp.codecs._codec import Seed
 from jaxcomp.policies._policy import JaxPolicy, Policy
@@ -113,7 +113,15 @@ def _looped(
     program: Program, active: list[int], coded: list[int], policy: Policy | JaxPolicy
 ) -> tuple[Looped, PolicyLog]:
     log = PolicyLog(policy)
-    looped = Looped.of(program, active, coded, log)
+    try:
+        looped = Looped.of(program, active, coded, log)
+    except InconclusiveDimensionOperation as error:
+        shapes = [kind.shape for kind in avals(program.jaxpr.invars)]
+        symbolic = [s for s in shapes if not all(isinstance(size, int) for size in s)]
+        raise NotImplementedError(
+            f"arguments of symbolic shapes {symbolic}: expected integers, since sizes decide what "
+            "is saved for a gradient; export the gradient once for each shape"
+        ) from error
     log.check()
     return looped, log
 
@@ -201,7 +209,8 @@ def checkpoint(
             gradient is taken, if a rule gives integers to a codec.
         ValueError: If a spec is unknown; once a gradient is taken, if a required rule of the policy
             matches nothing.
-        NotImplementedError: If a second derivative passes through a code.
+        NotImplementedError: If a second derivative passes through a code; once a gradient is taken,
+            if a shape is symbolic or a reference of `jax.new_ref` holds differentiated values.
 
     Example:
         >>> from jaxcomp import Quantize

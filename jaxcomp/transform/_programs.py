@@ -184,6 +184,9 @@ def linearize(program: Program, active: Sequence[int]) -> Linearized:
     """Takes the derivative of a program with respect to some of its arguments.
 
     Every coefficient of the linear program is computed in the forward one, at the exact values.
+
+    Raises:
+        NotImplementedError: If the linear program writes to references.
     """
     program = flat(program)
     arguments = avals(program.jaxpr.invars)
@@ -206,6 +209,12 @@ def linearize(program: Program, active: Sequence[int]) -> Linearized:
 
     forward = flat(jax.make_jaxpr(both)(*arguments))
     (opened,) = linear
+    refs = [v for e in opened.eqns for v in e.outvars if isinstance(v.aval, jax.ref.AbstractRef)]
+    if refs:
+        raise NotImplementedError(
+            f"fn keeps differentiated values in a reference of jax.new_ref ({refs[0].aval}): "
+            "expected arrays alone; use x.at[...].set, or the carry of jax.lax.scan"
+        )
     whole = closed(
         opened.replace(constvars=[], invars=[*opened.constvars, *opened.invars]),
         [],

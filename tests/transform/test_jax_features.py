@@ -3,11 +3,11 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from jax import lax
+from jax import export, lax
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp as jc
-from tests.helpers import assert_close, assert_same_bits, normal
+from tests.helpers import assert_close, assert_same_bits, normal, without_type_checks
 
 X, W = normal((16, 32)), 0.2 * normal((32, 32), seed=1)
 STACK = jnp.stack([W, 0.5 * W, -W])
@@ -72,3 +72,34 @@ def test_recomputing_policies_in_shard_map(name):
 
     policy = getattr(jax.checkpoint_policies, name)
     assert_close(gradient(jc.checkpoint(_loops, policy)), gradient(_loops))
+
+
+def test_export_with_a_symbolic_batch():
+    def fn(x, w):
+        return jnp.mean(jax.nn.gelu(x @ w) @ w)
+
+    (batch,) = export.symbolic_shape("batch")
+    shapes = jax.ShapeDtypeStruct((batch, 32), X.dtype), jax.ShapeDtypeStruct(W.shape, W.dtype)
+    coded = jc.checkpoint(fn, jc.Exact())
+    assert_close(export.export(jax.jit(coded))(*shapes).call(X, W), fn(X, W))
+    message = r"symbolic shapes \[\(batch, 32\)\]: expected integers"
+    with without_type_checks(), pytest.raises(NotImplementedError, match=message):
+        export.export(jax.jit(jax.grad(coded)))(*shapes)
+
+
+def test_references():
+    count = jax.new_ref(jnp.int32(0))
+
+    def counted(x):
+        count[...] += 1
+        return jnp.sin(x).sum()
+
+    def written(x):
+        ref = jax.new_ref(jnp.zeros_like(x))
+        ref[...] = jnp.sin(x)
+        return jnp.sum(x**2 * ref[...])
+
+    assert_close(jax.jit(jax.grad(jc.checkpoint(counted, jc.Exact())))(X), jnp.cos(X))
+    assert count[...] == 1
+    with pytest.raises(NotImplementedError, match=r"reference of jax.new_ref \(Ref{float32\[16,32"):
+        jax.grad(jc.checkpoint(written, jc.Exact()))(X)
