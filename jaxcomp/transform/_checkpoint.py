@@ -189,7 +189,9 @@ def checkpoint(
       carry from the iteration before has the role "input" and is always saved.
 
     So the gradient is unbiased if the codecs are. Values that a user's `jax.custom_vjp`, an inner
-    `jax.checkpoint`, a `while` loop or a branch reads are exact.
+    `jax.checkpoint`, a `while` loop or a branch reads are exact. Where nothing is encoded, there
+    are second derivatives, forward over reverse (`jax.hessian`) too. Forward mode alone (`jax.jvp`)
+    is an error; the attribute `__wrapped__` is `fn`, which has it.
 
     Args:
         fn: A function of any pytrees. Arrays that it closes over are differentiated, too.

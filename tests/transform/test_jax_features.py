@@ -103,3 +103,14 @@ def test_references():
     assert count[...] == 1
     with pytest.raises(NotImplementedError, match=r"reference of jax.new_ref \(Ref{float32\[16,32"):
         jax.grad(jc.checkpoint(written, jc.Exact()))(X)
+
+
+def test_forward_mode():
+    def fn(x):
+        return (jnp.sin(x) * x.sum()).sum()
+
+    kept = jc.checkpoint(fn, jax.checkpoint_policies.nothing_saveable)
+    assert_close(jax.hessian(kept)(X[0]), jax.hessian(fn)(X[0]))
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jacfwd(kept)(X[0])
+    assert kept.__wrapped__ is fn
