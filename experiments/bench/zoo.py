@@ -94,8 +94,9 @@ def in_own_process(limit: float, *arguments: Any) -> dict[str, Any]:
         return {"error": f"the process ended with status {process.exitcode}"}
     finally:
         if process.pid is not None:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(ProcessLookupError):  # it has ended, or makes no group yet
                 os.killpg(process.pid, signal.SIGKILL)  # its compiler's process, too
+        process.kill()
         process.join()
 
 
