@@ -51,7 +51,7 @@ class ConvNeXt(nnx.Module):
         options: dict[str, Any] = dict(dtype=dtype, rngs=rngs)
         self.stem = nnx.Conv(3, dims[0], (4, 4), 4, padding="VALID", **options)
         self.stem_norm = nnx.LayerNorm(dims[0], epsilon=1e-6, **options)
-        rates = (drop_path * i / (sum(depths) - 1) for i in range(sum(depths)))
+        rates = (drop_path * i / max(1, sum(depths) - 1) for i in range(sum(depths)))
         layers: list[nnx.Module] = []
         for stage, depth in enumerate(depths):
             if stage > 0:
