@@ -14,8 +14,16 @@ from jaxcomp.codecs._codec import Seed
 from jaxcomp.nn._coded import coded_modules
 from jaxcomp.policies._policy import JaxPolicy, Policy
 from jaxcomp.policies._specs import PolicyLike, policy_for_model
+from jaxcomp.transform._attributes import (
+    attributes,
+    change,
+    changes,
+    with_others,
+    without_others,
+)
 from jaxcomp.transform._checkpoint import Checkpointed, checkpoint
 from jaxcomp.transform._layers import LayerCodecs, check_required
+from jaxcomp.transform._loops import Static
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -150,11 +158,14 @@ def _compressed(kind: type[nnx.Module], policy: Policy | JaxPolicy | None) -> di
             copy = with_module_scopes(copy, {})
             given = [arrays.get(i, leaf) for i, leaf in enumerate(leaves)]
             args, kwargs = jax.tree.unflatten(tree, given)
-            result = copy(*args, **kwargs)
+            before = attributes(copy)
+            result = without_others(copy(*args, **kwargs))
+            changed = Static(changes(before, copy))
             _, *states = nnx.split(copy, nnx.Param, nnx.BatchStat, ...)
             after, statistics, others = states
             # No loss is a function of running averages; their derivatives would be saved for it.
-            return result, _changed(params, after), jax.lax.stop_gradient(statistics), others
+            statistics = jax.lax.stop_gradient(statistics)
+            return result, changed, _changed(params, after), statistics, others
 
         return checkpoint(run, policy, seed=seed), (params, rest, arrays)
 
@@ -164,13 +175,14 @@ def _compressed(kind: type[nnx.Module], policy: Policy | JaxPolicy | None) -> di
         # Behind a barrier, or XLA computes the seed again in each kernel that reads it.
         seed = jax.lax.optimization_barrier(noise.spot_check(*map(jax.lax.stop_gradient, floats)))
         function, arguments = compressed_call(self, args, kwargs, seed)
-        result, changed, *rest = function(*arguments)
+        result, set_by_call, changed, *rest = function(*arguments)
         nnx.update(self, *rest)
+        change(self, set_by_call.value)
         if changed:
             leaves, tree = jax.tree.flatten(nnx.state(self, nnx.Param))
             written = [changed.get(i, leaf) for i, leaf in enumerate(leaves)]
             nnx.update(self, jax.tree.unflatten(tree, written))
-        return result
+        return with_others(result)
 
     return {"__call__": call, "compressed_call": compressed_call, "encodes": True}
 

@@ -120,3 +120,38 @@ def test_blocks_with_encoded_inputs_hand_back_what_they_write():
         return jax.tree.leaves(nnx.jit(loss)(model))
 
     assert_close(gradient("remat:quantize:bits=8"), gradient("plain"), 0.05)
+
+
+class Talkative(nnx.Module):
+    """Returns more than arrays, and sets its attributes in its call."""
+
+    def __init__(self, to_set=None):
+        self.linear, self.calls, self.to_set = linear(16), 0, to_set
+        self.seen = nnx.List([])
+
+    def __call__(self, x):
+        self.calls += 1
+        self.seen.append(x.shape)
+        self.first = nnx.Variable(x[0])
+        y = jnp.tanh(self.linear(x)).sum()
+        if self.to_set is not None:
+            self.linear.found = self.to_set(y)
+        return y, {"name": "talkative", "size": 16, "none": None, "scale": 0.5}
+
+
+def test_a_call_may_set_attributes_and_return_no_arrays():
+    def loss(model):
+        y, others = model(X)
+        results.append(others)
+        return y
+
+    results = []
+    for model in (Talkative(), jc.compress(Talkative(), KEEP)):
+        nnx.jit(nnx.grad(loss))(model)
+        nnx.grad(loss)(model)
+        assert model.calls == 2 and list(model.seen) == [X.shape] * 2
+        assert_same_bits(model.first[...], X[0])
+    assert results[:2] == results[2:]
+    for value, kind in ((lambda y: y, "array"), (lambda y: nnx.data(linear(2)), "Linear")):
+        with pytest.raises(TypeError, match=f"linear/found: .* to a new {kind}; expected"):
+            jc.compress(Talkative(value), KEEP)(X)
