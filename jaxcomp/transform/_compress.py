@@ -47,7 +47,9 @@ def compress(model: M, policy: PolicyLike = DEFAULT) -> M:
 
     Args:
         model: The model, which is changed. A traced model is compressed in its own call, not in
-            other methods or in calls of its modules from outside.
+            other methods or in calls of its modules from outside. A transformation such as
+            `nnx.jit` takes a compressed model; it does not let its arguments change their class, so
+            that inside of it only a model that was made there can be compressed.
         policy: A `Policy`; a codec, which is used everywhere (`recipes.everywhere`); the spec of a
             recipe or codec, such as "fused:bits=4"; or one of `jax.checkpoint_policies`.
 

@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 import jaxcomp as jc
 from jaxcomp.planning import Strategy
@@ -155,3 +155,22 @@ def test_a_call_may_set_attributes_and_return_no_arrays():
     for value, kind in ((lambda y: y, "array"), (lambda y: nnx.data(linear(2)), "Linear")):
         with pytest.raises(TypeError, match=f"linear/found: .* to a new {kind}; expected"):
             jc.compress(Talkative(value), KEEP)(X)
+
+
+class Bridged(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        x = linen.BatchNorm(use_running_average=False)(linen.Dense(16, use_bias=False)(x))
+        return linen.Dense(1)(jnp.tanh(x))
+
+
+def test_a_linen_module_may_be_bridged():
+    @nnx.jit
+    def gradient(model, x):
+        return nnx.grad(lambda model: jnp.sum(model(x, mutable=["batch_stats"])))(model)
+
+    stock = nnx.bridge.ToNNX(Bridged(), rngs=nnx.Rngs(0)).lazy_init(X)
+    ours = jc.compress(nnx.clone(stock), jc.Exact())
+    assert_close(jax.tree.leaves(gradient(ours, X)), jax.tree.leaves(gradient(stock, X)))
+    means, ours_means = (jax.tree.leaves(nnx.state(m, nnx.BatchStat)) for m in (stock, ours))
+    assert_close(ours_means, means)
