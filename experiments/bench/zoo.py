@@ -181,6 +181,8 @@ def main(
                 rows.pop(key, None)
                 rows[key] = dict(zip(KEY, key, strict=True)) | {"batch": size} | figures
                 environment = describe_environment()
+                if flags := os.environ.get("XLA_FLAGS"):
+                    environment["command"] = f"XLA_FLAGS={flags!r} {environment['command']}"
                 write_json(out / "zoo.json", environment | {"rows": [*rows.values()]})
                 table = [
                     cells(row, rows.get((row["network"], row["target"], "plain")))
