@@ -14,10 +14,13 @@ from jaxcomp.codecs._codec import Seed
 from jaxcomp.policies._policy import JaxPolicy, Policy
 from jaxcomp.policies._specs import PolicyLike, policy_for_function
 from jaxcomp.transform._decisions import PolicyLog
+from jaxcomp.transform._keyed import Keyed
 from jaxcomp.transform._loops import Looped, Static
 from jaxcomp.transform._plan import Plan
 from jaxcomp.transform._programs import Program, avals, closed
 from jaxcomp.transform._schedule import plain_bytes
+
+_REMEMBERED = 64  # programs
 
 
 class Checkpointed:
@@ -110,7 +113,7 @@ def _positions(name: str, numbers: tuple[int, ...], count: int) -> set[int]:
 
 
 def _looped(
-    program: Program, active: list[int], coded: list[int], policy: Policy | JaxPolicy
+    program: Program, active: Sequence[int], coded: Sequence[int], policy: Policy | JaxPolicy
 ) -> tuple[Looped, PolicyLog]:
     log = PolicyLog(policy)
     try:
@@ -124,6 +127,21 @@ def _looped(
         ) from error
     log.check()
     return looped, log
+
+
+def _looped_once(
+    program: Program, active: list[int], coded: list[int], policy: Policy | JaxPolicy
+) -> Looped:
+    """As `_looped`, for equal programs once: calls outside of `jax.jit`, and repeated layers."""
+    keyed = Keyed.of(program, tuple(active), tuple(coded), policy)
+    if keyed is None:
+        return _looped(program, active, coded, policy)[0]
+    return _looped_of_key(keyed)
+
+
+@functools.lru_cache(_REMEMBERED)
+def _looped_of_key(keyed: Keyed) -> Looped:
+    return _looped(keyed.program, *keyed.rest)[0]
 
 
 def _with_backward_pass(
@@ -145,7 +163,7 @@ def _with_backward_pass(
         ]
         if not active:
             return function(None, *values), None
-        chosen, _ = _looped(program, active, coded, policy)
+        chosen = _looped_once(program, active, coded, policy)
         made, stored = chosen.forward(None if seed is None else seed.value, values)
         return made, (Static(chosen), stored)
 

@@ -62,7 +62,7 @@ def _selected(equation: JaxprEqn, values: list[Any], results: list[Any]) -> Iter
 
 
 def _opened(equation: JaxprEqn, values: list[Any], results: list[Any]) -> Iterator[Pair]:
-    if is_cheap_rule(equation) or _is_of_jax(equation):
+    if is_cheap_rule(equation) or is_of_jax(equation):
         called = equation.params["call_jaxpr"]
         opened = located(called.jaxpr, equation)
         with scope_of(equation):
@@ -70,7 +70,7 @@ def _opened(equation: JaxprEqn, values: list[Any], results: list[Any]) -> Iterat
         yield from zip(results, made, strict=True)
 
 
-def _is_of_jax(equation: JaxprEqn) -> bool:
+def is_of_jax(equation: JaxprEqn) -> bool:
     """Whether an equation calls a `jax.custom_jvp` function that JAX defines."""
     if equation.primitive.name != "custom_jvp_call":
         return False

@@ -1,5 +1,8 @@
 """`checkpoint` with JAX's own checks, and with rarely used parts of JAX in or around it."""
 
+import gc
+import weakref
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -114,3 +117,45 @@ def test_forward_mode():
     with pytest.raises(TypeError, match="forward-mode"):
         jax.jacfwd(kept)(X[0])
     assert kept.__wrapped__ is fn
+
+
+def test_equal_programs_are_decided_about_once():
+    scale = {"by": 1.0}
+    asked = []
+
+    def policy(primitive, *_, **__):
+        asked.append(primitive)
+        return False
+
+    def stock(x, w):
+        return jnp.tanh(jax.nn.relu(x @ w)) * scale["by"]
+
+    layer = jc.checkpoint(stock, policy)
+
+    def gradient(layer):
+        return jax.grad(lambda w: sum(layer(layer(X, w), w).sum() for _ in range(2)))(W)
+
+    def asked_for():
+        asked.clear()
+        assert_close(gradient(layer), gradient(stock))
+        return len(asked)
+
+    first = asked_for()
+    assert first and asked_for() == 0
+    # What a function closes over may change, be a tracer, and be freed.
+    for by in (2.0, jnp.float32(3), X[:1]):
+        scale["by"] = by
+        assert asked_for() > 0
+
+    def of_scale(by, layer):
+        scale["by"] = by
+        return layer(X, W).sum()
+
+    for by in (W[:1], W[1:2]):
+        assert_close(jax.grad(of_scale)(by, layer), jax.grad(of_scale)(by, stock))
+    scale["by"] = W[:1] + 1
+    held = weakref.ref(scale["by"])
+    assert asked_for() == 0  # it is an argument of the program
+    scale.clear()
+    gc.collect()
+    assert held() is None
