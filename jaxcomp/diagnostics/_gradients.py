@@ -10,10 +10,12 @@ import numpy as np
 from flax import nnx
 
 from jaxcomp._core.modules import split_model
-from jaxcomp.diagnostics._exact import exact_copy
+from jaxcomp.diagnostics._exact import encodes, exact_copy
+from jaxcomp.nn._coded import coded_modules
 
-Loss = Callable[[Any, Any], jax.Array]  # of a model and a batch
+Loss = Callable[[Any, Any], Any]  # of a model and a batch
 Z = 1.96  # of a confidence interval of 95%
+_LOST, _NEAR = 0.1, 0.5  # noise in units of SGD's: lost in it, and of its size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,11 +62,23 @@ class GradientReport:
         """Noise of the coded gradient over that of SGD itself; infinite if that has none."""
         return self._over_sgd(self.coded)
 
+    @property
+    def verdict(self) -> str:
+        """The report in a sentence."""
+        if self.coded.noise <= 2 * self.control.noise and self.coded.bias <= 2 * self.control.bias:
+            return "nothing was encoded: the gradient is the exact one"
+        low, ratio = self.coded.bias_interval[0], self.noise_over_sgd
+        bias = f"biased by {low:.1%} of the gradient or more" if low > 0 else "no bias was found"
+        noise = f"the noise is {ratio:.2f} of SGD's"
+        if ratio < _LOST:
+            return f"{bias}; {noise} and lost in it"
+        return f"{bias}; {noise}" + (": use more bits" if ratio > _NEAR else "")
+
     def _over_sgd(self, errors: Errors) -> float:
         return errors.noise / self.sgd_noise if self.sgd_noise else float("inf")
 
     def __str__(self) -> str:
-        """The figures, and the five parameters that contribute most."""
+        """The figures, the verdict, and the five parameters that contribute most."""
         lines = [f"{'':<12}{'bias':>10}{'95% interval':>22}{'floor':>10}{'noise':>10}{'/ SGD':>10}"]
         for name, errors in (("coded", self.coded), ("Exact()", self.control)):
             low, high = errors.bias_interval
@@ -73,12 +87,19 @@ class GradientReport:
                 f"{errors.floor:>10.2e}{errors.noise:>10.2e}{self._over_sgd(errors):>10.3f}"
             )
         lines.append(f"(parts of the exact gradient's norm; {self.draws} draws)")
+        lines.append(self.verdict)
         lines += [f"{share:>6.1%} of the variance: {name}" for name, share in self.layers[:5]]
         return "\n".join(lines)
 
 
 def check_gradients(
-    loss: Loss, model: nnx.Module, batch: Any, draws: int = 16, parts: int = 4
+    loss: Loss,
+    model: nnx.Module,
+    batch: Any,
+    draws: int = 16,
+    parts: int = 4,
+    *,
+    has_aux: bool = False,
 ) -> GradientReport:
     """Measures bias and noise of a compressed model's gradient on a batch.
 
@@ -95,13 +116,16 @@ def check_gradients(
             parameters' memory.
         parts: Into how many parts the batch is split for SGD's noise. A batch norm normalises each
             by its own statistics.
+        has_aux: Whether `loss` returns a pair of the scalar and something else, as for `jax.grad`.
 
     Returns:
         The report.
 
     Raises:
+        TypeError: If an argument has another type, or `loss` returns no floating-point scalar.
         ValueError: If there are fewer than 3 draws or 2 parts, the batch does not divide into the
-            parts, the model has no float32 parameters, or its exact gradient is zero or not finite.
+            parts, nothing of the model is compressed, it has no float32 parameters, or its exact
+            gradient is zero or not finite.
 
     Example:
         >>> from jaxcomp import Quantize
@@ -112,12 +136,8 @@ def check_gradients(
         >>> report.coded.bias_interval[0] == 0.0 and report.coded.noise > 100 * report.control.noise
         True
     """
-    sizes = {leaf.shape[0] for leaf in jax.tree.leaves(batch)}
-    if draws < 3 or parts < 2:
-        raise ValueError(f"draws={draws}, parts={parts}: expected at least 3 and 2")
-    if len(sizes) != 1 or sizes.pop() % parts:
-        raise ValueError(f"batch: expected arrays whose axis 0 is the same multiple of {parts}")
-    coded, exact = _gradient(loss, model), _gradient(loss, exact_copy(model))
+    _check(loss, model, batch, draws, parts)
+    coded, exact = (_gradient(loss, m, has_aux) for m in (model, exact_copy(model)))
     params = nnx.state(model, nnx.Param)
     if not any(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params)):
         raise ValueError("model: expected float32 parameters")
@@ -145,11 +165,48 @@ def check_gradients(
     )
 
 
-def _gradient(loss: Loss, model: nnx.Module) -> Callable[[Any, Any], Any]:
+def _check(loss: Any, model: Any, batch: Any, draws: Any, parts: Any) -> None:
+    if not callable(loss):
+        raise TypeError(f"loss={loss!r}: expected a function of a model and a batch")
+    if not isinstance(model, nnx.Module):
+        raise TypeError(f"model of type {type(model).__name__}: expected a Flax NNX module")
+    for name, number in (("draws", draws), ("parts", parts)):
+        if not isinstance(number, int):
+            raise TypeError(f"{name}={number!r}: expected an integer")
+    if draws < 3 or parts < 2:
+        raise ValueError(f"draws={draws}, parts={parts}: expected at least 3 and 2")
+    leaves = jax.tree.leaves(batch)
+    if not all(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves):
+        kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves}))
+        raise TypeError(f"batch: expected a pytree of arrays; it has {kinds}")
+    sizes = {leaf.shape[:1] for leaf in leaves}
+    if len(sizes) != 1 or () in sizes or sizes.pop()[0] % parts:
+        raise ValueError(f"batch: expected arrays whose axis 0 is the same multiple of {parts}")
+    layers = coded_modules(model).values()
+    is_coded = any(layer.codec is not None for layer in layers)
+    if not is_coded and not any(encodes(module) for _, module in nnx.iter_modules(model)):
+        raise ValueError(
+            f"model={type(model).__name__}: nothing is compressed; expected what jaxcomp.compress "
+            "returned, or a model whose layers have codecs"
+        )
+
+
+def _gradient(loss: Loss, model: nnx.Module, has_aux: bool) -> Callable[[Any, Any], Any]:
     graphdef, _, rest = split_model(model)
 
     def of(params: Any, batch: Any) -> jax.Array:
-        return loss(nnx.merge(graphdef, params, rest, copy=True), batch)
+        found = loss(nnx.merge(graphdef, params, rest, copy=True), batch)
+        if has_aux and not (isinstance(found, tuple) and len(found) == 2):
+            raise TypeError(f"loss returned a {type(found).__name__}: expected a pair (has_aux)")
+        value = found[0] if has_aux else found
+        is_scalar = getattr(value, "shape", None) == ()
+        if not is_scalar or not jnp.issubdtype(value.dtype, jnp.floating):
+            kind = jax.typeof(value) if isinstance(value, jax.Array) else type(value).__name__
+            raise TypeError(
+                f"loss returned {kind}: expected a floating-point scalar, or with has_aux=True a "
+                "pair of it and something else"
+            )
+        return value
 
     return jax.jit(jax.grad(of))
 

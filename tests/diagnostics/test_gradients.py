@@ -6,7 +6,7 @@ from flax import nnx
 
 import jaxcomp as jc
 from jaxcomp.planning import Strategy
-from tests.helpers import normal, without_type_checks
+from tests.helpers import normal, only, without_type_checks
 
 
 class Net(nnx.Module):
@@ -38,12 +38,14 @@ def test_an_unbiased_code_shows_noise_alone():
     assert report.coded.noise > 0.01
     np.testing.assert_allclose(report.coded.floor, report.coded.noise / 32**0.5)
     assert report.noise_over_sgd == report.coded.noise / report.sgd_noise
+    assert f"no bias was found; the noise is {report.noise_over_sgd:.2f} of SGD's" in str(report)
 
 
 def test_a_biased_code_shows_its_bias():
     report = jc.check_gradients(loss, Net(jc.AvgPool(window=4)), BATCH, draws=4)
     low, high = report.coded.bias_interval
     assert 0.01 < low <= report.coded.bias <= high
+    assert f"biased by {low:.1%} of the gradient or more" in str(report)
     model, exact = Net(jc.AvgPool(window=4)), Net(None)
     coded, wanted = (
         np.concatenate([np.ravel(g) for g in jax.tree.leaves(nnx.grad(loss)(m, BATCH))])
@@ -106,7 +108,7 @@ def test_sgd_noise_falls_with_the_batch():
     def sgd_noise(examples):
         x = normal((examples, 8, 8, 3))
         y = jnp.asarray(np.random.default_rng(0).integers(0, 3, examples))
-        return jc.check_gradients(loss, Net(None), (x, y), draws=3, parts=8).sgd_noise
+        return jc.check_gradients(loss, Net(jc.Cast()), (x, y), draws=3, parts=8).sgd_noise
 
     assert 2.5 < sgd_noise(64) / sgd_noise(1024) < 6  # 4, were the gradients' norms the same
 
@@ -135,9 +137,31 @@ def test_the_model_is_left_as_it_was():
         ({"parts": 5}, "batch: expected arrays whose axis 0 is the same multiple of 5"),
         ({"batch": (BATCH[0], BATCH[1][:8])}, "batch: expected arrays whose axis 0"),
         ({"loss": lambda model, batch: 0 * model(batch[0]).sum()}, "exact gradient has the norm"),
+        ({"model": Net(None)}, "model=Net: nothing is compressed"),
+        ({"draws": 4.0}, "draws=4.0: expected an integer"),
+        ({"batch": (BATCH[0], [0, 1])}, "batch: expected a pytree of arrays; it has .*, int"),
+        ({"model": loss}, "model of type function: expected a Flax NNX module"),
+        ({"loss": 1.0}, "loss=1.0: expected a function"),
+        ({"loss": lambda *_: 1.0}, "loss returned float: expected a floating-point scalar"),
+        ({"loss": lambda *a: (loss(*a), 1)}, "loss returned tuple: .* with has_aux=True a pair"),
+        ({"has_aux": True}, r"loss returned a .*Tracer: expected a pair \(has_aux\)"),
     ],
 )
 def test_bad_input(change, error):
     arguments = {"loss": loss, "model": Net(jc.Quantize()), "batch": BATCH} | change
-    with without_type_checks(), pytest.raises(ValueError, match=error):
+    with without_type_checks(), pytest.raises((TypeError, ValueError), match=error):
         jc.check_gradients(**arguments)
+
+
+def test_a_loss_may_return_more():
+    model = Net(jc.Quantize(bits=2))
+    more = jc.check_gradients(
+        lambda *a: (loss(*a), {"name": a[0](a[1][0])}), model, BATCH, draws=3, has_aux=True
+    )
+    assert more == jc.check_gradients(loss, model, BATCH, draws=3)
+
+
+def test_a_policy_that_encodes_nothing_is_told():
+    model = jc.compress(Blocks(), only(jc.Quantize(), min_size=10**6))
+    batch = normal((64, 16)), jnp.arange(64) % 16
+    assert "nothing was encoded" in str(jc.check_gradients(loss, model, batch, draws=3))
