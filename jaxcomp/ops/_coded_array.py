@@ -11,6 +11,8 @@ from jaxcomp.codecs import Codec, Encoded, noise
 from jaxcomp.codecs._offload import inner_codec
 from jaxcomp.codecs._sign_aware import SignAware
 
+_REMEDY = "expected jaxcomp.ops.value(x), the array without its code"
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +34,14 @@ class CodedArray:
     channel_scale: Float[Array, "... channels"]
     code: Encoded | None
     codec: Codec = dataclasses.field(metadata={"static": True})
+
+    def __getattr__(self, name: str) -> typing.NoReturn:
+        """Tells how to get at the methods of the array."""
+        raise AttributeError(f"'CodedArray' object has no attribute {name!r}: {_REMEDY}")
+
+    def __jax_array__(self) -> typing.NoReturn:
+        """Tells functions of `jax.numpy`, and arrays, how to get at the array."""
+        raise TypeError(f"a CodedArray was given as an array: {_REMEDY}")
 
 
 def value(x: Shaped[Array, "..."] | CodedArray) -> Shaped[Array, "..."]:
