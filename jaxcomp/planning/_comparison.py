@@ -200,6 +200,11 @@ def compare(
         step, arguments = make_step(watched, batch)
         if not watched.models:
             raise ValueError("make_step is expected to call transform(model)")
+        if strategy.micro_batches > 1 and watched.read.isdisjoint(("micro_batches", "spec")):
+            raise ValueError(
+                "make_step is expected to split the batch into transform.micro_batches parts; it "
+                "did not ask for them"
+            )
         traced = trace(step, *arguments, target=where)
         report, timeline = analyze_step(traced, where, capacity, xla_remat, timelines)
         largest = None
@@ -228,9 +233,15 @@ def compare(
 
 @dataclass(frozen=True)
 class _Watched(Strategy):
-    """A strategy that knows the models that it was applied to."""
+    """A strategy that knows the models that it was applied to, and what was asked of it."""
 
     models: list[Any] = field(default_factory=list)
+    read: set[str] = field(default_factory=set)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("micro_batches", "spec"):
+            self.read.add(name)
+        return super().__getattribute__(name)
 
     def __call__(self, model: M) -> M:
         self.models.append(model)

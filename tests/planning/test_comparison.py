@@ -142,6 +142,9 @@ def test_a_factory_that_ignores_the_way_is_found_out():
     assert "split the batch" in accumulate.error
     _, dots = compare(transform_only, ["plain", "remat:dots"], batch=8, target="cpu").rows
     assert dots.error == "made no difference to the step: leave the row out"
+    rows = ["accumulate:2", "accumulate:2:remat"]
+    for row in compare(transform_only, rows, batch=8, target="cpu").rows:
+        assert row.error.startswith("make_step is expected to split the batch into")
     (row,) = compare(ignore, ["remat"], batch=8, target="cpu").rows
     assert row.error == "make_step is expected to call transform(model)"
 
