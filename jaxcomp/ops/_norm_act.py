@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxcomp.codecs import Offload
+from jaxcomp.codecs import Codec, Offload
 from jaxcomp.codecs._codec import Seed
 from jaxcomp.codecs._offload import inner_codec, placed_like
 from jaxcomp.codecs._sign_aware import SPAN, SignAware
@@ -133,20 +133,36 @@ def norm_act(
         window = Window(x.shape, *pool)
     axes = tuple(range(x.ndim - 1))
     norm = Norm(axes, axes, epsilon, use_fast_variance, axis_name, axis_index_groups)
-    by = dataclasses.replace(by, signed=relu and residual is None and window is None)
-    op = NormActVjp(norm, by, codec, x.shape, relu, window)
     inputs: tuple[Input, ...] = (Input(x, scale, bias),)
-    channel_scale = jnp.hypot(norm.wide(scale), norm.wide(bias))
     if residual is not None and residual_norm is not None:
         inputs += (Input(value(residual), *residual_norm),)
-        channel_scale = jnp.hypot(channel_scale, jnp.hypot(*map(norm.wide, residual_norm)))
         residual = None
-    elif isinstance(residual, CodedArray):
+    return norms_act((norm,) * len(inputs), inputs, residual, relu, window, codec, seed)
+
+
+def norms_act(
+    norms: tuple[Norm, ...],
+    inputs: tuple[Input, ...],
+    residual: Array | CodedArray | None,
+    relu: bool,
+    window: Window | None,
+    codec: Codec,
+    seed: Seed,
+) -> tuple[CodedArray, Statistics, Statistics]:
+    """As `norm_act`, for any norm of each input and arguments that are checked."""
+    norm, x = norms[0], inputs[0].x
+    by = typing.cast(SignAware, inner_codec(codec))
+    signed = relu and residual is None and window is None and len(inputs) == 1
+    by = dataclasses.replace(by, signed=signed)
+    op = NormActVjp(norms, by, codec, x.shape, relu, window)
+    scales = [jnp.hypot(norm.wide(scale), norm.wide(bias)) for _, scale, bias in inputs]
+    channel_scale = functools.reduce(jnp.hypot, scales)
+    if isinstance(residual, CodedArray):
         channel_scale = jnp.hypot(channel_scale, residual.channel_scale)
         residual = residual.value
     elif residual is not None and by.scale_source == "norm":
         square = lax.square(residual.astype(jnp.float32))
-        channel_scale = jnp.hypot(channel_scale, jnp.sqrt(square.mean(axes, keepdims=True)))
+        channel_scale = jnp.hypot(channel_scale, jnp.sqrt(square.mean(norm.axes, keepdims=True)))
     channel_scale = lax.stop_gradient(channel_scale)
     y, code, means, variances = op(inputs, residual, channel_scale, seed)
     # Also for a result without a code: a NaN in a statistic makes the scale NaN.

@@ -54,7 +54,7 @@ class NormActVjp:
     """The operation of `norm_act` with its custom backward rule.
 
     Attributes:
-        norm: Options of the norms.
+        norms: The norm of each input. They differ in how they compute, not in their axes.
         codec: Codec of the result, without `Offload`.
         stored_by: `codec`, or `Offload` of it.
         shape: Shape of each norm's input.
@@ -62,12 +62,17 @@ class NormActVjp:
         window: Window of the pool, or None.
     """
 
-    norm: Norm
+    norms: tuple[Norm, ...]
     codec: SignAware
     stored_by: Codec
     shape: tuple[int, ...]
     relu: bool
     window: Window | None
+
+    @property
+    def norm(self) -> Norm:
+        """Axes, epsilon and averages over devices, which all norms share."""
+        return self.norms[0]
 
     def __call__(
         self, inputs: tuple[Input, ...], residual: Array | None, channel_scale: Array, seed: Seed
@@ -123,8 +128,9 @@ class NormActVjp:
     ) -> tuple[Array, Kept, tuple[Array, ...], tuple[Array, ...]]:
         """Returns the result, what is saved, means and variances."""
         norm, codec = self.norm, self.codec
-        means, variances = zip(*(norm.statistics(x) for x, _, _ in inputs), strict=True)
-        variances = tuple(map(norm.clip, variances))
+        found = [norm.statistics(x) for norm, (x, _, _) in zip(self.norms, inputs, strict=True)]
+        means, variances = zip(*found, strict=True)
+        variances = tuple(norm.clip(var) for norm, var in zip(self.norms, variances, strict=True))
         # Noise is hashed from x, which is the same on any number of devices; a mean is so only up
         # to rounding. Both codes of an element may share noise: no gradient multiplies them.
         random = [noise.words(x, seed) for x, _, _ in inputs]
@@ -195,8 +201,10 @@ class NormActVjp:
     ) -> Array:
         """Returns the ReLU of the sum of all norms and the skip connection."""
         y, *others = (
-            self.norm.normalize(x, mean, var, *affine)
-            for (x, *affine), mean, var in zip(inputs, means, variances, strict=True)
+            norm.normalize(x, mean, var, *affine)
+            for norm, (x, *affine), mean, var in zip(
+                self.norms, inputs, means, variances, strict=True
+            )
         )
         for other in others if residual is None else [residual]:
             y = y + other

@@ -1,6 +1,7 @@
-"""Row-major order for gradients of kernels."""
+"""Row-major order for gradients of kernels and for operands of matrix products."""
 
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float
 
 from jaxcomp.ops._one_device import on_one
@@ -30,3 +31,30 @@ def row_major(gradient: Float[Array, "..."]) -> Float[Array, "..."]:
 def _flattened(gradient: Array) -> Array:
     """Places a barrier around the flat array, which has only one order."""
     return lax.optimization_barrier(gradient.ravel()).reshape(gradient.shape)
+
+
+def row_major_operand(operand: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Makes XLA write the operand of a matrix product in row-major order, in a program for one GPU.
+
+    A codec reads the array for the range of each channel. XLA may then write the array with the
+    channels before the map, where a convolution's operand has ranges of the same shape. The product
+    would transpose it, or XLA's compiler would fail with "Couldn't find output tile sizes".
+
+    Args:
+        operand: Array whose last axis a product contracts.
+
+    Returns:
+        The same array.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> row_major_operand(jnp.ones((8, 16, 16, 32))).shape
+        (8, 16, 16, 32)
+    """
+    if operand.ndim < 3:
+        return operand
+    return on_one("cuda", _in_row_major_layout, lambda operand: operand)(operand)
+
+
+def _in_row_major_layout(operand: Array) -> Array:
+    return with_layout_constraint(operand, Layout(tuple(range(operand.ndim))))

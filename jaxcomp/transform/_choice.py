@@ -197,7 +197,7 @@ class _Choice:
 
     def _may_recompute(self, value: Any) -> bool:
         defined = self._graph.defining_equation(value)
-        if defined is None or defined[0].effects:
+        if defined is None or defined[0].effects or self._graph.is_own(value):
             return False
         return is_cheap(defined[0]) or self._decisions[value].action in ("recompute", "cheapest")
 

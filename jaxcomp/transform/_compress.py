@@ -83,9 +83,9 @@ def compress(model: M, policy: PolicyLike = DEFAULT) -> M:
     of_values: Policy | JaxPolicy | None = chosen
     if isinstance(chosen, Policy):
         layers = LayerCodecs.of(model, chosen)
-        rules = layers.rules_for_values()
+        rules = layers.rules_for_call()
         of_values = None if rules is None else Policy(rules, chosen.lossy_recomputation)
-        check_required(model, [rule for rule in layers.unmatched if not rule.is_for_values])
+        check_required(model, [rule for rule in layers.unmatched if rule not in (rules or ())])
     if of_values is not None and not callable(model):
         raise TypeError(
             f"model of type {type(model).__name__}: expected one that can be called, since its "

@@ -13,7 +13,7 @@ from jaxcomp.memory._source_line import source_line
 from jaxcomp.policies._policy import JaxPolicy, Policy
 from jaxcomp.policies._rule import Rule
 from jaxcomp.policies._value import Value, dtype_name
-from jaxcomp.transform._graph import LOOP, Graph, coded_nbytes, nbytes
+from jaxcomp.transform._graph import Graph, coded_nbytes, nbytes
 from jaxcomp.transform._origins import module_path
 
 Action = typing.Literal["either", "cheapest", "keep", "recompute", "offload"]
@@ -80,8 +80,8 @@ def decide(graph: Graph, roles: Mapping[Any, str], log: PolicyLog) -> dict[Any, 
     decisions = {}
     for variable in (*arguments, *graph.made_by):
         names = graph.names_of(variable)
-        if any(name.startswith(LOOP) for name in names):
-            decisions[variable] = Decision("keep")  # the policy was asked in the loop
+        if graph.is_own(variable):
+            decisions[variable] = Decision("keep")
             continue
         made_by = graph.made_by.get(variable)
         value = Value(

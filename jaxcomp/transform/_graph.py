@@ -16,7 +16,8 @@ from jaxcomp.codecs._codec import array_nbytes
 from jaxcomp.transform._algebra import REDUCTIONS, is_affine, is_cheap
 from jaxcomp.transform._programs import variables
 
-LOOP = "jaxcomp/loop/"  # begins the names of what the iterations of a loop have stored
+OWN = "jaxcomp/"  # begins the names of what an operation or a loop of ours has stored
+LOOP = OWN + "loop/"  # begins the names of what the iterations of a loop have stored
 _REDUCED = 8  # a reduction to this part of its operand, or less, is a statistic
 
 
@@ -102,6 +103,10 @@ class Graph:
     def names_of(self, value: Any) -> tuple[str, ...]:
         """The names of a value, by `checkpoint_name`."""
         return tuple(dict.fromkeys(str(e.params["name"]) for e in self.names.get(value, ())))
+
+    def is_own(self, value: Any) -> bool:
+        """Whether an operation or a loop of ours has stored a value: no policy decides about it."""
+        return any(name.startswith(OWN) for name in self.names_of(value))
 
     def roles(self, uses: Mapping[Any, str]) -> dict[Any, str]:
         """The role of every value, from the roles of those that the backward pass reads.

@@ -9,6 +9,7 @@ from jaxcomp.codecs import Codec, Exact
 from jaxcomp.nn._coded import coded_modules, covered_paths
 from jaxcomp.policies._policy import Policy
 from jaxcomp.policies._rule import Rule
+from jaxcomp.transform._units import is_for_units
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,12 +62,12 @@ class LayerCodecs:
         unmatched = (rule for i, rule in enumerate(policy.rules) if i not in matched)
         return cls(found, tuple(unmatched))
 
-    def rules_for_values(self) -> tuple[Rule, ...] | None:
-        """The rules for values outside of these layers; None if there is no need to look at them.
+    def rules_for_call(self) -> tuple[Rule, ...] | None:
+        """The rules for a model's call as a whole; None if there is no need to trace it.
 
         There is one if no layer matches a rule, or if a required rule matches no layer.
         """
-        rules = tuple(rule for rule in self.unmatched if rule.is_for_values)
+        rules = tuple(rule for rule in self.unmatched if rule.is_for_values or is_for_units(rule))
         is_required = any(rule.required for rule in rules)
         return rules if is_required or not self.codecs else None
 

@@ -30,6 +30,7 @@ from jaxcomp.transform._programs import (
     variables,
 )
 from jaxcomp.transform._schedule import Schedule, schedule
+from jaxcomp.transform._units import Recognized, recognize, with_units
 
 _SCAN = "scan"
 _numbers = itertools.count()
@@ -65,11 +66,14 @@ class Looped:
     Attributes:
         schedule: Of the program, in which a loop is a function with a backward pass of its own.
         loops: Those that store something.
-        takes_seed: Whether the schedule's program has the seed as its last argument, for its loops.
+        units: Stock operations that an operation of `jaxcomp.ops` stands for.
+        takes_seed: Whether the schedule's program has the seed as its last argument, for its loops
+            and units.
     """
 
     schedule: Schedule
     loops: tuple[Loop, ...]
+    units: tuple[Recognized, ...]
     takes_seed: bool
 
     @classmethod
@@ -78,12 +82,16 @@ class Looped:
     ) -> "Looped":
         """As `schedule`, for a program and each iteration of its loops."""
         program = flat(program)
+        units = recognize(program, active, log)
         loops: list[Loop] = []
         has_loops = any(map(_is_loop, program.jaxpr.eqns))
+        takes_seed = bool(units) or has_loops
+        if takes_seed:
+            program = with_units(program, units)
         if has_loops:
             program = _with_coded_loops(program, active, coded, log, loops)
         chosen = schedule(program, active, coded, log)
-        return cls(chosen, tuple(loops), has_loops)
+        return cls(chosen, tuple(loops), tuple(units), takes_seed)
 
     def forward(self, seed: Seed, arguments: Sequence[Any]) -> tuple[list[Any], Any]:
         """As `_passes.forward`; saved values come with the arguments that are read again."""
@@ -130,7 +138,7 @@ def _with_coded_loops(
     log: PolicyLog,
     loops: list[Loop],
 ) -> Program:
-    """The program, and a seed as its last argument, with a backward pass of ours for each loop."""
+    """The program, whose last argument is a seed, with a backward pass of ours for each loop."""
     jaxpr = program.jaxpr
     reached = tangents_of(jaxpr.eqns, [jaxpr.invars[i] for i in active])
     numbers = {id(equation): number for number, equation in enumerate(jaxpr.eqns)}
@@ -138,7 +146,7 @@ def _with_coded_loops(
     free = Graph(jaxpr, held).free
 
     def run(*arguments: Any) -> list[Any]:
-        *given, seed = arguments
+        *_, seed = arguments
 
         def step(jaxpr: Jaxpr, equation: JaxprEqn, values: list[Any]) -> list[Any]:
             if not _is_loop(equation) or reached.isdisjoint(variables(equation.invars)):
@@ -148,10 +156,9 @@ def _with_coded_loops(
             with scope_of(equation):
                 return loop(seed, *values)
 
-        return evaluate(jaxpr, program.consts, given, step=step)
+        return evaluate(jaxpr, program.consts, arguments, step=step)
 
-    seed = jax.ShapeDtypeStruct((), jnp.uint32)
-    return flat(jax.make_jaxpr(run)(*avals(jaxpr.invars), seed))
+    return flat(jax.make_jaxpr(run)(*avals(jaxpr.invars)))
 
 
 def _coded_loop(

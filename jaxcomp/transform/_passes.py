@@ -12,6 +12,7 @@ from jax.extend.core import DropVar, JaxprEqn
 from jaxcomp._core import barriers
 from jaxcomp.codecs import Exact, noise
 from jaxcomp.codecs._codec import Seed
+from jaxcomp.ops._row_major import row_major_operand
 from jaxcomp.transform._algebra import HEAVY
 from jaxcomp.transform._choice import Stored
 from jaxcomp.transform._graph import needed
@@ -39,6 +40,7 @@ def forward(schedule: Schedule, seed: Seed, arguments: Sequence[Any]) -> tuple[l
         needed(jaxpr.eqns, [*results, *schedule.stored]), needed(jaxpr.eqns, results)
     )
     carriers = _carriers(schedule, equations)
+    read_by_rows = _read_by_rows(equations)
     positions = {value: i for i, value in enumerate(schedule.stored)}
     env = dict(zip(jaxpr.constvars, schedule.constants, strict=True))
     env |= dict(zip(jaxpr.invars, arguments, strict=True))
@@ -51,6 +53,7 @@ def forward(schedule: Schedule, seed: Seed, arguments: Sequence[Any]) -> tuple[l
         if value in positions:
             storing = schedule.stored[value]
             if storing.codec is not None and carriers[value] is value:
+                env[value] = row_major_operand(env[value]) if value in read_by_rows else env[value]
                 env[value] = barriers.materialize(env[value])
             stored[positions[value]] = _encode(
                 storing, env[value], base + jnp.uint32(codes_before[positions[value]])
@@ -131,6 +134,18 @@ def _carriers(schedule: Schedule, equations: Sequence[JaxprEqn]) -> dict[Any, An
         alone = following is None or _varying(following) != _varying(value)
         carriers[value] = value if is_written or alone else following
     return carriers
+
+
+def _read_by_rows(equations: Sequence[JaxprEqn]) -> set[Any]:
+    """The values of which a matrix product contracts the last axis and no other."""
+    found = set()
+    for equation in equations:
+        if equation.primitive.name == "dot_general":
+            contracted, batch = equation.params["dimension_numbers"]
+            for atom, axes, batch_axes in zip(equation.invars, contracted, batch, strict=True):
+                if is_variable(atom) and (*axes,) == (atom.aval.ndim - 1,) and not batch_axes:
+                    found.add(atom)
+    return found
 
 
 def _varying(value: Any) -> Any:

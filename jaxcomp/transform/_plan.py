@@ -23,9 +23,10 @@ class SavedValue:
     Attributes:
         path: Path of the innermost module that computes it, or "".
         source: `file:line` of the code that computes it, or "".
-        op: Kind of operation of a layer of `jaxcomp.nn`, such as "conv"; "" for a value.
-        shape: Its shape; of a layer the number of its elements, over all calls.
-        dtype: Name of its dtype; "" for a layer.
+        op: Kind of operation of a layer of `jaxcomp.nn` or of a recognized stock operation, such as
+            "norm_act"; "" for a value.
+        shape: Its shape; of a layer or operation the number of its elements, over all calls.
+        dtype: Name of its dtype; "" for a layer or operation.
         role: What the backward pass does with a value, as `policies.Value` lists roles; "" for a
             layer.
         decision: What encodes it, or "exact" or "offload".
@@ -138,17 +139,21 @@ def _planned(looped: Looped) -> Iterator[SavedValue]:
     """What a function saves, and what the iterations of its loops save."""
     schedule = looped.schedule
     names: set[str] = set()
+    of_units = {(unit.path, unit.source): 0 for unit in looped.units}
     for variable, stored in schedule.stored.items():
         found = {loop.name for loop in looped.loops}.intersection(schedule.graph.names_of(variable))
         names |= found
+        equation = schedule.graph.made_by.get(variable)
+        origin = module_path(equation), source_line(equation)
+        if schedule.graph.is_own(variable) and origin in of_units:
+            of_units[origin] += stored.nbytes(variable.aval)
+            continue
         if found:
             continue
-        equation = schedule.graph.made_by.get(variable)
         how = "exact" if stored.codec is None else str(stored.codec)
         decision = "offload" if stored.offload else how
         yield SavedValue(
-            path=module_path(equation),
-            source=source_line(equation),
+            *origin,
             op="",
             shape=variable.aval.shape,
             dtype=dtype_name(variable.aval.dtype),
@@ -157,6 +162,21 @@ def _planned(looped: Looped) -> Iterator[SavedValue]:
             exact_bytes=plain_nbytes(variable.aval),
             saved_bytes=stored.nbytes(variable.aval),
             note=stored.note,
+        )
+    for (path, source), saved_bytes in of_units.items():
+        units = [unit for unit in looped.units if (unit.path, unit.source) == (path, source)]
+        arrays = [variable.aval for unit in units for variable in unit.unit.saved]
+        yield SavedValue(
+            path,
+            source,
+            " ".join(sorted({unit.unit.kind for unit in units})),
+            (sum(aval.size for aval in arrays),),
+            dtype="",
+            role="",
+            decision=", ".join(sorted({str(unit.codec) for unit in units})),
+            exact_bytes=sum(map(plain_nbytes, arrays)),
+            saved_bytes=saved_bytes,
+            note="" if len(units) == 1 else f"{len(units)} operations",
         )
     for loop in looped.loops:
         for value in _planned(loop.body) if loop.name in names else ():

@@ -1,0 +1,218 @@
+"""Batch norms, skip connections, ReLUs and max pools of stock models are recognized."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+from jax import lax
+
+import jaxcomp as jc
+from jaxcomp.models import resnet
+
+RANGE = jc.recipes.fused(bits=4, scale_source="range")
+
+
+@pytest.fixture(autouse=True)
+def as_users_write():
+    """A mean of shape (features,) is subtracted as it is."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def standard(x, scale, bias):
+    """As most people write it, in two passes."""
+    wide = x.astype(jnp.float32)
+    mean, var = jnp.mean(wide, (0, 1, 2)), jnp.var(wide, (0, 1, 2))
+    return ((wide - mean) * lax.rsqrt(var + 1e-5) * scale + bias).astype(x.dtype), mean, var
+
+
+def divided(x, scale, bias):
+    mean = x.mean((0, 1, 2), keepdims=True)
+    var = ((x - mean) ** 2).mean((0, 1, 2), keepdims=True)
+    return scale * (x - mean) / jnp.sqrt(var + 1e-5) + bias, mean, var
+
+
+def one_pass(x, scale, bias):
+    wide = x.astype(jnp.float32)
+    mean = wide.mean((0, 1, 2))
+    var = jnp.maximum((wide * wide).mean((0, 1, 2)) - mean * mean, 0)
+    y = (wide - mean) * (scale * (1 / jnp.sqrt(var + 1e-5))) + bias
+    return y.astype(x.dtype), mean, var
+
+
+def conv(x, w, stride=1):
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return lax.conv_general_dilated(
+        x, w.astype(x.dtype), (stride, stride), "SAME", dimension_numbers=numbers
+    )
+
+
+def network(norm, params, x):
+    """A stem with a pool, a block with a projected skip connection, and one without."""
+    p = iter(params)
+    y, *stem = norm(conv(x, next(p)), next(p), next(p))
+    y = nnx.max_pool(jax.nn.relu(y), (3, 3), (2, 2), ((1, 1), (1, 1)))
+    z, *_ = norm(conv(y, next(p)), next(p), next(p))
+    z, *_ = norm(conv(jax.nn.relu(z), next(p)), next(p), next(p))
+    skip, *_ = norm(conv(y, next(p)), next(p), next(p))
+    y = jax.nn.relu(skip + z)
+    z, *_ = norm(conv(y, next(p)), next(p), next(p))
+    return jax.nn.relu(z + y).mean((1, 2)), stem
+
+
+def make_params():
+    keys = iter(jax.random.split(jax.random.key(0), 20))
+    params = []
+    for cin, cout in (3, 8), (8, 8), (8, 16), (8, 16), (16, 16):
+        params.append(jax.random.normal(next(keys), (3, 3, cin, cout)) / (3 * cin**0.5))
+        params.append(1 + 0.1 * jax.random.normal(next(keys), (cout,)))
+        params.append(0.3 * jax.random.normal(next(keys), (cout,)))
+    return params
+
+
+@pytest.mark.parametrize("norm", [standard, divided, one_pass])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_plain_functions(norm, dtype):
+    params = make_params()
+    x = jax.random.normal(jax.random.key(1), (16, 16, 16, 3), dtype)
+    target = jax.random.normal(jax.random.key(2), (16, 16))
+    stock = functools.partial(network, norm)
+
+    def loss(fn, params):
+        y, statistics = fn(params, x)
+        return ((y - target) ** 2).sum().astype(jnp.float32), (y, statistics)
+
+    @jax.jit
+    def coded(params, seed):
+        fn = jc.checkpoint(stock, RANGE, seed=seed)
+        return jax.value_and_grad(functools.partial(loss, fn), has_aux=True)(params)
+
+    # Without jit, each operation is compiled alone.
+    same, _ = jax.vjp(lambda params: jc.checkpoint(stock, RANGE)(params, x), params)
+    for one, other in zip(jax.tree.leaves(stock(params, x)), jax.tree.leaves(same), strict=True):
+        np.testing.assert_array_equal(one, other)
+    exact = jax.jit(jax.value_and_grad(functools.partial(loss, stock), has_aux=True))
+    _, gradient = exact(params)
+    # Unbiased: the mean over seeds is the exact gradient, as far as noise can tell.
+    draws = [coded(params, seed)[1] for seed in range(20)]
+    for i, one in enumerate(gradient):
+        found = np.stack([np.asarray(draw[i], np.float32) for draw in draws])
+        error = found.mean(0) - np.asarray(one, np.float32)
+        noise = np.sqrt((found.var(0, ddof=1) / len(draws)).sum())
+        rounding = 0.02 if dtype == jnp.bfloat16 else 1e-4
+        assert np.linalg.norm(error) < 1.6 * noise + rounding * np.linalg.norm(one)
+    plan = jc.plan(jc.checkpoint(stock, RANGE), params, x)
+    assert sum(value.op == "norm_act" for value in plan.values) >= 1
+    assert plan.saved_bytes < 0.45 * plan.exact_bytes
+
+
+def test_stock_layers_have_the_gradients_of_ours():
+    """The same codes of the same noise, whether a policy is for layers or for stock operations."""
+
+    def make():
+        options = dict(imagenet=True, num_classes=10, rngs=nnx.Rngs(0))
+        return resnet.ResNet(resnet.Bottleneck, (2, 1), 8, **options)
+
+    model, x = make(), jax.random.normal(jax.random.key(1), (8, 32, 32, 3))
+    ours = jc.compress(make(), "fused:bits=4")
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def forward(params, rest, x):
+        return nnx.merge(graphdef, params, rest, copy=True)(x)
+
+    coded = jc.checkpoint(forward, "fused:bits=4")
+    gradient = jax.jit(jax.grad(lambda p: (coded(p, rest, x) ** 2).sum()))(params)
+    expected = nnx.jit(nnx.grad(lambda m: (m(x) ** 2).sum()))(ours)
+    for one, other in zip(jax.tree.leaves(gradient), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-3 * np.abs(other).max())
+    plan = jc.plan(coded, params, rest, x)
+    units = sum(value.saved_bytes for value in plan.values if value.op == "norm_act")
+    layers = [v for v in jc.plan(ours, x).values if v.op == "norm_act"]
+    assert units == pytest.approx(sum(value.saved_bytes for value in layers), rel=0.01)
+
+
+def test_linen():
+    class Net(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            norm = functools.partial(linen.BatchNorm, use_running_average=False)
+            y = linen.relu(norm()(linen.Conv(8, (3, 3), use_bias=False)(x)))
+            y = norm(scale_init=linen.initializers.zeros)(linen.Conv(8, (1, 1))(y))
+            skip = norm(name="norm_proj")(linen.Conv(8, (1, 1), name="conv_proj")(x))
+            return linen.relu(skip + y).mean((1, 2))
+
+    net = Net()
+    x = jax.random.normal(jax.random.key(1), (8, 16, 16, 3))
+    variables = net.init(jax.random.key(0), x)
+
+    def forward(params, stats, x):
+        return net.apply({"params": params, "batch_stats": stats}, x, mutable=["batch_stats"])
+
+    arguments = variables["params"], variables["batch_stats"], x
+    coded = jc.checkpoint(forward, "fused:bits=4")
+    for one, other in zip(
+        jax.tree.leaves(jax.jit(forward)(*arguments)),
+        jax.tree.leaves(jax.jit(coded)(*arguments)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(one, other)
+    plan = jc.plan(coded, *arguments)
+    units = [value for value in plan.values if value.op == "norm_act"]
+    assert sum(u.saved_bytes for u in units) < sum(u.exact_bytes for u in units) / 5
+
+
+def almost(x, scale, bias, *, axes=(0, 1, 2), ddof=0):
+    mean = x.mean(axes, keepdims=True)
+    var = x.var(axes, ddof=ddof, keepdims=True)
+    return (x - mean) * lax.rsqrt(var + 1e-5) * scale + bias
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        functools.partial(almost, axes=(1, 2)),
+        functools.partial(almost, axes=3),
+        functools.partial(almost, axes=(0, 1, 3)),
+        functools.partial(almost, ddof=1),
+        lambda x, scale, bias: (x - x.mean((0, 1, 2))) * scale / (1 + x.var((0, 1, 2))) + bias,
+        lambda x, scale, bias: (x - x.mean()) * lax.rsqrt(x.var((0, 1, 2)) + 1e-5) * scale + bias,
+    ],
+)
+def test_what_is_no_batch_norm_is_not_taken_for_one(other):
+    x = jax.random.normal(jax.random.key(1), (8, 8, 8, 8))
+    ones = jnp.ones(8)
+
+    def f(x, scale, bias):
+        return jax.nn.relu(other(x, scale, bias)).sum()
+
+    with pytest.raises(ValueError, match="matches nothing"):
+        jax.grad(jc.checkpoint(f, "fused:bits=4"))(x, ones, ones)
+
+
+def test_a_maximum_is_no_relu():
+    """At 0, `jnp.maximum` has half of the gradient: it stays outside of the unit."""
+    x = jax.random.normal(jax.random.key(1), (8, 8, 8, 8))
+    zeros = jnp.zeros(8)
+
+    def f(x, bias):
+        return jnp.maximum(standard(x, zeros, bias)[0], 0).sum()
+
+    gradient = jax.grad(jc.checkpoint(f, "fused:bits=4"), 1)(x, zeros)
+    np.testing.assert_allclose(gradient, jax.grad(f, 1)(x, zeros))
+    assert float(gradient[0]) == 256
+
+
+def test_max_pool_alone_saves_packed_indices():
+    x = jax.random.normal(jax.random.key(1), (4, 16, 16, 8))
+    policy = jc.Policy((jc.Rule(jc.Packed(4), op="max_pool"),))
+
+    def f(x):
+        return jnp.sin(nnx.max_pool(jnp.sin(x), (3, 3), (2, 2), "SAME")).sum()
+
+    coded = jc.checkpoint(f, policy)
+    np.testing.assert_allclose(jax.grad(coded)(x), jax.grad(f)(x), rtol=1e-6)
+    pooled = [value for value in jc.plan(coded, x).values if value.op == "max_pool"]
+    assert sum(value.saved_bytes for value in pooled) == 4 * 8 * 8 * 8 // 2
