@@ -209,9 +209,12 @@ def _export(step: TracedStep, platform: str) -> export.Exported:
             "that is not attached; remove the callback (jax.debug.print is also one)"
         )
     function = _TracedFunction(step.traced)  # type: ignore[abstract]  # only traced
-    # The format of a Pallas kernel may change between JAX versions. The child has the same JAX.
-    kernels = [export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")]
-    exported = export.export(function, platforms=[platform], disabled_checks=kernels)()
+    # The format of these calls may change between JAX versions. The child has the same JAX.
+    calls = [
+        export.DisabledSafetyCheck.custom_call(name)
+        for name in ("__gpu$xla.gpu.triton", "LayoutConstraint")
+    ]
+    exported = export.export(function, platforms=[platform], disabled_checks=calls)()
     return dataclasses.replace(
         exported,
         _get_vjp=None,

@@ -34,14 +34,15 @@ def _flattened(gradient: Array) -> Array:
 
 
 def row_major_operand(operand: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Makes XLA write the operand of a matrix product in row-major order, in a program for one GPU.
+    """Makes XLA write a feature map in row-major order, in a program for one GPU.
 
-    A codec reads the array for the range of each channel. XLA may then write the array with the
-    channels before the map, where a convolution's operand has ranges of the same shape. The product
-    would transpose it, or XLA's compiler would fail with "Couldn't find output tile sizes".
+    XLA prefers a layout in which the range of each channel is a reduction of adjacent elements:
+    channels before the map. A value takes this layout if no convolution decides on another. Then
+    the matrix product that reads the value transposes it. In JAX 0.10, XLA's compiler for absent
+    GPUs rejects such a product unless the map's edges are multiples of its tiles.
 
     Args:
-        operand: Array whose last axis a product contracts.
+        operand: Array whose last axis a matrix product contracts.
 
     Returns:
         The same array.
@@ -51,7 +52,7 @@ def row_major_operand(operand: Float[Array, "..."]) -> Float[Array, "..."]:
         >>> row_major_operand(jnp.ones((8, 16, 16, 32))).shape
         (8, 16, 16, 32)
     """
-    if operand.ndim < 3:
+    if operand.ndim < 4:
         return operand
     return on_one("cuda", _in_row_major_layout, lambda operand: operand)(operand)
 
