@@ -1,12 +1,17 @@
-"""A kernel's gradient is reordered where it may be, and nowhere else."""
+"""A kernel's gradient is reordered where it may be, and a product's operand not at all."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 
-from jaxcomp import memory
-from jaxcomp.ops._row_major import row_major
+import jaxcomp as jc
+from jaxcomp import memory, ops
+from jaxcomp.memory._compiling import compile_step
+from jaxcomp.memory._targets import resolve
+from jaxcomp.memory._tracing import trace
+from jaxcomp.ops._row_major import row_major, row_major_operand
 from tests.helpers import normal, shard
 
 SHAPE = (3, 3, 8, 16)
@@ -60,3 +65,66 @@ def test_the_step_after_a_convolution_copies_less():
         return report.hbm_traffic_bytes
 
     assert traffic(True) < traffic(False)
+
+
+def constrained(program, *args, platform="cuda"):
+    """Whether a platform's compiler is given a layout that it has to take."""
+    checks = [jax.export.DisabledSafetyCheck.custom_call("LayoutConstraint")]
+    exported = jax.export.export(jax.jit(program), platforms=[platform], disabled_checks=checks)
+    return "@LayoutConstraint" in exported(*args).mlir_module()
+
+
+def test_an_operand_is_the_same_array():
+    x = normal((2, 3, 4, 8))
+    for function in (row_major_operand, jax.jit(row_major_operand), jax.vmap(row_major_operand)):
+        np.testing.assert_array_equal(function(x), x)
+
+
+def test_one_gpu_has_to_keep_feature_maps_in_row_major_order_and_nobody_else():
+    x = jax.ShapeDtypeStruct((8, 4, 4, 16), jnp.float32)
+    assert constrained(row_major_operand, x)
+    assert constrained(jax.vmap(row_major_operand), jax.ShapeDtypeStruct((2, *x.shape), x.dtype))
+    assert not constrained(row_major_operand, x, platform="cpu")
+    assert not constrained(row_major_operand, x, platform="tpu")
+    assert not constrained(row_major_operand, jax.ShapeDtypeStruct((8, 16, 16), jnp.float32))
+    assert not constrained(row_major_operand, shard(jnp.ones((8, 4, 4, 16))))
+
+
+def conv(x, kernel):
+    return lax.conv_general_dilated(x, kernel, (2, 2), "VALID", None, None, ("NHWC", "HWIO", "NHWC"))
+
+
+def by_layers(codec):
+    """A block of linear layers, and convolutions that read as many channels; of `jaxcomp.ops`."""
+    to_features = (((3,), (0,)), ((), ()))
+
+    def loss(w, x):
+        hidden = ops.gelu(ops.dot_general(x, w["up"], to_features, codec=codec), codec=codec)
+        y = jnp.tanh(conv(x + ops.dot_general(hidden, w["down"], to_features, codec=codec), w["in"]))
+        layout = ("NHWC", "HWIO", "NHWC")
+        out = ops.conv_general_dilated(
+            y, w["out"], (2, 2), "VALID", dimension_numbers=layout, codec=codec
+        )
+        return out.sum()
+
+    return loss
+
+
+def by_engine(codec):
+    """The same program by `checkpoint`."""
+
+    def loss(w, x):
+        x = x + jax.nn.gelu(x @ w["up"]) @ w["down"]
+        return conv(jnp.tanh(conv(x, w["in"])), w["out"]).sum()
+
+    return jc.checkpoint(loss, jc.recipes.everywhere(codec))
+
+
+@pytest.mark.parametrize("make", [by_layers, by_engine])
+def test_a_product_of_a_compressed_map_of_odd_size_compiles_without_a_transposition(make):
+    """XLA preferred the range's layout for the product too; in JAX 0.10 it then gave up."""
+    w = {"up": (16, 32), "down": (32, 16), "in": (2, 2, 16, 32), "out": (2, 2, 32, 8)}
+    w = {name: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for name, shape in w.items()}
+    x = jax.ShapeDtypeStruct((8, 56, 56, 16), jnp.bfloat16)
+    step = trace(jax.grad(make(jc.Quantize(4))), w, x)
+    assert "[8,32,56,56]" not in compile_step(step, resolve("h100")).hlo_text
