@@ -20,7 +20,8 @@ class Rule:
     A condition that is empty holds for every value. A rule is for layers of `jaxcomp.nn`, for other
     values, or for both:
 
-    - With `op` it is for layers of `jaxcomp.nn` alone. They save what they need by the codec.
+    - With `op` it is for layers of `jaxcomp.nn`, which save what they need by the codec. Where it
+      matches none of them, the kinds "norm_act" and "max_pool" are also for stock operations.
     - With `names`, `primitives`, `roles` or `dtypes` it is for values alone.
     - With neither it is for the layers of `jaxcomp.nn` that can save by the codec, whatever their
       size; where it matches none of a model's layers, it is for values.

@@ -20,6 +20,7 @@ _STRATEGIES = ("plain", "remat", "offload", "accumulate")  # no policies
 _RECIPES: dict[str, Callable[..., Policy]] = {
     recipe.__name__: recipe
     for recipe in (
+        recipes.automatic,
         recipes.fused,
         recipes.transformer,
         recipes.division,

@@ -1,5 +1,6 @@
 """Recipes: functions that return a `Policy` for a whole model."""
 
+import dataclasses
 from typing import Literal, get_args
 
 from jaxcomp.codecs import (
@@ -53,8 +54,9 @@ def everywhere(codec: Codec) -> Policy:
 def fused(bits: int = 4, scale_source: ScaleSource = "norm") -> Policy:
     """One code for each norm, addition and ReLU, which the convolutions around them share.
 
-    For models built of `jaxcomp.nn.ConvNormAct` and `jaxcomp.nn.NormAct`. Max pool indices are
-    exact and packed. All other values are saved as they are.
+    For `jaxcomp.nn.ConvNormAct` and `jaxcomp.nn.NormAct`, and for stock operations: a batch norm
+    over the last axis, whoever wrote it, alone or with the skip connection, `jax.nn.relu` and max
+    pool that follow. Max pool indices are exact and packed. All other values are saved as they are.
 
     Args:
         bits: Bits of an element, ReLU's mask included: 2, 3 or 4.
@@ -74,6 +76,38 @@ def fused(bits: int = 4, scale_source: ScaleSource = "norm") -> Policy:
         2
     """
     return Policy((Rule(SignAware(bits, scale_source=scale_source), op="norm_act"), *_PACKED))
+
+
+def automatic(bits: int = 4) -> Policy:
+    """The default of `compress`: for each part of a model what is best for it, without bias.
+
+    - A batch norm with the skip connection, ReLU and max pool that follow has one code (`fused`
+      with `scale_source="range"`, which clips nothing), which convolutions that read it share. This
+      holds for layers of `jaxcomp.nn` and for stock operations.
+    - Masks and max pool indices are exact and packed.
+    - All other values are as in `transformer`.
+
+    Args:
+        bits: Bits of an element: 3, 4 or 8. With 8 bits, batch norms are as all other values.
+
+    Returns:
+        The policy.
+
+    Raises:
+        ValueError: If `bits` is none of these.
+
+    Example:
+        >>> automatic(bits=3).rules[0].op
+        'norm_act'
+    """
+    if bits not in (3, 4, 8):
+        raise ValueError(f"bits={bits!r}: expected 3, 4 or 8")
+    rest = transformer(bits).rules
+    rest = (*rest[:-1], dataclasses.replace(rest[-1], required=False))
+    if bits == 8:
+        return Policy((*_PACKED, *rest))
+    unit = Rule(SignAware(bits, scale_source="range"), op="norm_act", required=False)
+    return Policy((unit, *_PACKED, *rest))
 
 
 def transformer(bits: int = 4) -> Policy:

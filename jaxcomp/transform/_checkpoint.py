@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.extend.core import InconclusiveDimensionOperation, jaxpr_as_fun
 
 from jaxcomp.codecs._codec import Seed
+from jaxcomp.policies import recipes
 from jaxcomp.policies._policy import JaxPolicy, Policy
 from jaxcomp.policies._specs import PolicyLike, policy_for_function
 from jaxcomp.transform._decisions import PolicyLog
@@ -21,6 +22,9 @@ from jaxcomp.transform._programs import Program, avals, closed
 from jaxcomp.transform._schedule import plain_bytes
 
 _REMEMBERED = 64  # programs
+
+
+DEFAULT = recipes.automatic()
 
 
 class Checkpointed:
@@ -184,7 +188,7 @@ def _with_backward_pass(
 
 def checkpoint(
     fn: Callable[..., Any],
-    policy: PolicyLike,
+    policy: PolicyLike = DEFAULT,
     *,
     coded_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),

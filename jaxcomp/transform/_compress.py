@@ -9,7 +9,7 @@ from flax import nnx
 
 from jaxcomp._core.module_scopes import with_module_scopes
 from jaxcomp._core.modules import derived, set_class, split_model, stock_class
-from jaxcomp.codecs import Quantize, noise
+from jaxcomp.codecs import noise
 from jaxcomp.codecs._codec import Seed
 from jaxcomp.nn._coded import coded_modules
 from jaxcomp.policies._policy import JaxPolicy, Policy
@@ -21,13 +21,11 @@ from jaxcomp.transform._attributes import (
     with_others,
     without_others,
 )
-from jaxcomp.transform._checkpoint import Checkpointed, checkpoint
+from jaxcomp.transform._checkpoint import DEFAULT, Checkpointed, checkpoint
 from jaxcomp.transform._layers import LayerCodecs, check_required
 from jaxcomp.transform._loops import Static
 
 M = TypeVar("M", bound=nnx.Module)
-
-DEFAULT = Quantize(bits=4)
 
 
 def compress(model: M, policy: PolicyLike = DEFAULT) -> M:
@@ -51,7 +49,8 @@ def compress(model: M, policy: PolicyLike = DEFAULT) -> M:
             `nnx.jit` takes a compressed model; it does not let its arguments change their class, so
             that inside of it only a model that was made there can be compressed.
         policy: A `Policy`; a codec, which is used everywhere (`recipes.everywhere`); the spec of a
-            recipe or codec, such as "fused:bits=4"; or one of `jax.checkpoint_policies`.
+            recipe or codec, such as "fused:bits=4"; or one of `jax.checkpoint_policies`. By
+            default, `recipes.automatic()`.
 
     Returns:
         The same model. `jaxcomp.plan(model, *inputs)` shows what it saves.

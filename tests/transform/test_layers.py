@@ -169,6 +169,6 @@ def test_a_module_with_attributes_of_these_names_is_left_alone() -> None:
 
 def test_a_rule_for_layers_needs_layers_of_jaxcomp() -> None:
     model = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
-    with pytest.raises(ValueError, match=r"op='norm_act'\) matches nothing.*has no such layers"):
-        jc.compress(model, "fused:bits=4")
+    with pytest.raises(ValueError, match=r"op='conv'\) matches nothing.*has no such layers"):
+        jc.compress(model, "actnn:level=L1")
     assert type(model) is nnx.Sequential
