@@ -174,9 +174,9 @@ def _check_matched(policy: Policy, matched: set[Rule], values: list[Value]) -> N
             continue
         if not rule.is_for_values:
             raise ValueError(
-                f"{rule} matches nothing: op is for layers of jaxcomp.nn, and norm_act and max_pool "
-                "for stock batch norms over the last axis and max pools, too; the function or "
-                "model has none that it could match"
+                f"{rule} matches nothing: op is for layers of jaxcomp.nn, norm_act also for stock "
+                "batch norms over the last axis, max_pool also for stock max pools; the function "
+                "or model has none that it could match"
             )
         names, primitives, roles, paths = (
             ", ".join(sorted(found)) or "none"

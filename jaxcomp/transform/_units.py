@@ -1,4 +1,4 @@
-"""Stock operations of a program that an operation of `jaxcomp.ops` can stand for."""
+"""Stock operations of a program that are recognized, and what takes their place."""
 
 import dataclasses
 import heapq
@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import DropVar, JaxprEqn
+from jax.extend.core import DropVar, JaxprEqn, jaxpr_as_fun
 from jaxtyping import Array
 
 from jaxcomp import ops
@@ -20,6 +20,7 @@ from jaxcomp.ops._pooling import Window, index_codec
 from jaxcomp.policies._policy import Policy
 from jaxcomp.policies._rule import Rule
 from jaxcomp.transform._algebra import tangents_of
+from jaxcomp.transform._attention import Attention, attentions
 from jaxcomp.transform._batch_norms import BatchNorm, Pattern, is_relu
 from jaxcomp.transform._decisions import PolicyLog
 from jaxcomp.transform._origins import module_path
@@ -103,7 +104,7 @@ class MaxPool:
         return list(self.equation.outvars)
 
 
-Unit = NormAct | MaxPool
+Unit = NormAct | MaxPool | Attention
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -112,11 +113,11 @@ class Recognized:
 
     Attributes:
         unit: The unit.
-        codec: Its codec.
+        codec: Its codec; None if it is recomputed.
     """
 
     unit: Unit
-    codec: Codec
+    codec: Codec | None
 
     @property
     def path(self) -> str:
@@ -139,7 +140,7 @@ def recognize(program: Program, active: Sequence[int], log: PolicyLog) -> list[R
     """
     if not isinstance(log.policy, Policy):
         return []
-    if not any(map(is_for_units, log.policy.rules)):
+    if not any(isinstance(rule.action, Codec) for rule in log.policy.rules):
         return []
     jaxpr = program.jaxpr
     pattern = Pattern(jaxpr)
@@ -152,9 +153,15 @@ def recognize(program: Program, active: Sequence[int], log: PolicyLog) -> list[R
         rule = next(
             (r for r in log.policy.rules if r.op and r.matches_layer(path, unit.kind)), None
         )
-        if rule is not None and isinstance(rule.action, Codec) and _fits(unit, rule.action):
-            log.matched.add(rule)
+        if isinstance(unit, Attention):
+            if rule is None:
+                found.append(Recognized(unit, None))
+        elif rule is not None and isinstance(rule.action, Codec) and _fits(unit, rule.action):
             found.append(Recognized(unit, rule.action))
+        else:
+            continue
+        if rule is not None:
+            log.matched.add(rule)
     return found
 
 
@@ -190,7 +197,7 @@ def _units(pattern: Pattern) -> list[Unit]:
         pool = _window(equation)
         if pool is not None and id(equation) not in taken:
             found.append(MaxPool(pool, equation))
-    return found
+    return [*found, *attentions(pattern)]
 
 
 def _unit(pattern: Pattern, norm: BatchNorm, norms: dict[Any, BatchNorm]) -> NormAct:
@@ -297,6 +304,11 @@ def _reads_code(equation: JaxprEqn, coded: dict[Any, ops.CodedArray]) -> bool:
 def _take(step: Recognized, env: dict[Any, Any], coded: dict[Any, Any], seed: Array) -> None:
     """Runs a unit, and sets its results."""
     unit = step.unit
+    if isinstance(unit, Attention):
+        attention = jax.checkpoint(jaxpr_as_fun(unit.program))
+        (env[unit.results[0]],) = attention(*(env[v] for v in unit.operands))
+        return
+    assert step.codec is not None
     if isinstance(unit, MaxPool):
         (x,) = unit.operands
         codec: Codec = index_codec(unit.pool[0])

@@ -216,3 +216,30 @@ def test_max_pool_alone_saves_packed_indices():
     np.testing.assert_allclose(jax.grad(coded)(x), jax.grad(f)(x), rtol=1e-6)
     pooled = [value for value in jc.plan(coded, x).values if value.op == "max_pool"]
     assert sum(value.saved_bytes for value in pooled) == 4 * 8 * 8 * 8 // 2
+
+
+@pytest.mark.parametrize("stop", ["", "keep"])
+def test_attention_saves_no_scores(stop):
+    x = jax.random.normal(jax.random.key(1), (2, 128, 32))
+    w = jax.random.normal(jax.random.key(0), (4, 32, 32)) / 32**0.5
+    policy = jc.policies.from_spec("exact") if not stop else jc.recipes.automatic()
+    if stop:
+        policy = jc.Policy((jc.Rule("keep", op="attention", required=False),)) + policy
+
+    def f(w, x):
+        q, k, v = (jnp.sin(x @ w[i]).reshape(2, 128, 4, 8) for i in range(3))
+        y = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        return (y.reshape(2, 128, 32) @ w[3]).sum()
+
+    def scores(policy):
+        plan = jc.plan(jc.checkpoint(f, policy), w, x)
+        return [v for v in plan.values if v.op == "attention"], plan
+
+    found, plan = scores(jc.recipes.automatic())
+    assert [v.saved_bytes for v in found] == [0]
+    assert plan.saved_bytes < 0.2 * plan.exact_bytes
+    assert scores(policy)[0] == []
+    # Exact queries, keys and values: only the other products' inputs have codes.
+    gradient = jax.grad(jc.checkpoint(f, jc.recipes.automatic()))(w, x)
+    error = jnp.linalg.norm(gradient - jax.grad(f)(w, x)) / jnp.linalg.norm(gradient)
+    assert error < 0.05
