@@ -141,10 +141,11 @@ def _read_by_rows(equations: Sequence[JaxprEqn]) -> set[Any]:
     found = set()
     for equation in equations:
         if equation.primitive.name == "dot_general":
+            operands: list[Any] = equation.invars
             contracted, batch = equation.params["dimension_numbers"]
-            for atom, axes, batch_axes in zip(equation.invars, contracted, batch, strict=True):
-                if is_variable(atom) and (*axes,) == (atom.aval.ndim - 1,) and not batch_axes:
-                    found.add(atom)
+            for value, axes, batch_axes in zip(operands, contracted, batch, strict=True):
+                if is_variable(value) and not batch_axes and [*axes] == [value.aval.ndim - 1]:
+                    found.add(value)
     return found
 
 

@@ -90,22 +90,21 @@ def test_one_gpu_has_to_keep_feature_maps_in_row_major_order_and_nobody_else():
     assert not constrained(row_major_operand, shard(jnp.ones((8, 4, 4, 16))))
 
 
-def conv(x, kernel):
-    return lax.conv_general_dilated(x, kernel, (2, 2), "VALID", None, None, ("NHWC", "HWIO", "NHWC"))
+def conv(x, kernel, of=lax.conv_general_dilated, **options):
+    layout = ("NHWC", "HWIO", "NHWC")
+    return of(x, kernel, (2, 2), "VALID", dimension_numbers=layout, **options)
 
 
 def by_layers(codec):
-    """A block of linear layers, and convolutions that read as many channels; of `jaxcomp.ops`."""
-    to_features = (((3,), (0,)), ((), ()))
+    """Linear layers, and a convolution that reads as many channels as the second of them."""
+
+    def dense(x, kernel):
+        return ops.dot_general(x, kernel, (((3,), (0,)), ((), ())), codec=codec)
 
     def loss(w, x):
-        hidden = ops.gelu(ops.dot_general(x, w["up"], to_features, codec=codec), codec=codec)
-        y = jnp.tanh(conv(x + ops.dot_general(hidden, w["down"], to_features, codec=codec), w["in"]))
-        layout = ("NHWC", "HWIO", "NHWC")
-        out = ops.conv_general_dilated(
-            y, w["out"], (2, 2), "VALID", dimension_numbers=layout, codec=codec
-        )
-        return out.sum()
+        x = x + dense(ops.gelu(dense(x, w["up"]), codec=codec), w["down"])
+        x = jnp.tanh(conv(x, w["in"]))
+        return conv(x, w["out"], ops.conv_general_dilated, codec=codec).sum()
 
     return loss
 
