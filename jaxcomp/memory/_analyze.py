@@ -34,7 +34,9 @@ def analyze(
     target need not be attached: the program is then compiled ahead of time for an absent device.
 
     A program that does not fit gives a report with `fits=False`. A program that the TPU compiler
-    rejects for lack of memory gives such a report too.
+    rejects for lack of memory gives such a report too. If XLA rejects a program for an absent GPU
+    because its first tile sizes do not fit a matrix product, the program is compiled with the flag
+    that the report's `xla_flag` names.
 
     The report excludes the workspace of cuDNN, the CUDA context, memory fragmentation and the
     buffers of NCCL. Arrays that `fn` closes over are constants of the program. XLA for GPU may
@@ -205,6 +207,7 @@ def _compiled_figures(compiled: CompiledStep, target: Target) -> dict[str, Any]:
         "hbm_traffic_bytes": hbm_traffic(compiled.hlo_text),
         "estimated_cycles": estimated_cycles(compiled.hlo_text),
         "compile_seconds": compiled.compile_seconds,
+        "xla_flag": compiled.xla_flag,
     }
 
 

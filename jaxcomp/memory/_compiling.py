@@ -7,6 +7,7 @@ lock of libtpu and the changed environment are confined to the child too. The by
 depend on where the compiler runs.
 """
 
+import contextlib
 import dataclasses
 import os
 import pickle
@@ -29,6 +30,16 @@ from ._buffer_assignment import dump_options
 from ._options import compiler_options
 from ._targets import Target
 from ._tracing import TracedStep, inner_jaxprs
+
+# For an absent GPU, XLA takes the first tile sizes of its list for each matrix product and raises
+# this error if they do not fit. With the first flag it takes the best that fit by its cost model,
+# and cuBLAS if none fit; other products have the same operands and results as without the flag.
+# The second flag takes cuBLAS for all products.
+_NO_TILE_SIZES = "Couldn't find output tile sizes"
+_TILE_FLAGS = (
+    "--xla_gpu_experimental_cost_model_gemm_tiling_options=top=1,top_from_default=1",
+    "--xla_gpu_enable_triton_gemm=false",
+)
 
 
 class CompileError(RuntimeError):
@@ -58,11 +69,13 @@ class CompiledStep:
         memory: the fields of XLA's `CompiledMemoryStats` in bytes. The set of fields depends on
             the version of jaxlib.
         compile_seconds: wall time of the compilation alone, in seconds.
+        xla_flag: the flag without which XLA rejects the program, as in `MemoryReport`.
     """
 
     hlo_text: str
     memory: dict[str, int]
     compile_seconds: float
+    xla_flag: str | None = None
 
 
 def compile_step(
@@ -138,19 +151,41 @@ def _compile_in_child(
     kept = None if options else answers.answer_file(exported.mlir_module_serialized, rest)
     answer = answers.read(kept) if kept else None
     if answer is None:
-        answer = _ask_child(request, target)
+        answer = _with_tile_sizes(request, target)
         if kept:
             answers.write(kept, answer)
     return CompiledStep(**answer)
 
 
-def _ask_child(request: dict[str, Any], target: Target) -> dict[str, Any]:
-    """Compiles a program in a child process; returns the fields of a `CompiledStep`."""
+def _with_tile_sizes(request: dict[str, Any], target: Target) -> dict[str, Any]:
+    """Compiles a program, with another flag if XLA's first tile sizes do not fit a product of it.
+
+    Returns:
+        The fields of a `CompiledStep`.
+
+    Raises:
+        CompileError: if the compilation fails; that without flags, if it fails with flags too.
+    """
+    try:
+        return _ask_child(request, target)
+    except CompileError as error:
+        if _NO_TILE_SIZES not in str(error):
+            raise
+        for flag in _TILE_FLAGS:
+            with contextlib.suppress(CompileError):
+                return _ask_child(request, target, flag) | {"xla_flag": flag}
+        raise
+
+
+def _ask_child(request: dict[str, Any], target: Target, flag: str = "") -> dict[str, Any]:
+    """Compiles a program in a child process, with one more of XLA's flags."""
     # An option of this process's compiler may break another: barriers in particular.
     flags = os.environ.get("XLA_FLAGS", "").split()
     environment = {
         **os.environ,
-        "XLA_FLAGS": " ".join(f for f in flags if not f.startswith("--xla_disable_hlo_passes")),
+        "XLA_FLAGS": " ".join(
+            [*(f for f in flags if not f.startswith("--xla_disable_hlo_passes")), flag]
+        ),
         "JAX_PLATFORMS": "cpu",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "TPU_SKIP_MDS_QUERY": "1",

@@ -45,6 +45,8 @@ class MemoryReport:
             traffic / bandwidth and FLOPs / peak bfloat16 throughput. `None` for an attached
             device.
         compile_seconds: wall time of the compilation in seconds.
+        xla_flag: the flag without which XLA rejects the program for an absent GPU, because its
+            first tile sizes do not fit a matrix product. `None` if it needs none.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -74,6 +76,7 @@ class MemoryReport:
     estimated_cycles: int | None
     roofline_seconds: float | None
     compile_seconds: float | None
+    xla_flag: str | None = None
 
     def to_dict(self) -> dict[str, str | int | float | None]:
         """Converts the report to a dictionary.
@@ -136,6 +139,8 @@ class MemoryReport:
             ("roofline estimate", format_seconds(self.roofline_seconds)),
             ("compile seconds", _number(self.compile_seconds)),
         ]
+        if self.xla_flag is not None:
+            rows.append(("compiled with", self.xla_flag))
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 

@@ -109,8 +109,13 @@ class Comparison:
             for row in self.rows
             if row.report and row.report.host_temp_bytes
         ]
+        flags = [
+            f"{row.name}: compiled with {row.report.xla_flag}"
+            for row in self.rows
+            if row.report and row.report.xla_flag
+        ]
         failed = [f"{row.name}: {row.error}" for row in self.rows if row.error]
-        return "\n".join([*lines, "", *on_host, *failed, self._verdict()])
+        return "\n".join([*lines, "", *on_host, *flags, *failed, self._verdict()])
 
     def _verdict(self) -> str:
         if self.usable_bytes is None:

@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from jaxcomp.memory import CompileError
+from jaxcomp.memory import CompileError, analyze, compiler_options, timeline
 from jaxcomp.memory import _compiling as compiling
 from jaxcomp.memory._compiling import compile_step
 from jaxcomp.memory._targets import Target, resolve
 from jaxcomp.memory._tracing import trace
+from jaxcomp.memory._traffic import hbm_traffic
 
 X = jax.ShapeDtypeStruct((256, 256), jnp.float32)
 
@@ -121,3 +122,71 @@ def test_a_compiler_that_aborts_is_an_error_of_that_program(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_no_such_flag=1")
     with pytest.raises(CompileError, match=r"(?s)compiler for h100 ended.*xla_no_such_flag"):
         compile_step(trace(jnp.sin, X), resolve("h100"))
+
+
+def transposed_rows(x, w):
+    """A product whose rows are a transposed axis of 24: no multiple of XLA's first tiles, of 16."""
+    return jnp.swapaxes(x, 1, 2).reshape(-1, 64) @ w
+
+
+ROWS = (jax.ShapeDtypeStruct((4, 64, 24), jnp.float32), jax.ShapeDtypeStruct((64, 64), jnp.float32))
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize("target", ["h100", "rtx3060-12gb"])
+def test_a_product_that_the_first_tile_sizes_do_not_fit_is_compiled_with_a_flag(target):
+    report = analyze(transposed_rows, *ROWS, target=target)
+    assert report.total_bytes
+    if jax.__version_info__ < (0, 11):  # later versions make the transposition a kernel of its own
+        assert report.xla_flag == compiling._TILE_FLAGS[0]
+    fitting = jax.ShapeDtypeStruct((4, 64, 32), jnp.float32)
+    assert analyze(transposed_rows, fitting, ROWS[1], target=target).xla_flag is None
+    step = jax.jit(transposed_rows, compiler_options=compiler_options(triton_gemm=False))
+    assert analyze(step, *ROWS, target=target).xla_flag is None
+
+
+@needs_gpu_compiler
+def test_the_flag_has_a_timeline_and_changes_no_program_that_compiles_without(monkeypatch):
+    sizes = (
+        jax.ShapeDtypeStruct((4, 64, 32), jnp.bfloat16),
+        jax.ShapeDtypeStruct((64, 64), jnp.bfloat16),
+    )
+    step = trace(jax.grad(lambda x, w: jnp.sin(transposed_rows(x, w)).sum(), (0, 1)), *sizes)
+    without = compile_step(step, resolve("h100"))
+    monkeypatch.setenv("XLA_FLAGS", compiling._TILE_FLAGS[0])
+    flagged = compile_step(step, resolve("h100"))
+    assert without.memory == flagged.memory
+    assert hbm_traffic(without.hlo_text) == hbm_traffic(flagged.hlo_text)
+    monkeypatch.delenv("XLA_FLAGS")
+    assert timeline(transposed_rows, *ROWS, target="h100").peak_bytes
+
+
+@pytest.mark.parametrize("fails", range(4))
+def test_flags_are_tried_in_order_for_this_error_alone(fails, monkeypatch):
+    asked = []
+
+    def child(request, target, flag=""):
+        asked.append(flag)
+        if len(asked) <= fails:
+            raise CompileError(f"{compiling._NO_TILE_SIZES} {len(asked)}")
+        return {"hlo_text": ""}
+
+    monkeypatch.setattr(compiling, "_ask_child", child)
+    flags = ["", *compiling._TILE_FLAGS]
+    if fails == len(flags):
+        with pytest.raises(CompileError, match="tile sizes 1"):
+            compiling._with_tile_sizes({}, resolve("cpu"))
+    else:
+        answer = compiling._with_tile_sizes({}, resolve("cpu"))
+        assert answer.get("xla_flag", "") == flags[fails]
+    assert asked == flags[: fails + 1]
+
+
+def test_another_error_is_no_reason_for_a_flag(monkeypatch):
+    def child(request, target, flag=""):
+        assert not flag
+        raise CompileError("another")
+
+    monkeypatch.setattr(compiling, "_ask_child", child)
+    with pytest.raises(CompileError, match="another"):
+        compiling._with_tile_sizes({}, resolve("cpu"))

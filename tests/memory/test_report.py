@@ -24,6 +24,7 @@ FIGURES = {
     "estimated_cycles": None,
     "roofline_seconds": 0.25,
     "compile_seconds": 1.5,
+    "xla_flag": None,
 }
 
 
@@ -47,7 +48,12 @@ def test_table_has_human_units():
     assert rows["HBM traffic"] == "7 B"
     assert rows["FLOPs"] == "1.234e+09"
     assert rows["fits"] == "yes"
-    assert len(rows) == len(FIGURES)
+    assert len(rows) == len(FIGURES) - 1
+
+
+def test_table_has_a_line_for_a_flag_that_was_needed():
+    rows = table(MemoryReport(**FIGURES | {"xla_flag": "--xla_flag=1"}))
+    assert rows["compiled with"] == "--xla_flag=1"
 
 
 @pytest.mark.parametrize(("fits", "word"), [(False, "no"), (None, "not given by this backend")])
