@@ -209,6 +209,9 @@ def checkpoint(
       code, and the plan states the bias.
     - Each iteration of a `scan` without side effects saves what the policy says of its values. The
       carry from the iteration before has the role "input" and is always saved.
+    - Batch norms with the skip connection, `jax.nn.relu` and max pool that follow, max pools alone
+      and attentions are recognized, whoever wrote them: they save what the operations of
+      `jaxcomp.ops` save. The scores of an attention are recomputed.
 
     So the gradient is unbiased if the codecs are. Values that a user's `jax.custom_vjp`, an inner
     `jax.checkpoint`, a `while` loop or a branch reads are exact. Where nothing is encoded, there
@@ -218,7 +221,7 @@ def checkpoint(
     Args:
         fn: A function of any pytrees. Arrays that it closes over are differentiated, too.
         policy: A `Policy`; a codec, for every value that it can encode; the spec of either; or one
-            of `jax.checkpoint_policies`.
+            of `jax.checkpoint_policies`. By default, `recipes.automatic()`.
         coded_argnums: Positional arguments that nothing else keeps, such as the result of the
             layer before. The policy decides about them by the role "input".
         static_argnums: Positional arguments that are no arrays.

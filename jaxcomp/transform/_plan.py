@@ -11,7 +11,6 @@ from jaxcomp.policies._value import dtype_name
 from jaxcomp.transform._graph import plain_nbytes
 from jaxcomp.transform._loops import Looped
 from jaxcomp.transform._origins import module_path
-from jaxcomp.transform._schedule import Schedule
 
 _HARDLY = 0.9
 
@@ -74,18 +73,19 @@ class Plan:
     @classmethod
     def of_program(cls, looped: Looped, exact_bytes: int) -> "Plan":
         """The plan of a traced function: of its schedule, and of those of its loops."""
-        schedules = list(_schedules(looped))
+        schedules = [each.schedule for each in _all(looped)]
+        of_units = [unit.codec for each in _all(looped) for unit in each.units]
         asked = any(d.codec is not None for s in schedules for d in s.decisions.values())
         codes = any(stored.is_noisy for s in schedules for stored in s.stored.values())
+        codes = codes or any(codec is not None for codec in of_units)
         values = tuple(_planned(looped))
         notes = []
         if sum(value.saved_bytes for value in values) > _HARDLY * exact_bytes:
             notes.append("hardly anything is saved: leave the function as it is")
         if values and asked and not codes:
             notes.append("the policy's codecs encode nothing: all follows from exact values")
-        biased = {
-            str(s.codec) for sch in schedules for s in sch.stored.values() if _is_biased(s.codec)
-        }
+        codecs = [*(s.codec for each in schedules for s in each.stored.values()), *of_units]
+        biased = {str(codec) for codec in codecs if _is_biased(codec)}
         notes += [f"biased: {codec} is a biased codec" for codec in sorted(biased)]
         if looped.schedule.biased:
             notes.append("biased: nonlinear steps are recomputed from decoded values")
@@ -128,11 +128,11 @@ def _is_biased(codec: Codec | None) -> bool:
     return codec is not None and not codec.unbiased
 
 
-def _schedules(looped: Looped) -> Iterator[Schedule]:
-    """A function's schedule, and those of its loops."""
-    yield looped.schedule
+def _all(looped: Looped) -> Iterator[Looped]:
+    """A function, and the iterations of its loops."""
+    yield looped
     for loop in looped.loops:
-        yield from _schedules(loop.body)
+        yield from _all(loop.body)
 
 
 def _planned(looped: Looped) -> Iterator[SavedValue]:
