@@ -109,11 +109,11 @@ class Comparison:
             for row in self.rows
             if row.report and row.report.host_temp_bytes
         ]
-        flags = [
-            f"{row.name}: compiled with {row.report.xla_flag}"
-            for row in self.rows
-            if row.report and row.report.xla_flag
-        ]
+        names: dict[str, list[str]] = {}
+        for row in self.rows:
+            if row.report and row.report.xla_flag:
+                names.setdefault(row.report.xla_flag, []).append(row.name)
+        flags = [f"{', '.join(of)}: compiled with {flag}" for flag, of in names.items()]
         failed = [f"{row.name}: {row.error}" for row in self.rows if row.error]
         return "\n".join([*lines, "", *on_host, *flags, *failed, self._verdict()])
 

@@ -70,15 +70,15 @@ def test_no_row_fits_or_nobody_knows():
     assert str(table).endswith("What fits on cpu is not known: give a capacity.")
 
 
-def test_a_row_that_needs_a_flag_says_so(monkeypatch):
+def test_rows_that_need_a_flag_have_a_line(monkeypatch):
     def flagged(*args, **kwargs):
         report, timeline = analyze_step(*args, **kwargs)
         return replace(report, xla_flag="--xla_flag=1"), timeline
 
     analyze_step = comparison.analyze_step
     monkeypatch.setattr(comparison, "analyze_step", flagged)
-    table = compare(make_step, ["plain"], batch=8, target="cpu", capacity=2**30)
-    assert "plain: compiled with --xla_flag=1" in str(table).splitlines()
+    table = compare(make_step, ["plain", "remat"], batch=8, target="cpu", capacity=2**30)
+    assert "plain, remat: compiled with --xla_flag=1" in str(table).splitlines()
 
 
 def test_a_row_fits_whose_traffic_is_not_known(monkeypatch):
