@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
@@ -127,8 +128,10 @@ class Pattern:
         return steps.get(equation.primitive.name, lambda a: a)(*numbers)
 
     def before_casts(self, atom: Any) -> Any:
-        """The variable that an array is a cast of."""
+        """The variable of the same values that an array is a cast of."""
         while equation := self.made(atom, "convert_element_type"):
+            if not _keeps_values(equation):
+                break
             atom = equation.invars[0]
         return atom
 
@@ -246,7 +249,8 @@ class Pattern:
         if centred is None:
             return False
         value, mean = centred.invars
-        return self.before_casts(value) is x and is_mean(mean)
+        aligned = self._is_per_feature(mean, avals([value])[0].shape)
+        return aligned and self.before_casts(value) is x and is_mean(mean)
 
     # Norms
 
@@ -387,6 +391,13 @@ class Pattern:
         if epsilon is None or not self._is_variance(first, x, count, axes):
             return None
         return self.of_features(first), epsilon
+
+
+def _keeps_values(cast: JaxprEqn) -> bool:
+    """Whether a cast is from floating-point numbers to a dtype that holds all of them."""
+    (before,), (after,) = avals(cast.invars), avals(cast.outvars)
+    floating = jnp.issubdtype(before.dtype, jnp.floating)
+    return floating and jnp.promote_types(before.dtype, after.dtype) == after.dtype
 
 
 def _same_last(one: tuple[int, ...], other: tuple[int, ...]) -> bool:

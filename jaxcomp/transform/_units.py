@@ -145,7 +145,8 @@ def recognize(program: Program, active: Sequence[int], log: PolicyLog) -> list[R
     jaxpr = program.jaxpr
     pattern = Pattern(jaxpr)
     reached = tangents_of(jaxpr.eqns, [jaxpr.invars[i] for i in active])
-    found = []
+    found: list[Recognized] = []
+    rules: dict[Recognized, Rule] = {}
     for unit in _units(pattern):
         if reached.isdisjoint(unit.operands):
             continue
@@ -156,13 +157,28 @@ def recognize(program: Program, active: Sequence[int], log: PolicyLog) -> list[R
         if isinstance(unit, Attention):
             if rule is None:
                 found.append(Recognized(unit, None))
+            else:
+                log.matched.add(rule)
         elif rule is not None and isinstance(rule.action, Codec) and _fits(unit, rule.action):
             found.append(Recognized(unit, rule.action))
-        else:
-            continue
-        if rule is not None:
-            log.matched.add(rule)
+            rules[found[-1]] = rule
+    found = _without_cycles(jaxpr, found)
+    log.matched.update(rules[one] for one in found if one in rules)
     return found
+
+
+def _without_cycles(jaxpr: Any, found: list[Recognized]) -> list[Recognized]:
+    """The units but for those that read what is computed from their own results.
+
+    An example is a skip connection that is scaled by the norm's variance.
+    """
+    if _ordered(jaxpr, found) is not None:
+        return found
+    kept: list[Recognized] = []
+    for one in found:
+        if _ordered(jaxpr, [*kept, one]) is not None:
+            kept.append(one)
+    return kept
 
 
 def is_for_units(rule: Rule) -> bool:
@@ -264,6 +280,7 @@ def with_units(program: Program, found: Sequence[Recognized]) -> Program:
     """
     jaxpr = program.jaxpr
     steps = _ordered(jaxpr, found)
+    assert steps is not None
 
     def run(*arguments: Any) -> list[Any]:
         *given, seed = arguments
@@ -339,10 +356,11 @@ def _input(norm: BatchNorm, env: dict[Any, Any]) -> Input:
     return Input(env[norm.x], scale, bias)
 
 
-def _ordered(jaxpr: Any, found: Sequence[Recognized]) -> list[Any]:
+def _ordered(jaxpr: Any, found: Sequence[Recognized]) -> list[Any] | None:
     """Units and the equations that are needed besides, each after those that it reads.
 
-    The order is that of the program, as far as possible. Without units it is the program's.
+    None if there is no such order, because a unit reads what depends on its results. The order is
+    that of the program, as far as possible. Without units it is the program's.
     """
     made_by_units = {v for r in found for v in r.unit.results}
     position = {id(e): i for i, e in enumerate(jaxpr.eqns)}
@@ -382,4 +400,4 @@ def _ordered(jaxpr: Any, found: Sequence[Recognized]) -> list[Any]:
             if not waits[id(following)]:
                 count += 1
                 heapq.heappush(ready, (following[0], count, following))
-    return order
+    return order if len(order) == len(chosen) else None

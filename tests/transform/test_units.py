@@ -243,3 +243,49 @@ def test_attention_saves_no_scores(stop):
     gradient = jax.grad(jc.checkpoint(f, jc.recipes.automatic()))(w, x)
     error = jnp.linalg.norm(gradient - jax.grad(f)(w, x)) / jnp.linalg.norm(gradient)
     assert error < 0.05
+
+
+def feature_map(seed=1):
+    return 0.3 + jax.random.normal(jax.random.key(seed), (4, 4, 4, 4))
+
+
+def test_a_unit_that_reads_what_follows_from_its_results_stays_as_it_is():
+    x, one, zero = feature_map(), jnp.ones(4), jnp.zeros(4)
+    automatic = jc.recipes.automatic()
+
+    def by_variance(x):
+        y, _, var = one_pass(x, one, zero)
+        return jax.nn.relu(y + x * var).sum()
+
+    def crossed(x):
+        both = x, jnp.sin(x)
+        (_, mean, var), (_, other_mean, other_var) = (one_pass(a, one, zero) for a in both)
+        first = (both[0] - mean) * lax.rsqrt(var + 1e-5) * other_var + other_mean
+        second = (both[1] - other_mean) * lax.rsqrt(other_var + 1e-5) * var + mean
+        return (first**2 + second**3).sum()
+
+    found = jax.grad(jc.checkpoint(by_variance, automatic))(x)
+    np.testing.assert_allclose(found, jax.grad(by_variance)(x), rtol=1e-4, atol=1e-5)
+    assert jax.grad(jc.checkpoint(crossed, automatic))(x).shape == x.shape
+
+
+def test_a_rounded_input_has_no_gradient():
+    x, one, zero = feature_map(), jnp.ones(4), jnp.zeros(4)
+
+    def f(x):
+        return (standard((10 * x).astype(jnp.int32).astype(jnp.float32), one, zero)[0] ** 3).sum()
+
+    assert not jax.grad(jc.checkpoint(f, jc.recipes.automatic()))(x).any()
+
+
+def test_a_variance_about_other_means_is_none():
+    """All axes have one size: the means are subtracted along another axis than the features."""
+    x, weight = feature_map(), feature_map(2)
+
+    def f(x):
+        mean = x.mean((0, 1, 2))
+        var = ((x - mean[:, None]) ** 2).mean((0, 1, 2))
+        return (weight * (x - mean) * lax.rsqrt(var + 1e-5)).sum()
+
+    found = jax.grad(jc.checkpoint(f, jc.recipes.automatic()))(x)
+    np.testing.assert_allclose(found, jax.grad(f)(x), rtol=1e-4, atol=1e-5)
