@@ -12,11 +12,13 @@ from jax.extend import source_info_util
 from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jaxtyping import Array
 
+from jaxcomp.transform._algebra import CHEAP, HEAVY, REDUCTIONS
 from jaxcomp.transform._origins import located
 
 # Calls that are looked through, by the parameter that holds what is called.
 CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr"}
 _BARRIER = "optimization_barrier"
+_SIMPLE = CHEAP | HEAVY | REDUCTIONS - {"reduce"}  # without programs among their parameters
 
 Program: TypeAlias = Any  # a jaxpr with its constants, in whichever class this JAX has for it
 Values = dict[Any, Any]
@@ -41,6 +43,10 @@ def closed(jaxpr: Jaxpr, constants: Sequence[Any]) -> Program:
 
 def apply(jaxpr: Jaxpr, equation: JaxprEqn, values: Sequence[Any]) -> list[Any]:
     """Evaluates one equation of a program, under its own name scope and source line."""
+    if equation.primitive.name in _SIMPLE:
+        with scope_of(equation), equation.ctx.manager:
+            results = equation.primitive.bind(*values, **equation.params)
+        return list(results) if equation.primitive.multiple_results else [results]
     pairs = zip(equation.invars, values, strict=True)
     operands = {atom: value for atom, value in pairs if not isinstance(atom, Literal)}
     given = variables(equation.invars)
@@ -181,14 +187,13 @@ class Linearized:
 
 
 def linearize(program: Program, active: Sequence[int]) -> Linearized:
-    """Takes the derivative of a program with respect to some of its arguments.
+    """Takes the derivative of a flat program with respect to some of its arguments.
 
     Every coefficient of the linear program is computed in the forward one, at the exact values.
 
     Raises:
         NotImplementedError: If the linear program writes to references.
     """
-    program = flat(program)
     arguments = avals(program.jaxpr.invars)
     results = avals(program.jaxpr.outvars)
     smooth = [i for i, r in enumerate(results) if jnp.issubdtype(r.dtype, jnp.inexact)]

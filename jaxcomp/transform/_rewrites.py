@@ -1,7 +1,7 @@
 """Second ways to compute a value of the forward program, for when its operands are lossy."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ from jax.extend.core import JaxprEqn
 
 from jaxcomp.transform._algebra import is_cheap_rule
 from jaxcomp.transform._origins import located
-from jaxcomp.transform._programs import Program, avals, closed, evaluate, flat, scope_of
+from jaxcomp.transform._programs import Program, avals, closed, evaluate, scope_of
 
 Pair = tuple[Any, Any]  # a value, and the same made in another way
 Rewrite = Callable[[JaxprEqn, list[Any], list[Any]], Iterator[Pair]]
@@ -30,14 +30,17 @@ def with_rewrites(forward: Program) -> tuple[Program, dict[Any, Any]]:
         The program with more results, and which of its variables equals which other.
     """
     count = len(forward.jaxpr.outvars)
-    traced = _with_pairs(_with_pairs(forward, _opened), _selected)
+    opened = _with_pairs(forward, _opened, {"custom_jvp_call"})
+    traced = _with_pairs(opened, _selected, _COMPARED)
     kept, added = traced.jaxpr.outvars[:count], traced.jaxpr.outvars[count:]
     same = dict(zip(added[::2], added[1::2], strict=True))
     return closed(traced.jaxpr.replace(outvars=kept), traced.consts), same
 
 
-def _with_pairs(forward: Program, rewrite: Rewrite) -> Program:
-    """Adds to a program's results each pair that `rewrite` finds."""
+def _with_pairs(forward: Program, rewrite: Rewrite, primitives: Collection[str]) -> Program:
+    """Adds to a program's results each pair that `rewrite` finds in equations of `primitives`."""
+    if not any(equation.primitive.name in primitives for equation in forward.jaxpr.eqns):
+        return forward
 
     def run(*arguments: Any) -> list[Any]:
         pairs: list[Any] = []
@@ -48,7 +51,7 @@ def _with_pairs(forward: Program, rewrite: Rewrite) -> Program:
 
         return [*evaluate(forward.jaxpr, forward.consts, arguments, visit), *pairs]
 
-    return flat(jax.make_jaxpr(run)(*avals(forward.jaxpr.invars)))
+    return jax.make_jaxpr(run)(*avals(forward.jaxpr.invars))
 
 
 def _selected(equation: JaxprEqn, values: list[Any], results: list[Any]) -> Iterator[Pair]:
@@ -57,8 +60,13 @@ def _selected(equation: JaxprEqn, values: list[Any], results: list[Any]) -> Iter
     if compare is not None and jnp.issubdtype(result.dtype, jnp.floating):
         with scope_of(equation):
             mask = compare.bind(*values)
-            one, other = (jnp.broadcast_to(v, result.shape) for v in values)
+            one, other = (_broadcast(v, result.shape) for v in values)
             yield result, lax.select_n(mask, other, one)
+
+
+def _broadcast(value: Any, shape: tuple[int, ...]) -> Any:
+    """A scalar or an array of as many axes, in a shape."""
+    return lax.broadcast_in_dim(value, shape, range(len(shape) - jnp.ndim(value), len(shape)))
 
 
 def _opened(equation: JaxprEqn, values: list[Any], results: list[Any]) -> Iterator[Pair]:

@@ -21,6 +21,7 @@ from jaxcomp.transform._programs import (
     Program,
     apply,
     avals,
+    flat,
     is_variable,
     linearize,
     read,
@@ -141,7 +142,7 @@ def plain_bytes(program: Program, active: Sequence[int], coded: Collection[int])
 
     Those of the coefficients of `jax.linearize` that are neither held nor constants.
     """
-    linearized = linearize(program, active)
+    linearized = linearize(flat(program), active)
     graph = _graph(linearized.forward, coded)
     constant = Graph(graph.jaxpr, set()).free
     values = {v for v in linearized.coefficients if is_variable(v)}
