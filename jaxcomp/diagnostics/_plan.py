@@ -43,7 +43,8 @@ def plan(model_or_fn: nnx.Module | Callable[..., Any], *args: Any, **kwargs: Any
     Example:
         >>> import jaxcomp as jc
         >>> model = nnx.Sequential(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), jax.numpy.sin)
-        >>> found = plan(jc.compress(model), jax.ShapeDtypeStruct((512, 64), jax.numpy.float32))
+        >>> x = jax.ShapeDtypeStruct((512, 64), jax.numpy.float32)
+        >>> found = plan(jc.compress(model, "quantize:bits=4"), x)
         >>> found.exact_bytes, found.saved_bytes, found.bits_per_element
         (131072, 20480, 5.0)
     """

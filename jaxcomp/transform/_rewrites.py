@@ -11,7 +11,7 @@ from jax.extend.core import JaxprEqn
 
 from jaxcomp.transform._algebra import is_cheap_rule
 from jaxcomp.transform._origins import located
-from jaxcomp.transform._programs import Program, avals, closed, evaluate, scope_of
+from jaxcomp.transform._programs import Program, avals, closed, evaluate, flat, scope_of
 
 Pair = tuple[Any, Any]  # a value, and the same made in another way
 Rewrite = Callable[[JaxprEqn, list[Any], list[Any]], Iterator[Pair]]
@@ -51,7 +51,7 @@ def _with_pairs(forward: Program, rewrite: Rewrite, primitives: Collection[str])
 
         return [*evaluate(forward.jaxpr, forward.consts, arguments, visit), *pairs]
 
-    return jax.make_jaxpr(run)(*avals(forward.jaxpr.invars))
+    return flat(jax.make_jaxpr(run)(*avals(forward.jaxpr.invars)))
 
 
 def _selected(equation: JaxprEqn, values: list[Any], results: list[Any]) -> Iterator[Pair]:
