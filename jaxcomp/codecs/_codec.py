@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import functools
 import math
 import typing
 
@@ -138,12 +139,12 @@ class Codec(abc.ABC):
         """
         self.check(x.shape, x.dtype)
         with jax.named_scope(self.stored_name()):
-            return Encoded(self._encode(x, seed), x.shape, x.dtype)
+            return Encoded(self._encode_once(x, seed), x.shape, x.dtype)
 
     def decode(self, encoded: Encoded) -> Shaped[Array, "..."]:
         """Returns the array that `encoded` stands for, in the shape and dtype of the original."""
         with jax.named_scope(self.stored_name()):
-            return self._decode(encoded.arrays, encoded.shape, encoded.dtype)
+            return self._decode_once(encoded.arrays, encoded.shape, encoded.dtype)
 
     def nbytes(self, shape: tuple[int, ...], dtype: DTypeLike) -> int:
         """Returns the exact size of an encoded array in bytes, with metadata and padding.
@@ -177,6 +178,18 @@ class Codec(abc.ABC):
         name = jnp.dtype(dtype).name
         if name not in FLOATS:
             raise TypeError(f"{type(self).__name__} stores {FLOATS}; got x of dtype {name}")
+
+    # JAX traces these once for all arrays of a shape, and inlines the result.
+
+    @functools.partial(jax.jit, static_argnums=0, inline=True)
+    def _encode_once(self, x: Array, seed: Seed) -> tuple[Array, ...]:
+        return self._encode(x, seed)
+
+    @functools.partial(jax.jit, static_argnums=(0, 2, 3), inline=True)
+    def _decode_once(
+        self, arrays: tuple[typing.Any, ...], shape: tuple[int, ...], dtype: DTypeLike
+    ) -> Array:
+        return self._decode(arrays, shape, dtype)
 
     @abc.abstractmethod
     def _encode(self, x: Array, seed: Seed) -> tuple[Array, ...]: ...

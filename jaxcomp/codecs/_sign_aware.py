@@ -1,8 +1,10 @@
 """A codec for ReLU outputs and pre-activations whose codes store the sign exactly."""
 
 import dataclasses
+import functools
 import typing
 
+import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int8, UInt32
@@ -100,6 +102,7 @@ class SignAware(Codec):
         negatives, bottom = negative if self.signed else (1, 0.0)
         return Levels(negatives, 2**self.bits - negatives, first, mantissa, bottom)
 
+    @functools.partial(jax.jit, static_argnums=0, inline=True)
     def encode_scaled(self, x: Array, channel_scale: Array, random: Array) -> Encoded:
         """Encodes values with a known per-channel scale.
 
@@ -119,6 +122,7 @@ class SignAware(Codec):
         arrays = *packing.pack(codes, self.bits), channel_scale, jnp.zeros((1,) * x.ndim)
         return Encoded(arrays, x.shape, x.dtype)
 
+    @functools.partial(jax.jit, static_argnums=0, inline=True)
     def encode_activation(self, x: Array, channel_scale: Array, random: Array) -> Encoded:
         """Encodes the output of a ReLU by the scale that `scale_source` selects.
 
@@ -156,6 +160,7 @@ class SignAware(Codec):
         # A channel with a NaN has a NaN scale; its zeros decode to NaN too.
         return jnp.where(positive, t * factor + offset, 0 * (factor + offset)).astype(dtype)
 
+    @functools.partial(jax.jit, static_argnums=0, inline=True)
     def positive(self, code: Encoded) -> Bool[Array, "..."]:
         """Returns the mask of positive values of an array that `encode_activation` encoded."""
         return self.levels.decode(packing.unpack(code.arrays[:-2], code.shape, self.bits))[1]
@@ -174,6 +179,7 @@ class SignAware(Codec):
         codes = packing.unpack(tuple(packed), code.shape, self.bits)
         return self.levels.multiples(codes), self.levels.step * channel_scale
 
+    @functools.partial(jax.jit, static_argnums=0, inline=True)
     def encode_preactivation(
         self,
         h: Float[Array, "*shape"],
@@ -207,6 +213,7 @@ class SignAware(Codec):
         packed = packing.pack(self.levels.encode(t, positive, random), self.bits)
         return Preactivation(packed, ends, threshold)
 
+    @functools.partial(jax.jit, static_argnums=(0, 2), inline=True)
     def decode_preactivation(
         self, code: "Preactivation", shape: tuple[int, ...]
     ) -> tuple[Float[Array, "*shape"], Bool[Array, "*shape"]]:
@@ -250,6 +257,7 @@ class SignAware(Codec):
         start = jnp.clip(threshold, low, high)
         return start, (high - start) / self.levels.top, start - low
 
+    @functools.partial(jax.jit, static_argnums=0, inline=True)
     def encode_normalized(
         self, h: Float[Array, "*shape"], random: UInt32[Array, "*shape"]
     ) -> "Normalized":
@@ -271,6 +279,7 @@ class SignAware(Codec):
         codes = jnp.floor(level + noise.fraction(random)).astype(jnp.int32)
         return Normalized(packing.pack(codes, self.bits), ends)
 
+    @functools.partial(jax.jit, static_argnums=(0, 2), inline=True)
     def decode_normalized(
         self, code: "Normalized", shape: tuple[int, ...]
     ) -> Float[Array, "*shape"]:

@@ -20,13 +20,12 @@ LIBRARIES = (
 
 def source_line(equation: JaxprEqn | None) -> str:
     """`file:line` of the innermost frame outside `LIBRARIES`, or "" if there is none."""
-    for frame in frames(equation):
+    return "" if equation is None else _line_of(equation.source_info.traceback)
+
+
+@functools.lru_cache(4096)
+def _line_of(traceback: Any) -> str:
+    for frame in traceback.frames if traceback else ():
         if not frame.file_name.startswith(LIBRARIES) and os.path.isabs(frame.file_name):
             return f"{os.path.basename(frame.file_name)}:{frame.line_num}"
     return ""
-
-
-def frames(equation: JaxprEqn | None) -> list[Any]:
-    """The frames of the traceback of an equation, the innermost first."""
-    traceback: Any = None if equation is None else equation.source_info.traceback
-    return traceback.frames if traceback else []

@@ -1,6 +1,7 @@
 """What rules of a policy see of a value that a backward pass needs."""
 
 import dataclasses
+import functools
 import typing
 
 import jax
@@ -11,6 +12,7 @@ from jaxcomp.codecs._codec import FLOATS
 ROLES = ("operand", "derivative", "mask", "index", "statistic", "input", "other")
 
 
+@functools.lru_cache(256)
 def dtype_name(dtype: typing.Any) -> str:
     """Name of a dtype, of those of JAX's keys too.
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import InconclusiveDimensionOperation, jaxpr_as_fun
 
+from jaxcomp.codecs import noise
 from jaxcomp.codecs._codec import Seed
 from jaxcomp.policies import recipes
 from jaxcomp.policies._policy import JaxPolicy, Policy
@@ -168,7 +169,10 @@ def _with_backward_pass(
         if not active:
             return function(None, *values), None
         chosen = _looped_once(program, active, coded, policy)
-        made, stored = chosen.forward(None if seed is None else seed.value, values)
+        given = None if seed is None else seed.value
+        made, stored = chosen.forward(
+            _seed_of_call(given, [jnp.asarray(values[i]) for i in active]), values
+        )
         return made, (Static(chosen), stored)
 
     def backward(residual: Any, cotangents: list[Any]) -> tuple[Any, ...]:
@@ -184,6 +188,14 @@ def _with_backward_pass(
 
     function.defvjp(forward, backward, symbolic_zeros=True)
     return function
+
+
+def _seed_of_call(seed: Seed, arguments: list[Any]) -> Any:
+    """Mixes a seed with a sample of arguments, so that each call and iteration has its own noise.
+
+    It is behind a barrier, or XLA computes it again in each kernel that reads it.
+    """
+    return jax.lax.optimization_barrier(noise.folded(seed, noise.spot_check(*arguments)))
 
 
 def checkpoint(
@@ -226,7 +238,8 @@ def checkpoint(
             layer before. The policy decides about them by the role "input".
         static_argnums: Positional arguments that are no arrays.
         seed: Integer scalar, or a key of `jax.random.key`, that redraws the rounding noise. The
-            noise is a hash of the values and the seed: equal values have equal noise.
+            noise is a hash of the values, of the seed, and of a few elements of each argument that
+            is differentiated. So calls with other arguments, and iterations, have other noise.
 
     Returns:
         The transformed function. `jaxcomp.plan(it, *args)` shows what it saves.

@@ -13,7 +13,8 @@ from jaxcomp.transform._algebra import is_affine, is_cheap, linear_uses, tangent
 from jaxcomp.transform._cut import NEVER, cheapest
 from jaxcomp.transform._decisions import Decision
 from jaxcomp.transform._graph import Graph, coded_nbytes, nbytes, plain_nbytes
-from jaxcomp.transform._programs import Linearized, is_variable
+from jaxcomp.transform._linearized import Linearized
+from jaxcomp.transform._programs import is_variable
 
 
 @dataclasses.dataclass(frozen=True)

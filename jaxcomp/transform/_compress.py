@@ -4,13 +4,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from jaxcomp._core.module_scopes import with_module_scopes
 from jaxcomp._core.modules import derived, set_class, split_model, stock_class
-from jaxcomp.codecs import noise
-from jaxcomp.codecs._codec import Seed
 from jaxcomp.nn._coded import coded_modules
 from jaxcomp.policies._policy import JaxPolicy, Policy
 from jaxcomp.policies._specs import PolicyLike, policy_for_model
@@ -145,9 +142,7 @@ def _compressed(kind: type[nnx.Module], policy: Policy | JaxPolicy | None) -> di
     if policy is None:
         return {"compressed_call": None}
 
-    def compressed_call(
-        self: nnx.Module, args: Any, kwargs: Any, seed: Seed = None
-    ) -> tuple[Checkpointed, Any]:
+    def compressed_call(self: nnx.Module, args: Any, kwargs: Any) -> tuple[Checkpointed, Any]:
         _check_arguments((args, kwargs))
         graphdef, params, rest = split_model(self)
         leaves, tree = jax.tree.flatten((args, kwargs))
@@ -168,14 +163,10 @@ def _compressed(kind: type[nnx.Module], policy: Policy | JaxPolicy | None) -> di
             statistics = jax.lax.stop_gradient(statistics)
             return result, changed, _changed(params, after), statistics, others
 
-        return checkpoint(run, policy, seed=seed), (params, rest, arrays)
+        return checkpoint(run, policy), (params, rest, arrays)
 
     def call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
-        params = jax.tree.leaves(nnx.state(self, nnx.Param))
-        floats = [p for p in params if jnp.issubdtype(p.dtype, jnp.inexact)]
-        # Behind a barrier, or XLA computes the seed again in each kernel that reads it.
-        seed = jax.lax.optimization_barrier(noise.spot_check(*map(jax.lax.stop_gradient, floats)))
-        function, arguments = compressed_call(self, args, kwargs, seed)
+        function, arguments = compressed_call(self, args, kwargs)
         result, set_by_call, changed, *rest = function(*arguments)
         nnx.update(self, *rest)
         change(self, set_by_call.value)

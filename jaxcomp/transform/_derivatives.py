@@ -1,26 +1,18 @@
 """Chains of elementwise derivatives become one coefficient each."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Var
 
 from jaxcomp.transform._algebra import ELEMENTWISE, tangents_of
-from jaxcomp.transform._programs import (
-    Linearized,
-    Values,
-    apply,
-    avals,
-    evaluate,
-    filled,
-    flat,
-    is_variable,
-    read,
-)
+from jaxcomp.transform._builder import Builder, renamed
+from jaxcomp.transform._linearized import Linearized
+from jaxcomp.transform._programs import Program, avals, filled, is_variable
 
 Costly = Callable[[Any], bool]
 
@@ -46,7 +38,7 @@ def merge(linearized: Linearized, costly: Costly) -> Linearized:
     Returns:
         Programs of the same results, to rounding.
     """
-    forward, linear = linearized.forward, linearized.linear.jaxpr
+    linear = linearized.linear.jaxpr
     count = len(linear.invars) - len(linearized.active)
     tangents = tangents_of(linear.eqns, linear.invars[count:])
     behind = dict(zip(linear.invars, linearized.coefficients, strict=False))
@@ -68,41 +60,73 @@ def merge(linearized: Linearized, costly: Costly) -> Linearized:
         if is_variable(atom) and atom not in tangents
     )
 
-    def forward_with_derivatives(*arguments: Any) -> list[Any]:
-        made = evaluate(forward.jaxpr, forward.consts, arguments)
-        env: Values = dict(zip(linear.invars, made[linearized.results :], strict=False))
-        for equation in linear.eqns:
-            if not tangents.intersection(equation.outvars):
-                values = [read(env, atom) for atom in equation.invars]
-                env |= dict(zip(equation.outvars, apply(linear, equation, values), strict=True))
-        for start, chain in chosen.items():
-            env[start] = filled(start.aval, 1.0)
-            for equation in chain.equations:
-                values = [read(env, atom) for atom in equation.invars]
-                env |= dict(zip(equation.outvars, apply(linear, equation, values), strict=True))
-        coefficients = [*(env[v] for v in needed), *(env[end] for end in start_of)]
-        return [*made[: linearized.results], *coefficients]
-
-    def shortened(*given: Any) -> list[Any]:
-        env: Values = dict(zip(needed, given, strict=False))
-        derivatives = dict(zip(start_of, given[len(needed) :], strict=False))
-        env |= dict(zip(linear.invars[count:], given[len(needed) + len(start_of) :], strict=True))
-        for equation in linear.eqns:
-            (*_, out) = equation.outvars
-            if out in start_of:
-                tangent = env[start_of[out]].astype(derivatives[out].dtype)
-                env[out] = lax.mul(tangent, derivatives[out])
-            elif out in tangents and out not in inside:
-                values = [read(env, atom) for atom in equation.invars]
-                env |= dict(zip(equation.outvars, apply(linear, equation, values), strict=True))
-        return [read(env, atom) for atom in linear.outvars]
-
-    inputs = [*needed, *start_of, *linear.invars[count:]]
     return dataclasses.replace(
         linearized,
-        forward=flat(jax.make_jaxpr(forward_with_derivatives)(*avals(forward.jaxpr.invars))),
-        linear=flat(jax.make_jaxpr(shortened)(*avals(inputs))),
+        forward=_with_derivatives(linearized, tangents, chosen, [*needed], start_of),
+        linear=_shortened(linearized.linear, count, tangents, [*needed], start_of, inside),
     )
+
+
+def _with_derivatives(
+    linearized: Linearized,
+    tangents: set[Any],
+    chains: dict[Any, _Chain],
+    needed: list[Any],
+    start_of: dict[Any, Any],
+) -> Program:
+    """The forward program, with the needed coefficients and the derivatives of chains."""
+    forward, linear = linearized.forward, linearized.linear.jaxpr
+    builder = Builder()
+    arguments = forward.jaxpr.invars
+    made = builder.inline(forward, arguments)
+    env = builder.constants_of(linearized.linear)
+    env |= dict(zip(linear.invars, made[linearized.results :], strict=False))
+
+    def add(equation: JaxprEqn) -> None:
+        results = builder.add(equation, renamed(env, equation.invars))
+        env.update(zip(equation.outvars, results, strict=True))
+
+    for equation in linear.eqns:
+        if not tangents.intersection(equation.outvars):
+            add(equation)
+    for start, chain in chains.items():
+        (env[start],) = builder.trace(functools.partial(_ones, start.aval))
+        for equation in chain.equations:
+            add(equation)
+    coefficients = [env[v] for v in (*needed, *start_of)]
+    return builder.program(forward.jaxpr, arguments, [*made[: linearized.results], *coefficients])
+
+
+def _shortened(
+    linear: Program,
+    count: int,
+    tangents: set[Any],
+    needed: list[Any],
+    start_of: dict[Any, Any],
+    inside: set[Any],
+) -> Program:
+    """The linear program, in which chains are products with their derivatives."""
+    builder, jaxpr = Builder(), linear.jaxpr
+    derivatives = {end: Var(end.aval) for end in start_of}
+    env = builder.constants_of(linear) | {v: v for v in (*needed, *jaxpr.invars[count:])}
+    for equation in jaxpr.eqns:
+        (*_, out) = equation.outvars
+        if out in start_of:
+            tangent = env[start_of[out]]
+            (env[out],) = builder.trace(_scaled, tangent, derivatives[out], at=equation)
+        elif out in tangents and out not in inside:
+            results = builder.add(equation, renamed(env, equation.invars))
+            env.update(zip(equation.outvars, results, strict=True))
+    arguments = [*needed, *derivatives.values(), *jaxpr.invars[count:]]
+    return builder.program(jaxpr, arguments, renamed(env, jaxpr.outvars))
+
+
+def _ones(kind: Any) -> list[Any]:
+    return [filled(kind, 1.0)]
+
+
+def _scaled(tangent: Any, derivative: Any) -> list[Any]:
+    return [lax.mul(tangent.astype(derivative.dtype), derivative)]
 
 
 def _chains(linear: Any, tangents: set[Any]) -> dict[Any, _Chain]:

@@ -14,28 +14,30 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jaxtyping import Array
 
 from jaxcomp._core import barriers
-from jaxcomp.transform._programs import apply, evaluate, is_variable
+from jaxcomp.transform._builder import flat
+from jaxcomp.transform._programs import Program, Values, apply, closed, is_variable, read
 
 _LARGE = 2**14  # elements
 _RECOMPUTED = {"checkpoint", "remat", "remat2"}  # names of `jax.checkpoint` in a program
 
 
-def evaluate_after(
-    cotangent: Array, jaxpr: Jaxpr, constants: Sequence[Any], arguments: Sequence[Any]
-) -> list[Any]:
+def evaluate_after(cotangent: Array, program: Program, arguments: Sequence[Any]) -> list[Any]:
     """Evaluates a backward program, whose large constant arrays wait for a cotangent.
 
     Args:
         cotangent: Axis 0 is the batch; arrays of as many samples wait.
-        jaxpr: The program.
-        constants: Values of its constants.
+        program: The program.
         arguments: Values of its arguments.
     """
-
-    def step(jaxpr: Jaxpr, equation: JaxprEqn, values: list[Any]) -> list[Any]:
-        return apply_after(cotangent, jaxpr, equation, values)
-
-    return evaluate(jaxpr, constants, arguments, step=step)
+    program = flat(program)
+    jaxpr = program.jaxpr
+    env: Values = dict(zip(jaxpr.constvars, program.consts, strict=True))
+    env |= dict(zip(jaxpr.invars, arguments, strict=True))
+    for equation in jaxpr.eqns:
+        values = [read(env, atom) for atom in equation.invars]
+        made = apply_after(cotangent, jaxpr, equation, values)
+        env |= dict(zip(equation.outvars, made, strict=True))
+    return [read(env, atom) for atom in jaxpr.outvars]
 
 
 def apply_after(
@@ -50,7 +52,7 @@ def apply_after(
     if equation.primitive.name in _RECOMPUTED:
         if equation.params["prevent_cse"]:
             values = lax.optimization_barrier(values)
-        return evaluate_after(cotangent, equation.params["jaxpr"], (), values)
+        return evaluate_after(cotangent, closed(equation.params["jaxpr"], ()), values)
     if _waits(equation, cotangent):
         (value,), (out,) = values, equation.outvars
         kind: Any = out.aval

@@ -10,23 +10,20 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
-from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun
+from jax.extend.core import JaxprEqn, jaxpr_as_fun
 
 from jaxcomp.codecs import noise
 from jaxcomp.codecs._codec import Seed
 from jaxcomp.transform import _passes as passes
 from jaxcomp.transform._algebra import tangents_of
+from jaxcomp.transform._builder import Builder, flat
 from jaxcomp.transform._decisions import PolicyLog
 from jaxcomp.transform._graph import LOOP, Graph
 from jaxcomp.transform._programs import (
     Program,
-    apply,
     avals,
-    evaluate,
     filled,
-    flat,
     is_variable,
-    scope_of,
     variables,
 )
 from jaxcomp.transform._schedule import Schedule, schedule
@@ -144,21 +141,18 @@ def _with_coded_loops(
     numbers = {id(equation): number for number, equation in enumerate(jaxpr.eqns)}
     held = {v for i, v in enumerate(jaxpr.invars) if i not in coded}
     free = Graph(jaxpr, held).free
+    builder = Builder()
+    *_, seed = arguments = jaxpr.invars
 
-    def run(*arguments: Any) -> list[Any]:
-        *_, seed = arguments
+    def step(equation: JaxprEqn, operands: list[Any]) -> list[Any]:
+        if not _is_loop(equation) or reached.isdisjoint(variables(equation.invars)):
+            return builder.add(equation, operands)
+        is_free = [not is_variable(v) or v in free for v in equation.invars]
+        loop = _coded_loop(equation, numbers[id(equation)], is_free, log, loops)
+        return builder.trace(loop, seed, *operands, at=equation)
 
-        def step(jaxpr: Jaxpr, equation: JaxprEqn, values: list[Any]) -> list[Any]:
-            if not _is_loop(equation) or reached.isdisjoint(variables(equation.invars)):
-                return apply(jaxpr, equation, values)
-            is_free = [not is_variable(v) or v in free for v in equation.invars]
-            loop = _coded_loop(equation, numbers[id(equation)], is_free, log, loops)
-            with scope_of(equation):
-                return loop(seed, *values)
-
-        return evaluate(jaxpr, program.consts, arguments, step=step)
-
-    return flat(jax.make_jaxpr(run)(*avals(jaxpr.invars)))
+    results = builder.inline(program, arguments, step)
+    return builder.program(jaxpr, arguments, results)
 
 
 def _coded_loop(
@@ -253,12 +247,10 @@ def _coded_loop(
 
 def _scoped(program: Program, equation: JaxprEqn) -> Program:
     """A program that an equation calls, with the equation's name scope around each of its own."""
-
-    def run(*arguments: Any) -> list[Any]:
-        with scope_of(equation):
-            return evaluate(program.jaxpr, program.consts, arguments)
-
-    return jax.make_jaxpr(run)(*avals(program.jaxpr.invars))
+    builder = Builder()
+    arguments = program.jaxpr.invars
+    results = builder.inline(program, arguments, call=equation)
+    return builder.program(program.jaxpr, arguments, results)
 
 
 def _counts(equation: JaxprEqn, body: Program) -> tuple[int, int]:

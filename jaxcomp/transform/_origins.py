@@ -1,16 +1,22 @@
 """Where in the user's model and code an equation comes from."""
 
+import functools
 import os
+from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from jaxcomp._core.module_scopes import scope_paths
-from jaxcomp.memory._source_line import LIBRARIES, frames
+from jaxcomp.memory._source_line import LIBRARIES
 
 
 def module_path(equation: JaxprEqn | None) -> str:
     """Path of the innermost module of a watched model that made an equation, or ""."""
-    scope = "" if equation is None else str(equation.source_info.name_stack)
+    return "" if equation is None else _innermost(str(equation.source_info.name_stack))
+
+
+@functools.lru_cache(4096)
+def _innermost(scope: str) -> str:
     return next(reversed(scope_paths(scope)), "")
 
 
@@ -22,15 +28,18 @@ def located(called: Jaxpr, call: JaxprEqn) -> Jaxpr:
     """
     traceback = call.source_info.traceback
     equations = [
-        e.replace(source_info=e.source_info.replace(traceback=traceback)) if _is_of_jax(e) else e
+        e.replace(source_info=e.source_info.replace(traceback=traceback))
+        if _is_of_jax(e.source_info.traceback)
+        else e
         for e in called.eqns
     ]
     return called.replace(eqns=equations)
 
 
-def _is_of_jax(equation: JaxprEqn) -> bool:
-    """Whether the innermost jitted function that an equation is in has no line of the user's."""
-    for frame in frames(equation):
+@functools.lru_cache(4096)
+def _is_of_jax(traceback: Any) -> bool:
+    """Whether the innermost jitted function of a traceback has no line of the user's."""
+    for frame in traceback.frames if traceback else ():
         if not frame.file_name.startswith(LIBRARIES):
             return False
         if os.path.basename(frame.file_name) == "pjit.py":

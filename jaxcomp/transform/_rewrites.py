@@ -1,20 +1,18 @@
 """Second ways to compute a value of the forward program, for when its operands are lossy."""
 
+import functools
 import os
-from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Primitive
 
 from jaxcomp.transform._algebra import is_cheap_rule
+from jaxcomp.transform._builder import Builder
 from jaxcomp.transform._origins import located
-from jaxcomp.transform._programs import Program, avals, closed, evaluate, flat, scope_of
-
-Pair = tuple[Any, Any]  # a value, and the same made in another way
-Rewrite = Callable[[JaxprEqn, list[Any], list[Any]], Iterator[Pair]]
+from jaxcomp.transform._programs import Program, avals, closed, is_variable
 
 _COMPARED = {"max": lax.gt_p, "min": lax.lt_p}
 
@@ -27,55 +25,42 @@ def with_rewrites(forward: Program) -> tuple[Program, dict[Any, Any]]:
     the function is JAX's own. Any other is one step: its steps do not tell its second derivative.
 
     Returns:
-        The program with more results, and which of its variables equals which other.
+        The program with more equations, and which of its variables equals which other.
     """
-    count = len(forward.jaxpr.outvars)
-    opened = _with_pairs(forward, _opened, {"custom_jvp_call"})
-    traced = _with_pairs(opened, _selected, _COMPARED)
-    kept, added = traced.jaxpr.outvars[:count], traced.jaxpr.outvars[count:]
-    same = dict(zip(added[::2], added[1::2], strict=True))
-    return closed(traced.jaxpr.replace(outvars=kept), traced.consts), same
+    builder = Builder()
+    same: dict[Any, Any] = {}
+
+    def step(equation: JaxprEqn, operands: list[Any]) -> list[Any]:
+        results = builder.add(equation, operands)
+        if any(result in same for result in results):
+            return results  # of an equal equation
+        if is_cheap_rule(equation) or is_of_jax(equation):
+            called = equation.params["call_jaxpr"]
+            opened = closed(located(called.jaxpr, equation), called.consts)
+            same.update(zip(results, builder.inline(opened, operands, step, equation), strict=True))
+        elif equation.primitive.name in _COMPARED:
+            (kind,) = avals(results)
+            if jnp.issubdtype(kind.dtype, jnp.floating):
+                selected = functools.partial(_selected, _COMPARED[equation.primitive.name], kind)
+                (same[results[0]],) = builder.trace(selected, *operands, at=equation)
+        return results
+
+    arguments = forward.jaxpr.invars
+    results = builder.inline(forward, arguments, step)
+    same = {value: other for value, other in same.items() if is_variable(other)}
+    traced = builder.program(forward.jaxpr, arguments, [*results, *same, *same.values()])
+    return closed(traced.jaxpr.replace(outvars=results), traced.consts), same
 
 
-def _with_pairs(forward: Program, rewrite: Rewrite, primitives: Collection[str]) -> Program:
-    """Adds to a program's results each pair that `rewrite` finds in equations of `primitives`."""
-    if not any(equation.primitive.name in primitives for equation in forward.jaxpr.eqns):
-        return forward
-
-    def run(*arguments: Any) -> list[Any]:
-        pairs: list[Any] = []
-
-        def visit(equation: JaxprEqn, values: list[Any], results: list[Any]) -> None:
-            for pair in rewrite(equation, values, results):
-                pairs.extend(pair)
-
-        return [*evaluate(forward.jaxpr, forward.consts, arguments, visit), *pairs]
-
-    return flat(jax.make_jaxpr(run)(*avals(forward.jaxpr.invars)))
-
-
-def _selected(equation: JaxprEqn, values: list[Any], results: list[Any]) -> Iterator[Pair]:
-    compare = _COMPARED.get(equation.primitive.name)
-    (result, *_) = results or [None]
-    if compare is not None and jnp.issubdtype(result.dtype, jnp.floating):
-        with scope_of(equation):
-            mask = compare.bind(*values)
-            one, other = (_broadcast(v, result.shape) for v in values)
-            yield result, lax.select_n(mask, other, one)
+def _selected(compare: Primitive, kind: Any, *values: Any) -> list[Any]:
+    """The greater or the lesser of two values, selected by a mask."""
+    one, other = (_broadcast(v, kind.shape) for v in values)
+    return [lax.select_n(compare.bind(*values), other, one)]
 
 
 def _broadcast(value: Any, shape: tuple[int, ...]) -> Any:
     """A scalar or an array of as many axes, in a shape."""
     return lax.broadcast_in_dim(value, shape, range(len(shape) - jnp.ndim(value), len(shape)))
-
-
-def _opened(equation: JaxprEqn, values: list[Any], results: list[Any]) -> Iterator[Pair]:
-    if is_cheap_rule(equation) or is_of_jax(equation):
-        called = equation.params["call_jaxpr"]
-        opened = located(called.jaxpr, equation)
-        with scope_of(equation):
-            made = evaluate(opened, called.consts, values)
-        yield from zip(results, made, strict=True)
 
 
 def is_of_jax(equation: JaxprEqn) -> bool:

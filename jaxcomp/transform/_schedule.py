@@ -4,29 +4,21 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
+from jax.extend.core import Var
 
 from jaxcomp.codecs import Quantize
 from jaxcomp.policies._policy import Policy
 from jaxcomp.transform import _paths as paths
 from jaxcomp.transform._algebra import tangents_of
 from jaxcomp.transform._bounds import bounds
+from jaxcomp.transform._builder import Builder, flat
 from jaxcomp.transform._choice import Demand, Stored, choose, coefficients_returned
 from jaxcomp.transform._decisions import Decision, PolicyLog, decide
 from jaxcomp.transform._derivatives import merge
 from jaxcomp.transform._graph import Graph, nbytes, plain_nbytes
-from jaxcomp.transform._programs import (
-    Linearized,
-    Program,
-    apply,
-    avals,
-    flat,
-    is_variable,
-    linearize,
-    read,
-    transpose,
-)
+from jaxcomp.transform._linearized import Linearized, linearize, transpose
+from jaxcomp.transform._programs import Program, is_variable
 from jaxcomp.transform._rewrites import with_rewrites
 
 
@@ -174,30 +166,30 @@ def _number_codes(
     returned = coefficients_returned(linear, behind)
     inputs |= {(atom, ()): None for atom in returned}
 
-    def split(*given: Any) -> list[Any]:
-        coefficients = dict(zip(inputs, given, strict=False))
-        env = dict(zip(linear.invars[count:], given[len(inputs) :], strict=True))
-        for index, equation in enumerate(linear.eqns):
-            values = [
-                coefficients[atom, assignment.uses.get((index, position), ())]
-                if is_variable(atom) and atom in behind
-                else read(env, atom)
-                for position, atom in enumerate(equation.invars)
-            ]
-            env |= dict(zip(equation.outvars, apply(linear, equation, values), strict=True))
-        return [
-            coefficients[atom, ()] if is_variable(atom) and atom in behind else read(env, atom)
-            for atom in linear.outvars
-        ]
+    builder = Builder()
+    variable_of = {key: Var(key[0].aval) for key in inputs}
+    tangent_inputs = linear.invars[count:]
+    env = builder.constants_of(linearized.linear) | {v: v for v in tangent_inputs}
 
-    arguments = avals([*(atom for atom, _ in inputs), *linear.invars[count:]])
+    def numbered(atom: Any, uses: paths.Uses = ()) -> Any:
+        if not is_variable(atom):
+            return atom
+        return variable_of[atom, uses] if atom in behind else env[atom]
+
+    for index, equation in enumerate(linear.eqns):
+        operands = [
+            numbered(atom, assignment.uses.get((index, position), ()))
+            for position, atom in enumerate(equation.invars)
+        ]
+        env.update(zip(equation.outvars, builder.add(equation, operands), strict=True))
+    arguments = [*variable_of.values(), *tangent_inputs]
+    split = builder.program(linear, arguments, list(map(numbered, linear.outvars)))
     copies: dict[Any, int] = {}
     for uses in assignment.uses.values():
         for root, number in uses:
             copies[root] = max(number + 1, copies.get(root, 1))
-    numbered = dataclasses.replace(linearized, linear=jax.make_jaxpr(split)(*arguments))
     coefficients = [Coefficient(behind[atom], uses) for atom, uses in inputs]
-    return numbered, coefficients, copies, assignment.means
+    return dataclasses.replace(linearized, linear=split), coefficients, copies, assignment.means
 
 
 def _roots(graph: Graph, stored: dict[Any, Stored]) -> dict[Any, list[Any]]:

@@ -1,13 +1,14 @@
 """Stock operations of a program that are recognized, and what takes their place."""
 
 import dataclasses
+import functools
 import heapq
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import DropVar, JaxprEqn, jaxpr_as_fun
+from jax.extend.core import DropVar, JaxprEqn, Var, jaxpr_as_fun
 from jaxtyping import Array
 
 from jaxcomp import ops
@@ -22,9 +23,10 @@ from jaxcomp.policies._rule import Rule
 from jaxcomp.transform._algebra import tangents_of
 from jaxcomp.transform._attention import Attention, attentions
 from jaxcomp.transform._batch_norms import BatchNorm, Pattern, is_relu
+from jaxcomp.transform._builder import Builder, renamed
 from jaxcomp.transform._decisions import PolicyLog
 from jaxcomp.transform._origins import module_path
-from jaxcomp.transform._programs import Program, apply, avals, flat, read, scope_of, variables
+from jaxcomp.transform._programs import Program, Values, avals, variables
 
 # Of these kinds a policy's rules with `op` match stock operations, too.
 KINDS = ("norm_act", "max_pool")
@@ -282,30 +284,38 @@ def with_units(program: Program, found: Sequence[Recognized]) -> Program:
     steps = _ordered(jaxpr, found)
     assert steps is not None
 
-    def run(*arguments: Any) -> list[Any]:
-        *given, seed = arguments
-        env: dict[Any, Any] = dict(zip(jaxpr.constvars, program.consts, strict=True))
-        env |= dict(zip(jaxpr.invars, given, strict=True))
-        coded: dict[Any, ops.CodedArray] = {}
-        for step in steps:
-            if isinstance(step, Recognized):
-                with scope_of(step.unit.origin):
-                    _take(step, env, coded, seed)
-            elif step.primitive.name == "conv_general_dilated" and _reads_code(step, coded):
-                with scope_of(step):
-                    lhs, rhs = coded[step.invars[0]], env[step.invars[1]]
-                    made = ops.conv_general_dilated(lhs, rhs, **step.params, codec=lhs.codec)
-                    env[step.outvars[0]] = made
-            else:
-                values = [read(env, atom) for atom in step.invars]
-                env |= dict(zip(step.outvars, apply(jaxpr, step, values), strict=True))
-        return [read(env, atom) for atom in jaxpr.outvars]
-
-    seed = jax.ShapeDtypeStruct((), jnp.uint32)
-    return flat(jax.make_jaxpr(run)(*avals(jaxpr.invars), seed))
+    builder = Builder()
+    seed = Var(jax.typeof(jnp.uint32(0)))
+    env = builder.constants_of(program) | {v: v for v in jaxpr.invars}
+    coded: dict[Any, _Coded] = {}
+    numbers = {one: number for number, one in enumerate(found)}
+    for step in steps:
+        if isinstance(step, Recognized):
+            _take(builder, step, numbers[step], env, coded, seed)
+        elif step.primitive.name == "conv_general_dilated" and _reads_code(step, coded):
+            lhs, rhs = coded[step.invars[0]], env[step.invars[1]]
+            convolve = functools.partial(_convolve, step.params, lhs.tree)
+            (env[step.outvars[0]],) = builder.trace(convolve, lhs.leaves, rhs, at=step)
+        else:
+            results = builder.add(step, renamed(env, step.invars))
+            env.update(zip(step.outvars, results, strict=True))
+    return builder.program(jaxpr, [*jaxpr.invars, seed], renamed(env, jaxpr.outvars))
 
 
-def _reads_code(equation: JaxprEqn, coded: dict[Any, ops.CodedArray]) -> bool:
+class _Coded(NamedTuple):
+    """The variables of an array, or of an `ops.CodedArray`, and its structure."""
+
+    leaves: list[Any]
+    tree: Any = jax.tree.structure(0)
+
+
+def _convolve(params: dict[str, Any], tree: Any, leaves: list[Array], rhs: Array) -> list[Array]:
+    """A convolution whose input has a code."""
+    lhs = jax.tree.unflatten(tree, leaves)
+    return [ops.conv_general_dilated(lhs, rhs, **params, codec=lhs.codec)]
+
+
+def _reads_code(equation: JaxprEqn, coded: dict[Any, _Coded]) -> bool:
     """Whether a convolution's input has a code, with the features last."""
     lhs, rhs = equation.invars
     numbers = equation.params["dimension_numbers"]
@@ -318,42 +328,74 @@ def _reads_code(equation: JaxprEqn, coded: dict[Any, ops.CodedArray]) -> bool:
     )
 
 
-def _take(step: Recognized, env: dict[Any, Any], coded: dict[Any, Any], seed: Array) -> None:
-    """Runs a unit, and sets its results."""
+def _take(
+    builder: Builder,
+    step: Recognized,
+    number: int,
+    env: Values,
+    coded: dict[Any, _Coded],
+    seed: Any,
+) -> None:
+    """Adds a unit of some number, and sets its results."""
     unit = step.unit
+    add = functools.partial(builder.trace, at=unit.origin)
     if isinstance(unit, Attention):
         attention = jax.checkpoint(jaxpr_as_fun(unit.program))
-        (env[unit.results[0]],) = attention(*(env[v] for v in unit.operands))
+        (env[unit.results[0]],) = add(attention, *renamed(env, unit.operands))
         return
-    assert step.codec is not None
+    codec = step.codec
+    assert codec is not None
     if isinstance(unit, MaxPool):
-        (x,) = unit.operands
-        codec: Codec = index_codec(unit.pool[0])
-        if isinstance(step.codec, Offload):
-            codec = dataclasses.replace(step.codec, codec=codec)
-        env[unit.results[0]] = ops.max_pool(env[x], *unit.pool, codec=codec)
+        indices: Codec = index_codec(unit.pool[0])
+        if isinstance(codec, Offload):
+            indices = dataclasses.replace(codec, codec=indices)
+        (x,) = renamed(env, unit.operands)
+        (env[unit.results[0]],) = add(lambda x: [ops.max_pool(x, *unit.pool, codec=indices)], x)
         return
-    inputs = tuple(_input(norm, env) for norm in unit.norms)
+    given = [[None if v is None else env[v] for v in (n.x, n.scale, n.bias)] for n in unit.norms]
+    other = unit.residual
+    before = None if other is None else coded.get(other, _Coded([env[other]]))
+    structures: list[Any] = []
+
+    def norm_act(given: list[Any], residual: list[Array], seed: Array) -> list[Array]:
+        added = None if before is None else jax.tree.unflatten(before.tree, residual)
+        own = seed * jnp.uint32(noise.GOLDEN) - jnp.uint32(number + 1)  # codes of values count up
+        made, statistics = _norm_act(unit, codec, given, added, own)
+        plain = made.value if made.code is None else made
+        structures.append(jax.tree.structure(plain))
+        return [*statistics, *jax.tree.leaves(plain)]
+
+    made = add(norm_act, given, before.leaves if before else [], seed)
+    out, *statistics = unit.results
+    count = len(statistics)
+    env.update(zip(statistics, made[:count], strict=True))
+    result = _Coded(made[count:], *structures)
+    env[out] = result.leaves[0]
+    if len(result.leaves) > 1:
+        coded[out] = result
+
+
+def _norm_act(
+    unit: NormAct, codec: Codec, given: list[Any], residual: Any, seed: Array
+) -> tuple[Any, list[Array]]:
+    """The unit's result, and the mean and variance of each of its norms."""
+    inputs = tuple(_input(*arrays) for arrays in given)
     x = inputs[0].x
     window = None if unit.pool is None else Window(x.shape, *unit.pool)
-    residual = None if unit.residual is None else coded.get(unit.residual, env[unit.residual])
-    own = noise.fingerprint(*inputs[0][1:]) + seed * jnp.uint32(noise.GOLDEN)
     norms = tuple(norm.norm for norm in unit.norms)
-    made, means, variances = norms_act(norms, inputs, residual, unit.relu, window, step.codec, own)
-    out, *statistics = unit.results
-    env[out] = made.value
-    if made.code is not None:
-        coded[out] = made
-    found = [a for pair in zip(means, variances, strict=True) for a in pair]
-    for variable, value in zip(statistics, found, strict=True):
-        env[variable] = value.reshape(variable.aval.shape)
+    made, means, variances = norms_act(norms, inputs, residual, unit.relu, window, codec, seed)
+    statistics = [a for pair in zip(means, variances, strict=True) for a in pair]
+    shapes = [v.aval.shape for n in unit.norms for v in (n.mean, n.variance)]
+    return made, [a.reshape(shape) for a, shape in zip(statistics, shapes, strict=True)]
 
 
-def _input(norm: BatchNorm, env: dict[Any, Any]) -> Input:
-    features = norm.x.aval.shape[-1:]
-    scale = jnp.ones(features) if norm.scale is None else env[norm.scale]
-    bias = jnp.zeros(features) if norm.bias is None else env[norm.bias]
-    return Input(env[norm.x], scale, bias)
+def _input(x: Array, scale: Array | None, bias: Array | None) -> Input:
+    features = x.shape[-1:]
+    return Input(
+        x,
+        jnp.ones(features) if scale is None else scale,
+        jnp.zeros(features) if bias is None else bias,
+    )
 
 
 def _ordered(jaxpr: Any, found: Sequence[Recognized]) -> list[Any] | None:

@@ -7,8 +7,8 @@ import pytest
 
 import jaxcomp as jc
 from jaxcomp.transform._bounds import bounds
+from jaxcomp.transform._builder import flat
 from jaxcomp.transform._graph import Graph
-from jaxcomp.transform._programs import flat
 from tests.helpers import assert_close, normal
 
 CODEC = jc.Quantize(bits=4)

@@ -1,0 +1,97 @@
+"""A function's program beside that of its derivative."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr, jaxpr_as_fun
+
+from jaxcomp.transform._builder import flat
+from jaxcomp.transform._programs import Program, avals, closed
+
+
+@dataclasses.dataclass(frozen=True)
+class Linearized:
+    """A function's forward program, and its derivative at a point as a linear program.
+
+    Attributes:
+        forward: From the function's arguments to its results and, after them, the coefficients.
+        linear: From the coefficients and, after them, the tangents of the arguments that are
+            differentiated, to the tangents of the results that are.
+        results: Number of the function's results.
+        active: The arguments that are differentiated.
+        smooth: The results that have a tangent.
+    """
+
+    forward: Program
+    linear: Program
+    results: int
+    active: tuple[int, ...]
+    smooth: tuple[int, ...]
+
+    @property
+    def coefficients(self) -> list[Any]:
+        """The variables of the forward program that are the linear one's coefficients."""
+        count = len(self.linear.jaxpr.invars) - len(self.active)
+        return list(self.forward.jaxpr.outvars[self.results :][:count])
+
+
+def linearize(program: Program, active: Sequence[int]) -> Linearized:
+    """Takes the derivative of a flat program with respect to some of its arguments.
+
+    Every coefficient of the linear program is computed in the forward one, at the exact values.
+
+    Raises:
+        NotImplementedError: If the linear program writes to references.
+    """
+    arguments = avals(program.jaxpr.invars)
+    results = avals(program.jaxpr.outvars)
+    smooth = [i for i, r in enumerate(results) if jnp.issubdtype(r.dtype, jnp.inexact)]
+    function = jaxpr_as_fun(program)
+    linear: list[Jaxpr] = []  # without its constants, which are tracers of the forward program
+
+    def both(*values: Any) -> Any:
+        def at(*chosen: Any) -> Any:
+            full = dict(enumerate(values)) | dict(zip(active, chosen, strict=True))
+            made = function(*full.values())
+            return [made[i] for i in smooth], made
+
+        chosen = [values[i] for i in active]
+        _, tangents, made = jax.linearize(at, *chosen, has_aux=True)
+        traced = jax.make_jaxpr(tangents)(*[arguments[i] for i in active])
+        linear.append(traced.jaxpr)
+        return made, traced.consts
+
+    forward = flat(jax.make_jaxpr(both)(*arguments))
+    (opened,) = linear
+    refs = [v for e in opened.eqns for v in e.outvars if isinstance(v.aval, jax.ref.AbstractRef)]
+    if refs:
+        raise NotImplementedError(
+            f"fn keeps differentiated values in a reference of jax.new_ref ({refs[0].aval}): "
+            "expected arrays alone; use x.at[...].set, or the carry of jax.lax.scan"
+        )
+    whole = closed(
+        opened.replace(constvars=[], invars=[*opened.constvars, *opened.invars]),
+        [],
+    )
+    return Linearized(forward, flat(whole), len(results), tuple(active), tuple(smooth))
+
+
+def transpose(linearized: Linearized) -> Program:
+    """The backward program: from coefficients and the results' cotangents to the arguments'."""
+    linear = linearized.linear
+    count = len(linear.jaxpr.invars) - len(linearized.active)
+    coefficients, tangents = (
+        avals(linear.jaxpr.invars[:count]),
+        avals(linear.jaxpr.invars[count:]),
+    )
+
+    def backward(coefficients: list[Any], cotangents: list[Any]) -> Any:
+        def pushed(*tangents: Any) -> list[Any]:
+            return list(jaxpr_as_fun(linear)(*coefficients, *tangents))
+
+        return jax.linear_transpose(pushed, *tangents)(cotangents)
+
+    return flat(jax.make_jaxpr(backward)(coefficients, avals(linear.jaxpr.outvars)))
