@@ -1,5 +1,6 @@
 """`checkpoint`: any function that saves what its backward pass needs as a policy says."""
 
+import contextvars
 import dataclasses
 import functools
 import operator
@@ -23,6 +24,7 @@ from jaxcomp.transform._programs import Program, avals, closed
 from jaxcomp.transform._schedule import plain_bytes
 
 _REMEMBERED = 64  # programs
+_depth = contextvars.ContextVar("depth", default=0)  # of the calls that are looked into
 
 
 DEFAULT = recipes.automatic()
@@ -121,6 +123,7 @@ def _looped(
     program: Program, active: Sequence[int], coded: Sequence[int], policy: Policy | JaxPolicy
 ) -> tuple[Looped, PolicyLog]:
     log = PolicyLog(policy)
+    token = _depth.set(_depth.get() + 1)
     try:
         looped = Looped.of(program, active, coded, log)
     except InconclusiveDimensionOperation as error:
@@ -130,6 +133,8 @@ def _looped(
             f"arguments of symbolic shapes {symbolic}: expected integers, since sizes decide what "
             "is saved for a gradient; export the gradient once for each shape"
         ) from error
+    finally:
+        _depth.reset(token)
     log.check()
     return looped, log
 
@@ -169,10 +174,8 @@ def _with_backward_pass(
         if not active:
             return function(None, *values), None
         chosen = _looped_once(program, active, coded, policy)
-        given = None if seed is None else seed.value
-        made, stored = chosen.forward(
-            _seed_of_call(given, [jnp.asarray(values[i]) for i in active]), values
-        )
+        own = _seed_of_call(None if seed is None else seed.value, [values[i] for i in active])
+        made, stored = chosen.forward(own, values)
         return made, (Static(chosen), stored)
 
     def backward(residual: Any, cotangents: list[Any]) -> tuple[Any, ...]:
@@ -191,11 +194,13 @@ def _with_backward_pass(
 
 
 def _seed_of_call(seed: Seed, arguments: list[Any]) -> Any:
-    """Mixes a seed with a sample of arguments, so that each call and iteration has its own noise.
+    """Mixes a seed with what differs between calls, and iterations, on one path of a gradient.
 
-    It is behind a barrier, or XLA computes it again in each kernel that reads it.
+    That is a sample of the arguments, or the depth of a call inside of another one. It is behind a
+    barrier, or XLA computes it again in each kernel that reads it.
     """
-    return jax.lax.optimization_barrier(noise.folded(seed, noise.spot_check(*arguments)))
+    sample = noise.spot_check(*map(jnp.asarray, arguments))
+    return jax.lax.optimization_barrier(noise.folded(seed, sample + jnp.uint32(_depth.get())))
 
 
 def checkpoint(
