@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxcomp._core.module_scopes import scope_paths, with_module_scopes
+from jaxcomp._core.module_scopes import scope_path, scope_paths, with_module_scopes
 from jaxcomp._core.modules import split_model
 from jaxcomp.codecs import Exact
 from jaxcomp.diagnostics._exact import encodes, exact_copy
@@ -14,7 +14,7 @@ from jaxcomp.memory import declared_residuals
 from jaxcomp.nn._coded import Coded, coded_modules, covered
 from jaxcomp.transform._checkpoint import Checkpointed
 from jaxcomp.transform._compress import traced_call
-from jaxcomp.transform._plan import Plan, SavedValue
+from jaxcomp.transform._plan import Plan, SavedValue, without_indices
 
 _MUCH = 0.1  # of all bytes
 
@@ -65,7 +65,7 @@ def _of_function(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     program = jax.make_jaxpr(lambda args, kwargs: fn(*args, **kwargs))(args, kwargs)
     values = tuple(
         SavedValue(
-            path=next(reversed(scope_paths(residual.scope)), ""),
+            path=scope_path(residual.scopes),
             source=residual.source,
             op="",
             shape=residual.shape,
@@ -95,7 +95,7 @@ def _of_modules(model: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         return any(path == part or path.startswith(f"{part}/") for part in inner)
 
     values = []
-    for path in sorted(before.keys() | after.keys(), key=[*elements, *before].index):
+    for path in sorted(before.keys() | after.keys(), key=[*elements, *before, *after].index):
         layer = layers.get(path)
         values.append(
             SavedValue(
@@ -115,13 +115,19 @@ def _of_modules(model: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def _left_as_they_are(values: list[SavedValue], layers: dict[str, Coded]) -> tuple[str, ...]:
     """A note if layers have codecs, but much is saved by modules that can have none."""
-    left = [value for value in values if value.path not in layers and value.saved_bytes]
+    left = [
+        value
+        for value in values
+        if value.path not in layers and value.saved_bytes and value.decision == "exact"
+    ]
     bytes_left = sum(value.saved_bytes for value in left)
     if all(layer.codec is None for layer in layers.values()):
         return ()
     if bytes_left <= _MUCH * sum(value.saved_bytes for value in values):
         return ()
-    paths = ", ".join(value.path or "the model itself" for value in left)
+    paths = ", ".join(
+        dict.fromkeys(without_indices(value.path) or "the model itself" for value in left)
+    )
     return (
         f"{bytes_left:,} bytes are saved as they are, outside of layers of jaxcomp.nn: {paths}; a "
         'rule with roles=("operand", "derivative"), for example, is for these values',
@@ -153,7 +159,7 @@ def _bytes(
     found: dict[str, int] = {}
     sources: dict[str, str] = {}
     for residual in declared_residuals(program):
-        path = next((p for p in reversed(scope_paths(residual.scope)) if p not in hidden), "")
+        path = next((p for p in reversed(scope_paths(residual.scopes)) if p not in hidden), "")
         found[path] = found.get(path, 0) + residual.nbytes
         sources.setdefault(path, residual.source)
     return found, sources

@@ -4,14 +4,14 @@ import os
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from jaxcomp._core.module_scopes import scope_paths
+from jaxcomp._core.module_scopes import scope_path
 from jaxcomp.memory._source_line import LIBRARIES, frames
 
 
 def module_path(equation: JaxprEqn | None) -> str:
     """Path of the innermost module of a watched model that made an equation, or ""."""
-    scope = "" if equation is None else str(equation.source_info.name_stack)
-    return next(reversed(scope_paths(scope)), "")
+    stack = () if equation is None else equation.source_info.name_stack.stack
+    return scope_path(element.name for element in stack)
 
 
 def located(called: Jaxpr, call: JaxprEqn) -> Jaxpr:
