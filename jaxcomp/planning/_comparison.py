@@ -47,6 +47,8 @@ class Row:
         max_batch: the largest batch that fits; None if it was not asked for.
         timeline: which buffers are alive when; None if it was not asked for.
         error: what the compiler failed with, or None.
+        undisturbed: of the plain step, the report without XLA's own recomputation; None if XLA
+            recomputes nothing. The table's ratios are to this report.
     """
 
     name: str
@@ -55,12 +57,18 @@ class Row:
     max_batch: int | None = None
     timeline: Timeline | None = None
     error: str | None = None
+    undisturbed: MemoryReport | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """The row's figures by name: `row`, `batch`, those of the report, `max_batch`, `error`."""
+        """The row's figures by name.
+
+        They are `row`, `batch`, those of the report, `max_batch` and `error`, and as `undisturbed`
+        those of that report.
+        """
         report = {} if self.report is None else self.report.to_dict()
         own = {"row": self.name, "batch": self.batch}
-        return own | report | {"max_batch": self.max_batch, "error": self.error}
+        more = {} if self.undisturbed is None else {"undisturbed": self.undisturbed.to_dict()}
+        return own | report | {"max_batch": self.max_batch, "error": self.error} | more
 
 
 @dataclass(frozen=True)
@@ -96,8 +104,9 @@ class Comparison:
 
     def __str__(self) -> str:
         """A Markdown table with human units."""
-        plain = next((row.report for row in self.rows if row.name == "plain"), None)
-        table = [HEADER, *(_cells(row, plain) for row in self.rows)]
+        plain = next((row for row in self.rows if row.name == "plain"), None)
+        base = None if plain is None else plain.undisturbed or plain.report
+        table = [HEADER, *(_cells(row, base) for row in self.rows)]
         widths = [max(len(cells[i]) for cells in table) for i in range(len(HEADER))]
         table.insert(1, tuple("-" * width for width in widths))
         lines = [
@@ -115,7 +124,18 @@ class Comparison:
                 names.setdefault(row.report.xla_flag, []).append(row.name)
         flags = [f"{', '.join(of)}: compiled with {flag}" for flag, of in names.items()]
         failed = [f"{row.name}: {row.error}" for row in self.rows if row.error]
-        return "\n".join([*lines, "", *on_host, *flags, *failed, self._verdict()])
+        notes = [*on_host, *flags, *self._recomputed(plain), *failed]
+        return "\n".join([*lines, "", *notes, self._verdict()])
+
+    def _recomputed(self, plain: Row | None) -> list[str]:
+        """A line that names the rows marked with `*`, if any."""
+        if not any(row.report and row.report.xla_recomputes for row in self.rows):
+            return []
+        line = "* XLA recomputes values of this step on its own, because it would not fit"
+        if plain is not None and plain.undisturbed is not None:
+            total = _mebibytes(plain.undisturbed.total_bytes)
+            line += f"; ratios are to the plain step without that, {total}"
+        return [line]
 
     def _verdict(self) -> str:
         if self.usable_bytes is None:
@@ -159,7 +179,8 @@ def compare(
         batch: the batch size.
         target: as in `analyze`.
         capacity: bytes that the program may use, as in `analyze`.
-        xla_remat: as in `analyze`.
+        xla_remat: as in `analyze`. Rows in which XLA recomputes values on its own are marked, and
+            the plain step is compiled without that, too, for the ratios.
         largest_batch: whether each row's largest batch that fits is looked for too, by further
             compilations (`max_batch`).
         timelines: whether each row has its timeline, too.
@@ -222,7 +243,10 @@ def compare(
                 capacity=capacity,
                 xla_remat=xla_remat,
             )
-        return Row(strategy.spec, batch, report, largest, timeline)
+        undisturbed = None
+        if strategy.is_plain and report.xla_recomputes:
+            undisturbed, _ = analyze_step(traced, where, capacity, xla_remat=False)
+        return Row(strategy.spec, batch, report, largest, timeline, undisturbed=undisturbed)
 
     done: list[Row] = []
     for strategy in strategies:
@@ -287,7 +311,7 @@ def _cells(row: Row, plain: MemoryReport | None) -> tuple[str, ...]:
         return (row.name, "failed", *[""] * (len(HEADER) - 2))
     traffic, total = report.hbm_traffic_bytes, report.total_bytes
     return (
-        row.name,
+        f"{row.name} *" if report.xla_recomputes else row.name,
         *map(
             _mebibytes,
             (report.declared_residual_bytes, report.temp_bytes, report.peak_bytes, total),

@@ -194,3 +194,27 @@ def test_largest_batch_of_unknown_memory_is_an_error_at_once():
 def test_unknown_target():
     with pytest.raises(ValueError, match="target='h101' is unknown"):
         compare(make_step, ["plain"], batch=8, target="h101")
+
+
+def test_ratios_are_to_the_plain_step_without_recomputation_by_xla():
+    pytest.importorskip("jax_cuda13_plugin")
+
+    def at_the_limit(transform, batch):
+        def layer():
+            return nnx.Sequential(nnx.Linear(256, 256, rngs=nnx.Rngs(0)), jnp.sin)
+
+        model = transform(nnx.eval_shape(lambda: nnx.Sequential(*(layer() for _ in range(8)))))
+        gradient = nnx.grad(lambda model, x: model(x).sum())
+        return gradient, (model, jax.ShapeDtypeStruct((batch, 256), jnp.float32))
+
+    table = compare(at_the_limit, ["plain", "remat"], batch=2**20, target="rtx3060-12gb")
+    plain, remat = table.rows
+    assert plain.report.xla_recomputes
+    assert not (plain.undisturbed.xla_recomputes or remat.report.xla_recomputes)
+    assert plain.report.total_bytes < 0.9 * plain.undisturbed.total_bytes
+    lines = str(table).splitlines()
+    assert lines[2].startswith("| plain * ")
+    ratios = [float(line.split("|")[6]) for line in lines[2:4]]
+    expected = [row.report.total_bytes / plain.undisturbed.total_bytes for row in table.rows]
+    assert ratios == pytest.approx(expected, abs=0.005)
+    assert any("* XLA recomputes values" in line for line in lines)
