@@ -20,7 +20,7 @@ from jaxcomp.planning._strategies import Strategy
 from jaxcomp.policies import PolicyLike
 
 MakeStep = Callable[[Strategy, int], tuple[Callable[..., Any], tuple[Any, ...]]]
-M = TypeVar("M", bound=nnx.Module)
+M = TypeVar("M", bound=nnx.Module | Callable[..., Any])
 HEADER = (
     "row",
     "declared",
@@ -170,10 +170,13 @@ def compare(
     Nothing is run. The device may be absent: XLA compiles the step for it ahead of time.
 
     Args:
-        make_step: your own step factory. `make_step(transform, batch)` builds a model, applies
-            `transform(model)` to it, which returns the same model, splits the batch into
+        make_step: your own step factory. `make_step(transform, batch)` builds a Flax NNX model,
+            applies `transform(model)` to it, which returns the same model, splits the batch into
             `transform.micro_batches` parts, and returns the step and its arguments, as
             `analyze(step, *arguments)` takes them; `nnx.eval_shape` makes the model for free.
+            For Linen, Equinox and functions it calls `transform(fn)` of the forward pass, such as
+            `model.apply`, in place of the model, and applies `jax.checkpoint` to its blocks where
+            `transform.remat` is true, with the policy `transform.remat_policy`.
         rows: strategies, their specs (`Strategy.parse`), policies or codecs. With "plain" among
             them the table has ratios to it.
         batch: the batch size.
@@ -222,15 +225,10 @@ def compare(
         raise ValueError(f"target={where.name!r}: its memory is not known; give a capacity")
 
     def row(strategy: Strategy) -> Row:
-        watched = _Watched(**{f.name: getattr(strategy, f.name) for f in fields(strategy)})
+        copied = {f.name: getattr(strategy, f.name) for f in fields(strategy)}
+        watched = _Watched(**copied, strategy=strategy)
         step, arguments = make_step(watched, batch)
-        if not watched.models:
-            raise ValueError("make_step is expected to call transform(model)")
-        if strategy.micro_batches > 1 and watched.read.isdisjoint(("micro_batches", "spec")):
-            raise ValueError(
-                "make_step is expected to split the batch into transform.micro_batches parts; it "
-                "did not ask for them"
-            )
+        watched.check()
         traced = trace(step, *arguments, target=where)
         report, timeline = analyze_step(traced, where, capacity, xla_remat, timelines)
         largest = None
@@ -264,17 +262,39 @@ def compare(
 class _Watched(Strategy):
     """A strategy that knows the models that it was applied to, and what was asked of it."""
 
+    strategy: Strategy = field(kw_only=True)
     models: list[Any] = field(default_factory=list)
     read: set[str] = field(default_factory=set)
 
     def __getattribute__(self, name: str) -> Any:
-        if name in ("micro_batches", "spec"):
+        if name in ("spec", "policy", "remat", "remat_policy", "micro_batches"):
             self.read.add(name)
         return super().__getattribute__(name)
 
     def __call__(self, model: M) -> M:
         self.models.append(model)
-        return super().__call__(model)
+        return self.strategy(model)
+
+    def check(self) -> None:
+        """Raises a ValueError if a step factory did not do what the strategy asks for."""
+
+        def has_read(*names: str) -> bool:
+            return not self.read.isdisjoint((*names, "spec"))
+
+        asked = self.strategy
+        if not self.models and not has_read("policy" if asked.policy is not None else "remat"):
+            raise ValueError("make_step is expected to call transform(model)")
+        of_nnx = any(isinstance(model, nnx.Module) for model in self.models)
+        if asked.remat and not of_nnx and not has_read("remat", "remat_policy"):
+            raise ValueError(
+                "make_step is expected to apply jax.checkpoint to its blocks where transform.remat "
+                "is true: it called transform with no Flax NNX model"
+            )
+        if asked.micro_batches > 1 and not has_read("micro_batches"):
+            raise ValueError(
+                "make_step is expected to split the batch into transform.micro_batches parts; it "
+                "did not ask for them"
+            )
 
 
 def _without_copies(strategies: Sequence[Strategy], rows: Sequence[Row]) -> list[Row]:
@@ -290,6 +310,11 @@ def _without_copies(strategies: Sequence[Strategy], rows: Sequence[Row]) -> list
     plain = [figures(row) for strategy, row in pairs if row.report and strategy.is_plain]
 
     def error(strategy: Strategy) -> str:
+        if strategy.micro_batches == 1 and strategy.remat:
+            return (
+                "made no difference to the step: of the model's modules in lists none is called "
+                "(a method or a layer of it may be), or none saves more than this row would"
+            )
         if strategy.micro_batches == 1:
             return "made no difference to the step: leave the row out"
         return (
