@@ -9,8 +9,9 @@ from flax import nnx
 from jaxcomp._core.module_scopes import scope_path, scope_paths, with_module_scopes
 from jaxcomp._core.modules import split_model
 from jaxcomp.codecs import Exact
-from jaxcomp.diagnostics._exact import encodes, exact_copy
+from jaxcomp.diagnostics._exact import encodes, exact_copy, without_codes
 from jaxcomp.memory import declared_residuals
+from jaxcomp.memory._declared import Residual
 from jaxcomp.nn._coded import Coded, coded_modules, covered
 from jaxcomp.transform._checkpoint import Checkpointed
 from jaxcomp.transform._compress import traced_call
@@ -62,6 +63,7 @@ def plan(model_or_fn: nnx.Module | Callable[..., Any], *args: Any, **kwargs: Any
 
 
 def _of_function(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+    """What a function declares to keep; what is encoded inside of it is listed as it is stored."""
     program = jax.make_jaxpr(lambda args, kwargs: fn(*args, **kwargs))(args, kwargs)
     values = tuple(
         SavedValue(
@@ -71,13 +73,23 @@ def _of_function(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
             shape=residual.shape,
             dtype=residual.dtype,
             role="",
-            decision="exact",
+            decision="code" if _is_code(residual) else "exact",
             exact_bytes=residual.nbytes,
             saved_bytes=residual.nbytes,
         )
         for residual in declared_residuals(program)
     )
-    return Plan(values, sum(value.exact_bytes for value in values))
+    saved_bytes = sum(value.saved_bytes for value in values)
+    if all(value.decision == "exact" for value in values):
+        return Plan(values, saved_bytes)
+    exact_bytes = sum(residual.nbytes for residual in declared_residuals(without_codes(program)))
+    unknown = "the function takes a gradient itself: the bytes without compression are unknown"
+    return Plan(values, exact_bytes, (unknown,) if exact_bytes == saved_bytes else ())
+
+
+def _is_code(residual: Residual) -> bool:
+    """Whether one of jaxcomp's codecs has made it."""
+    return any(name.startswith("jaxcomp/") for name in residual.scopes)
 
 
 def _of_modules(model: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:

@@ -30,7 +30,8 @@ class SavedValue:
         dtype: Name of its dtype; "" for a layer or operation.
         role: What the backward pass does with a value, as `policies.Value` lists roles; "" for a
             layer.
-        decision: What encodes it, or "exact" or "offload".
+        decision: What encodes it, or "exact" or "offload"; "code" for what is encoded inside of a
+            function that is no result of `checkpoint`.
         exact_bytes: Bytes without compression.
         saved_bytes: Bytes in the device's memory, metadata included; 0 for an offloaded value.
         note: A remark, such as why a value is exact.
@@ -101,7 +102,7 @@ class Plan:
     @property
     def bits_per_element(self) -> float:
         """Mean bits of an encoded element, metadata included; 0 if nothing is encoded."""
-        coded = [v for v in self.values if v.decision not in ("exact", "offload", "")]
+        coded = [v for v in self.values if v.decision not in ("exact", "offload", "code", "")]
         coded = [v for v in coded if v.saved_bytes and not v.decision.startswith("Packed")]
         elements = sum(v.elements for v in coded)
         return 8 * sum(v.saved_bytes for v in coded) / elements if elements else 0.0

@@ -204,3 +204,19 @@ def test_the_table_has_a_row_for_repeated_blocks_and_says_what_reads_exact_value
     ]
     assert saved == sorted(saved, reverse=True)
     assert not [v for v in found.values if v.source and not v.source.startswith("test_plan.py")]
+
+
+def test_a_function_that_encodes_inside_shows_what_it_saves():
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((512, 64), (64, 64)))
+    model = jc.compress(
+        nnx.Sequential(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), jnp.sin), "quantize:bits=4"
+    )
+    layer = jc.checkpoint(lambda x, w: jnp.sin(x @ w), jc.Quantize(4))
+    whole = jc.plan(model, x), jc.plan(layer, x, w)
+    calls = jc.plan(lambda x: model(x).sum(), x), jc.plan(jax.jit(lambda x, w: layer(x, w=w)), x, w)
+    for one, inside in zip(whole, calls, strict=True):
+        assert (inside.saved_bytes, inside.exact_bytes) == (one.saved_bytes, one.exact_bytes)
+        assert {value.decision for value in inside.values} == {"code"}
+    found = jc.plan(jax.grad(lambda x, w: layer(x, w).sum(), (0, 1)), x, w)
+    assert found.saved_bytes == whole[1].saved_bytes
+    assert "the bytes without compression are unknown" in str(found)
