@@ -1,7 +1,8 @@
 """Name scopes that mark which module of a model computes a value in a traced program."""
 
-import re
+import contextlib
 import types
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -9,11 +10,31 @@ from flax import nnx
 
 from jaxcomp._core.modules import set_class
 
-_MARK = "module:"
+
+class ModuleScope(str):
+    """The name of a scope in which a module is called, as profiles and XLA show it.
+
+    JAX keeps the object itself in its name stack, so the text needs no mark.
+
+    Attributes:
+        path: Path of the module in the watched model.
+        caller: Path of the module whose call it is in; "" for the model itself or none.
+    """
+
+    path: str
+    caller: str
+
+    def __new__(cls, path: str, caller: str = "") -> "ModuleScope":
+        """A scope whose text is the path, from its caller on if that contains the module."""
+        scope = super().__new__(cls, path.removeprefix(f"{caller}/" if caller else ""))
+        scope.path, scope.caller = path, caller
+        return scope
 
 
 def with_module_scopes(model: nnx.Module, called: dict[str, int]) -> nnx.Module:
-    """Returns a copy of a model whose modules run in a name scope that contains their path.
+    """Returns a copy of a model whose modules run in name scopes of their paths.
+
+    Modules that are watched as a part of another model get scopes of this one in place of these.
 
     Args:
         model: Any model.
@@ -25,28 +46,67 @@ def with_module_scopes(model: nnx.Module, called: dict[str, int]) -> nnx.Module:
         The copy.
     """
     model = nnx.clone(model)
+    callers: list[str] = []
     for path, module in list(nnx.iter_modules(model)):
         if callable(module):
             name = "/".join(map(str, path))
-            set_class(module, _scoped(type(module), name, called))
+            kind = getattr(type(module), "unscoped_class", type(module))
+            set_class(module, _scoped(kind, name, callers, called))
     return model
 
 
-def _scoped(kind: type[nnx.Module], path: str, called: dict[str, int]) -> type[nnx.Module]:
+def _scoped(
+    kind: type[nnx.Module], path: str, callers: list[str], called: dict[str, int]
+) -> type[nnx.Module]:
     def call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
-        with jax.named_scope(_MARK + path.encode().hex()):
-            called.setdefault(path, 0)
+        called.setdefault(path, 0)
+        with _scope(path, callers):
             result = kind.__call__(self, *args, **kwargs)
         count = getattr(self, "saved_elements", None)
         if count is not None:
             called[path] += count((*args, *kwargs.values()), result)
         return result
 
-    return types.new_class(
-        kind.__name__, (kind,), exec_body=lambda body: body.update(__call__=call)
-    )
+    own = {"__call__": call, "unscoped_class": kind}
+    return types.new_class(kind.__name__, (kind,), exec_body=lambda body: body.update(own))
 
 
-def scope_paths(scope: str) -> list[str]:
+@contextlib.contextmanager
+def _scope(path: str, callers: list[str]) -> Iterator[None]:
+    """The scope of a module's call; the model's own call, whose path is empty, has none."""
+    if not path:
+        yield
+        return
+    with jax.named_scope(ModuleScope(path, callers[-1] if callers else "")):
+        callers.append(path)
+        try:
+            yield
+        finally:
+            callers.pop()
+
+
+def scope_path(names: Iterable[str]) -> str:
+    """Returns the path of the innermost module in whose call a value was computed, or "".
+
+    Args:
+        names: Names of scopes, outermost first. A watched model inside of another one has paths of
+            its own, which start at the path of the module that calls it.
+
+    Example:
+        >>> names = [ModuleScope("encoder"), "attend", ModuleScope("encoder/norm", "encoder")]
+        >>> names, scope_path(names)
+        (['encoder', 'attend', 'norm'], 'encoder/norm')
+        >>> scope_path(["norm"])
+        ''
+    """
+    return next(reversed(scope_paths(names)), "")
+
+
+def scope_paths(names: Iterable[str]) -> list[str]:
     """Returns the paths of the modules in whose calls a value was computed, outermost first."""
-    return [bytes.fromhex(path).decode() for path in re.findall(rf"{_MARK}([0-9a-f]*)", scope)]
+    model, paths = "", [""]
+    for scope in names:
+        if isinstance(scope, ModuleScope):
+            model = model if scope.caller else paths[-1]
+            paths.append(f"{model}/{scope.path}".removeprefix("/"))
+    return paths[1:]

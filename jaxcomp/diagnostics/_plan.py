@@ -6,15 +6,16 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxcomp._core.module_scopes import scope_paths, with_module_scopes
+from jaxcomp._core.module_scopes import scope_path, scope_paths, with_module_scopes
 from jaxcomp._core.modules import split_model
 from jaxcomp.codecs import Exact
-from jaxcomp.diagnostics._exact import encodes, exact_copy
+from jaxcomp.diagnostics._exact import encodes, exact_copy, without_codes
 from jaxcomp.memory import declared_residuals
+from jaxcomp.memory._declared import Residual
 from jaxcomp.nn._coded import Coded, coded_modules, covered
 from jaxcomp.transform._checkpoint import Checkpointed
 from jaxcomp.transform._compress import traced_call
-from jaxcomp.transform._plan import Plan, SavedValue
+from jaxcomp.transform._plan import Plan, SavedValue, without_indices
 
 _MUCH = 0.1  # of all bytes
 
@@ -62,22 +63,33 @@ def plan(model_or_fn: nnx.Module | Callable[..., Any], *args: Any, **kwargs: Any
 
 
 def _of_function(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+    """What a function declares to keep; what is encoded inside of it is listed as it is stored."""
     program = jax.make_jaxpr(lambda args, kwargs: fn(*args, **kwargs))(args, kwargs)
     values = tuple(
         SavedValue(
-            path=next(reversed(scope_paths(residual.scope)), ""),
+            path=scope_path(residual.scopes),
             source=residual.source,
             op="",
             shape=residual.shape,
             dtype=residual.dtype,
             role="",
-            decision="exact",
+            decision="code" if _is_code(residual) else "exact",
             exact_bytes=residual.nbytes,
             saved_bytes=residual.nbytes,
         )
         for residual in declared_residuals(program)
     )
-    return Plan(values, sum(value.exact_bytes for value in values))
+    saved_bytes = sum(value.saved_bytes for value in values)
+    if all(value.decision == "exact" for value in values):
+        return Plan(values, saved_bytes)
+    exact_bytes = sum(residual.nbytes for residual in declared_residuals(without_codes(program)))
+    unknown = "the function takes a gradient itself: the bytes without compression are unknown"
+    return Plan(values, exact_bytes, (unknown,) if exact_bytes == saved_bytes else ())
+
+
+def _is_code(residual: Residual) -> bool:
+    """Whether one of jaxcomp's codecs has made it."""
+    return any(name.startswith("jaxcomp/") for name in residual.scopes)
 
 
 def _of_modules(model: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
@@ -95,7 +107,7 @@ def _of_modules(model: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         return any(path == part or path.startswith(f"{part}/") for part in inner)
 
     values = []
-    for path in sorted(before.keys() | after.keys(), key=[*elements, *before].index):
+    for path in sorted(before.keys() | after.keys(), key=[*elements, *before, *after].index):
         layer = layers.get(path)
         values.append(
             SavedValue(
@@ -115,13 +127,19 @@ def _of_modules(model: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def _left_as_they_are(values: list[SavedValue], layers: dict[str, Coded]) -> tuple[str, ...]:
     """A note if layers have codecs, but much is saved by modules that can have none."""
-    left = [value for value in values if value.path not in layers and value.saved_bytes]
+    left = [
+        value
+        for value in values
+        if value.path not in layers and value.saved_bytes and value.decision == "exact"
+    ]
     bytes_left = sum(value.saved_bytes for value in left)
     if all(layer.codec is None for layer in layers.values()):
         return ()
     if bytes_left <= _MUCH * sum(value.saved_bytes for value in values):
         return ()
-    paths = ", ".join(value.path or "the model itself" for value in left)
+    paths = ", ".join(
+        dict.fromkeys(without_indices(value.path) or "the model itself" for value in left)
+    )
     return (
         f"{bytes_left:,} bytes are saved as they are, outside of layers of jaxcomp.nn: {paths}; a "
         'rule with roles=("operand", "derivative"), for example, is for these values',
@@ -153,7 +171,7 @@ def _bytes(
     found: dict[str, int] = {}
     sources: dict[str, str] = {}
     for residual in declared_residuals(program):
-        path = next((p for p in reversed(scope_paths(residual.scope)) if p not in hidden), "")
+        path = next((p for p in reversed(scope_paths(residual.scopes)) if p not in hidden), "")
         found[path] = found.get(path, 0) + residual.nbytes
         sources.setdefault(path, residual.source)
     return found, sources

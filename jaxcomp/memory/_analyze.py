@@ -16,6 +16,8 @@ from ._traffic import estimated_cycles, hbm_traffic
 
 # The TPU compiler's error for a program that does not fit. Other compilers do not raise one.
 _OUT_OF_HBM = "CompileTimeHbmOom"
+# XLA's rematerialization pass gives its copy of an instruction such a name.
+_RECOMPUTED = re.compile(r"^\s*(ROOT )?%\S+\.remat\S* = ", re.MULTILINE)
 _POWERS = {"K": 10, "M": 20, "G": 30, "T": 40}
 
 
@@ -208,6 +210,7 @@ def _compiled_figures(compiled: CompiledStep, target: Target) -> dict[str, Any]:
         "estimated_cycles": estimated_cycles(compiled.hlo_text),
         "compile_seconds": compiled.compile_seconds,
         "xla_flag": compiled.xla_flag,
+        "xla_recomputes": bool(_RECOMPUTED.search(compiled.hlo_text)),
     }
 
 

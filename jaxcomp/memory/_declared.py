@@ -10,9 +10,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from ._source_line import source_line
+from ._source_line import is_of_library, source_line
 from ._tracing import inner_jaxprs, open_jaxpr, trace
 
 # Call primitives whose body is inlined, and the parameter that holds the called jaxpr.
@@ -53,6 +54,7 @@ class Residual:
         nbytes: its size in bytes. Elements of 2 or 4 bits are packed; a bool takes one byte.
         scope: the JAX name stack of the equation that computed it.
         source: `file:line` of the user code that computed it, or "" if it is not known.
+        scopes: the names in the name stack, outermost first.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -68,6 +70,7 @@ class Residual:
     nbytes: int
     scope: str
     source: str = ""
+    scopes: tuple[str, ...] = ()
 
 
 @dataclass(eq=False)
@@ -76,13 +79,13 @@ class _Value:
 
     Attributes:
         aval: the abstract value of JAX.
-        scope: the name stack of the equation that computed it; "" for arguments and constants.
+        stack: the name stack of the equation that computed it; `None` for arguments and constants.
         forward: whether an equation of the forward pass computed it.
         source: `file:line` of the user code that computed it, or "" if it is not known.
     """
 
     aval: Any
-    scope: str = ""
+    stack: Any = None
     forward: bool = False
     source: str = ""
 
@@ -229,7 +232,7 @@ def _residuals(jaxpr: Jaxpr) -> list[Residual]:
     """The values that forward equations compute and live backward equations read."""
     equations: list[_Equation] = []
     given = [_Value(var.aval) for var in jaxpr.invars]
-    results = _flatten(jaxpr, given, "", False, equations)
+    results = _flatten(jaxpr, given, source_info_util.NameStack(), "", False, equations)
     live = set(results)
     kept: set[_Value] = set()
     inner: list[Residual] = []
@@ -251,7 +254,8 @@ def _residuals(jaxpr: Jaxpr) -> list[Residual]:
 def _flatten(
     jaxpr: Jaxpr,
     arguments: Sequence[_Value],
-    scope: str,
+    scope: source_info_util.NameStack,
+    source: str,
     backward: bool,
     equations: list[_Equation],
 ) -> list[_Value]:
@@ -261,6 +265,7 @@ def _flatten(
         jaxpr: the program.
         arguments: the values of its input variables.
         scope: the name stack of the call.
+        source: the source line of all its equations; "" if they have their own.
         backward: whether the call belongs to the backward pass.
         equations: the list to which the equations are appended.
 
@@ -276,19 +281,21 @@ def _flatten(
     for equation in jaxpr.eqns:
         inputs = [read(atom) for atom in equation.invars]
         is_backward = backward or _is_backward(equation)
-        stack = "/".join(filter(None, [scope, str(equation.source_info.name_stack)]))
+        stack = scope + equation.source_info.name_stack
+        line = source or source_line(equation)
         name = equation.primitive.name
         if name in _CALLS:
             called = open_jaxpr(equation.params[_CALLS[name]])
-            outputs = _flatten(called, inputs, stack, is_backward, equations)
+            # JAX traces a jitted function once and remembers the first caller's line.
+            of_call = line if is_of_library(called) else source
+            outputs = _flatten(called, inputs, stack, of_call, is_backward, equations)
         elif name in _SAME_VALUE or _changes_nothing(equation):
             outputs = inputs[: len(equation.outvars)]
         else:
             is_constant = not inputs
             is_part = name in _PARTS and not inputs[0].forward
             forward = not (is_backward or is_constant or is_part)
-            source = source_line(equation)
-            outputs = [_Value(var.aval, stack, forward, source) for var in equation.outvars]
+            outputs = [_Value(var.aval, stack, forward, line) for var in equation.outvars]
             inner = [] if is_backward else list(inner_jaxprs(equation))
             effects, one_of = bool(equation.effects), name == "cond"
             equations.append(_Equation(inputs, outputs, is_backward, effects, one_of, inner))
@@ -309,7 +316,8 @@ def _changes_nothing(equation: JaxprEqn) -> bool:
 def _residual(value: _Value) -> Residual:
     bits = value.aval.size * _element_bits(value.aval.dtype)
     dtype, nbytes = str(value.aval.dtype), -(-bits // 8)
-    return Residual(value.aval.shape, dtype, nbytes, value.scope, value.source)
+    scopes = tuple(element.name for element in value.stack.stack)
+    return Residual(value.aval.shape, dtype, nbytes, str(value.stack), value.source, scopes)
 
 
 def _element_bits(dtype: Any) -> int:

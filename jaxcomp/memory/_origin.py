@@ -164,7 +164,8 @@ def split_op_name(op_name: str) -> tuple[str, str]:
     plain = re.sub(r"jit\([^()]*\)", "", op_name)
     parts = [p for p in re.sub(r"\w+\(|\)", "", plain).split("/") if p]
     scopes = [p for p in parts[:-1] if not _MACHINERY.match(p)]
-    unique = [p for k, p in enumerate(scopes) if k == 0 or p != scopes[k - 1]]
+    # A transformed module may be there twice. An index may follow an equal one.
+    unique = [p for k, p in enumerate(scopes) if k == 0 or p != scopes[k - 1] or p.isdigit()]
     return "/".join(unique), parts[-1] if parts else ""
 
 

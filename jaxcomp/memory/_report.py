@@ -47,6 +47,9 @@ class MemoryReport:
         compile_seconds: wall time of the compilation in seconds.
         xla_flag: the flag without which XLA rejects the program for an absent GPU, because its
             first tile sizes do not fit a matrix product. `None` if it needs none.
+        xla_recomputes: whether XLA computes values again on its own, because the program would not
+            fit. The program then needs fewer bytes, and more traffic, than it does on a larger
+            device; `xla_remat=False` in `analyze` shows it without.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -77,6 +80,7 @@ class MemoryReport:
     roofline_seconds: float | None
     compile_seconds: float | None
     xla_flag: str | None = None
+    xla_recomputes: bool | None = None
 
     def to_dict(self) -> dict[str, str | int | float | None]:
         """Converts the report to a dictionary.
@@ -141,6 +145,8 @@ class MemoryReport:
         ]
         if self.xla_flag is not None:
             rows.append(("compiled with", self.xla_flag))
+        if self.xla_recomputes:
+            rows.append(("recomputed by XLA", "yes"))
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 

@@ -20,7 +20,7 @@ from jaxcomp.planning._strategies import Strategy
 from jaxcomp.policies import PolicyLike
 
 MakeStep = Callable[[Strategy, int], tuple[Callable[..., Any], tuple[Any, ...]]]
-M = TypeVar("M", bound=nnx.Module)
+M = TypeVar("M", bound=nnx.Module | Callable[..., Any])
 HEADER = (
     "row",
     "declared",
@@ -47,6 +47,8 @@ class Row:
         max_batch: the largest batch that fits; None if it was not asked for.
         timeline: which buffers are alive when; None if it was not asked for.
         error: what the compiler failed with, or None.
+        undisturbed: of the plain step, the report without XLA's own recomputation; None if XLA
+            recomputes nothing. The table's ratios are to this report.
     """
 
     name: str
@@ -55,12 +57,18 @@ class Row:
     max_batch: int | None = None
     timeline: Timeline | None = None
     error: str | None = None
+    undisturbed: MemoryReport | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """The row's figures by name: `row`, `batch`, those of the report, `max_batch`, `error`."""
+        """The row's figures by name.
+
+        They are `row`, `batch`, those of the report, `max_batch` and `error`, and as `undisturbed`
+        those of that report.
+        """
         report = {} if self.report is None else self.report.to_dict()
         own = {"row": self.name, "batch": self.batch}
-        return own | report | {"max_batch": self.max_batch, "error": self.error}
+        more = {} if self.undisturbed is None else {"undisturbed": self.undisturbed.to_dict()}
+        return own | report | {"max_batch": self.max_batch, "error": self.error} | more
 
 
 @dataclass(frozen=True)
@@ -96,8 +104,9 @@ class Comparison:
 
     def __str__(self) -> str:
         """A Markdown table with human units."""
-        plain = next((row.report for row in self.rows if row.name == "plain"), None)
-        table = [HEADER, *(_cells(row, plain) for row in self.rows)]
+        plain = next((row for row in self.rows if row.name == "plain"), None)
+        base = None if plain is None else plain.undisturbed or plain.report
+        table = [HEADER, *(_cells(row, base) for row in self.rows)]
         widths = [max(len(cells[i]) for cells in table) for i in range(len(HEADER))]
         table.insert(1, tuple("-" * width for width in widths))
         lines = [
@@ -115,7 +124,18 @@ class Comparison:
                 names.setdefault(row.report.xla_flag, []).append(row.name)
         flags = [f"{', '.join(of)}: compiled with {flag}" for flag, of in names.items()]
         failed = [f"{row.name}: {row.error}" for row in self.rows if row.error]
-        return "\n".join([*lines, "", *on_host, *flags, *failed, self._verdict()])
+        notes = [*on_host, *flags, *self._recomputed(plain), *failed]
+        return "\n".join([*lines, "", *notes, self._verdict()])
+
+    def _recomputed(self, plain: Row | None) -> list[str]:
+        """A line that names the rows marked with `*`, if any."""
+        if not any(row.report and row.report.xla_recomputes for row in self.rows):
+            return []
+        line = "* XLA recomputes values of this step on its own, because it would not fit"
+        if plain is not None and plain.undisturbed is not None:
+            total = _mebibytes(plain.undisturbed.total_bytes)
+            line += f"; ratios are to the plain step without that, {total}"
+        return [line]
 
     def _verdict(self) -> str:
         if self.usable_bytes is None:
@@ -150,16 +170,20 @@ def compare(
     Nothing is run. The device may be absent: XLA compiles the step for it ahead of time.
 
     Args:
-        make_step: your own step factory. `make_step(transform, batch)` builds a model, applies
-            `transform(model)` to it, which returns the same model, splits the batch into
+        make_step: your own step factory. `make_step(transform, batch)` builds a Flax NNX model,
+            applies `transform(model)` to it, which returns the same model, splits the batch into
             `transform.micro_batches` parts, and returns the step and its arguments, as
             `analyze(step, *arguments)` takes them; `nnx.eval_shape` makes the model for free.
+            For Linen, Equinox and functions it calls `transform(fn)` of the forward pass, such as
+            `model.apply`, in place of the model, and applies `jax.checkpoint` to its blocks where
+            `transform.remat` is true, with the policy `transform.remat_policy`.
         rows: strategies, their specs (`Strategy.parse`), policies or codecs. With "plain" among
             them the table has ratios to it.
         batch: the batch size.
         target: as in `analyze`.
         capacity: bytes that the program may use, as in `analyze`.
-        xla_remat: as in `analyze`.
+        xla_remat: as in `analyze`. Rows in which XLA recomputes values on its own are marked, and
+            the plain step is compiled without that, too, for the ratios.
         largest_batch: whether each row's largest batch that fits is looked for too, by further
             compilations (`max_batch`).
         timelines: whether each row has its timeline, too.
@@ -201,15 +225,10 @@ def compare(
         raise ValueError(f"target={where.name!r}: its memory is not known; give a capacity")
 
     def row(strategy: Strategy) -> Row:
-        watched = _Watched(**{f.name: getattr(strategy, f.name) for f in fields(strategy)})
+        copied = {f.name: getattr(strategy, f.name) for f in fields(strategy)}
+        watched = _Watched(**copied, strategy=strategy)
         step, arguments = make_step(watched, batch)
-        if not watched.models:
-            raise ValueError("make_step is expected to call transform(model)")
-        if strategy.micro_batches > 1 and watched.read.isdisjoint(("micro_batches", "spec")):
-            raise ValueError(
-                "make_step is expected to split the batch into transform.micro_batches parts; it "
-                "did not ask for them"
-            )
+        watched.check()
         traced = trace(step, *arguments, target=where)
         report, timeline = analyze_step(traced, where, capacity, xla_remat, timelines)
         largest = None
@@ -222,7 +241,10 @@ def compare(
                 capacity=capacity,
                 xla_remat=xla_remat,
             )
-        return Row(strategy.spec, batch, report, largest, timeline)
+        undisturbed = None
+        if strategy.is_plain and report.xla_recomputes:
+            undisturbed, _ = analyze_step(traced, where, capacity, xla_remat=False)
+        return Row(strategy.spec, batch, report, largest, timeline, undisturbed=undisturbed)
 
     done: list[Row] = []
     for strategy in strategies:
@@ -240,17 +262,39 @@ def compare(
 class _Watched(Strategy):
     """A strategy that knows the models that it was applied to, and what was asked of it."""
 
+    strategy: Strategy = field(kw_only=True)
     models: list[Any] = field(default_factory=list)
     read: set[str] = field(default_factory=set)
 
     def __getattribute__(self, name: str) -> Any:
-        if name in ("micro_batches", "spec"):
+        if name in ("spec", "policy", "remat", "remat_policy", "micro_batches"):
             self.read.add(name)
         return super().__getattribute__(name)
 
     def __call__(self, model: M) -> M:
         self.models.append(model)
-        return super().__call__(model)
+        return self.strategy(model)
+
+    def check(self) -> None:
+        """Raises a ValueError if a step factory did not do what the strategy asks for."""
+
+        def has_read(*names: str) -> bool:
+            return not self.read.isdisjoint((*names, "spec"))
+
+        asked = self.strategy
+        if not self.models and not has_read("policy" if asked.policy is not None else "remat"):
+            raise ValueError("make_step is expected to call transform(model)")
+        of_nnx = any(isinstance(model, nnx.Module) for model in self.models)
+        if asked.remat and not of_nnx and not has_read("remat", "remat_policy"):
+            raise ValueError(
+                "make_step is expected to apply jax.checkpoint to its blocks where transform.remat "
+                "is true: it called transform with no Flax NNX model"
+            )
+        if asked.micro_batches > 1 and not has_read("micro_batches"):
+            raise ValueError(
+                "make_step is expected to split the batch into transform.micro_batches parts; it "
+                "did not ask for them"
+            )
 
 
 def _without_copies(strategies: Sequence[Strategy], rows: Sequence[Row]) -> list[Row]:
@@ -266,6 +310,11 @@ def _without_copies(strategies: Sequence[Strategy], rows: Sequence[Row]) -> list
     plain = [figures(row) for strategy, row in pairs if row.report and strategy.is_plain]
 
     def error(strategy: Strategy) -> str:
+        if strategy.micro_batches == 1 and strategy.remat:
+            return (
+                "made no difference to the step: of the model's modules in lists none is called "
+                "(a method or a layer of it may be), or none saves more than this row would"
+            )
         if strategy.micro_batches == 1:
             return "made no difference to the step: leave the row out"
         return (
@@ -287,7 +336,7 @@ def _cells(row: Row, plain: MemoryReport | None) -> tuple[str, ...]:
         return (row.name, "failed", *[""] * (len(HEADER) - 2))
     traffic, total = report.hbm_traffic_bytes, report.total_bytes
     return (
-        row.name,
+        f"{row.name} *" if report.xla_recomputes else row.name,
         *map(
             _mebibytes,
             (report.declared_residual_bytes, report.temp_bytes, report.peak_bytes, total),

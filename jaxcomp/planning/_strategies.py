@@ -5,15 +5,16 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import jax
-from flax import nnx
+from flax import linen, nnx
 
 from jaxcomp.codecs import Codec
 from jaxcomp.policies._policy import JaxPolicy, Policy
 from jaxcomp.policies._specs import PolicyLike, from_spec, policy_for_model, read
+from jaxcomp.transform._checkpoint import checkpoint
 from jaxcomp.transform._compress import compress
 from jaxcomp.transform._remat import remat_blocks
 
-M = TypeVar("M", bound=nnx.Module)
+M = TypeVar("M", bound=nnx.Module | Callable[..., Any])
 
 
 def _offload(primitive: Any, *avals: Any, **params: Any) -> Any:
@@ -135,20 +136,36 @@ class Strategy:
         """Applies the strategy to a model.
 
         Args:
-            model: The model, which is changed. `remat` and `offload` expect its blocks in a list.
-                Micro-batches are the step's business and leave the model as it is.
+            model: A Flax NNX model, which is changed. `remat` and `offload` expect its blocks in a
+                list. Or a function, such as `model.apply` of a Linen model: a policy is for
+                `jaxcomp.checkpoint`, and what calls this applies `jax.checkpoint` to its blocks if
+                `remat` is true. Micro-batches are the step's business and leave either as it is.
 
         Returns:
-            The same model.
+            The same model, or the transformed function.
 
         Raises:
-            ValueError: If the model has no blocks to recompute, or the policy does not fit it.
+            TypeError: If it is a Linen module.
+            ValueError: If the model has no blocks to recompute, or the policy does not fit it; if
+                inputs of a function's blocks are to be encoded.
         """
+        if not isinstance(model, nnx.Module):
+            return self._of_function(model)
         if self.policy is not None:
             compress(model, self.policy)
         if self.remat:
             remat_blocks(model, self.remat_policy, self.block_codec)
         return model
+
+    def _of_function(self, fn: Any) -> Any:
+        if isinstance(fn, linen.Module):
+            raise TypeError(
+                f"model of type {type(fn).__name__}: expected a function of its variables, such as "
+                "model.apply"
+            )
+        if self.block_codec is not None:
+            raise ValueError(f"strategy={self.spec!r}: expected a Flax NNX model, not a function")
+        return fn if self.policy is None else checkpoint(fn, self.policy)
 
     def check_batch(self, batch: int, devices: int = 1) -> None:
         """Checks that a batch divides over the micro-batches and the devices.

@@ -180,7 +180,7 @@ class _Choice:
         decision = self._decisions[value]
         note = decision.note
         if decision.codec is not None:
-            note = "kept exactly: a nonlinear step, a loop, a branch or a custom_vjp reads it"
+            note = "kept exactly: a code would bias what reads it"
         elif decision.action == "recompute":
             note = "kept exactly: cannot be computed again from codes without bias"
         return Stored(offload=decision.action == "offload", note=note)

@@ -10,6 +10,7 @@ from jax.extend.core import Jaxpr, Literal
 from jax.extend.linear_util import WrappedFun
 from jax.sharding import Mesh
 
+from jaxcomp.transform._origins import module_path
 from jaxcomp.transform._programs import Program
 from jaxcomp.transform._rewrites import is_of_jax
 
@@ -73,7 +74,7 @@ def _key_of_jaxpr(jaxpr: Jaxpr) -> Any:
             parameters["jvp_jaxpr_fun"] = parameters["call_jaxpr"].jaxpr.debug_info.func_src_info
         named = tuple((name, _key(v)) for name, v in sorted(parameters.items()))
         info = equation.source_info
-        where = str(info.name_stack), info.traceback
+        where = str(info.name_stack), module_path(equation), info.traceback
         rows.append((equation.primitive, operands, named, where, equation.ctx))
         for value in equation.outvars:
             numbers[value] = len(numbers)

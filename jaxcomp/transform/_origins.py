@@ -6,18 +6,14 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from jaxcomp._core.module_scopes import scope_paths
+from jaxcomp._core.module_scopes import scope_path
 from jaxcomp.memory._source_line import LIBRARIES
 
 
 def module_path(equation: JaxprEqn | None) -> str:
     """Path of the innermost module of a watched model that made an equation, or ""."""
-    return "" if equation is None else _innermost(str(equation.source_info.name_stack))
-
-
-@functools.lru_cache(4096)
-def _innermost(scope: str) -> str:
-    return next(reversed(scope_paths(scope)), "")
+    stack = () if equation is None else equation.source_info.name_stack.stack
+    return scope_path(element.name for element in stack)
 
 
 def located(called: Jaxpr, call: JaxprEqn) -> Jaxpr:

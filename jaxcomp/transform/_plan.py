@@ -6,11 +6,13 @@ from collections.abc import Iterator
 
 from jaxcomp._core import table
 from jaxcomp.codecs import Codec
+from jaxcomp.memory._live_bytes import format_bytes
 from jaxcomp.memory._source_line import source_line
 from jaxcomp.policies._value import dtype_name
 from jaxcomp.transform._graph import plain_nbytes
 from jaxcomp.transform._loops import Looped
 from jaxcomp.transform._origins import module_path
+from jaxcomp.transform._readers import Readers
 
 _HARDLY = 0.9
 
@@ -28,7 +30,8 @@ class SavedValue:
         dtype: Name of its dtype; "" for a layer or operation.
         role: What the backward pass does with a value, as `policies.Value` lists roles; "" for a
             layer.
-        decision: What encodes it, or "exact" or "offload".
+        decision: What encodes it, or "exact" or "offload"; "code" for what is encoded inside of a
+            function that is no result of `checkpoint`.
         exact_bytes: Bytes without compression.
         saved_bytes: Bytes in the device's memory, metadata included; 0 for an offloaded value.
         note: A remark, such as why a value is exact.
@@ -99,29 +102,50 @@ class Plan:
     @property
     def bits_per_element(self) -> float:
         """Mean bits of an encoded element, metadata included; 0 if nothing is encoded."""
-        coded = [v for v in self.values if v.decision not in ("exact", "offload", "")]
+        coded = [v for v in self.values if v.decision not in ("exact", "offload", "code", "")]
         coded = [v for v in coded if v.saved_bytes and not v.decision.startswith("Packed")]
         elements = sum(v.elements for v in coded)
         return 8 * sum(v.saved_bytes for v in coded) / elements if elements else 0.0
 
     def __str__(self) -> str:
-        """A line for each value, and the totals."""
-        rows = [
-            ("module", "source", "value", "role", "decision", "bytes", "saved", "bits", "note"),
-            *(
-                (
-                    *(value.path, value.source, value.op or f"{value.dtype}{list(value.shape)}"),
-                    *(value.role, value.decision),
-                    f"{value.exact_bytes:,}",
-                    f"{value.saved_bytes:,}",
-                    f"{value.bits_per_element:.2f}" if value.elements else "",
-                    value.note,
-                )
-                for value in self.values
-            ),
-        ]
+        """A table, the most bytes first, and the totals; values of repeated blocks are one row."""
+        groups: dict[SavedValue, list[SavedValue]] = {}
+        for value in self.values:
+            of_any_block = dataclasses.replace(value, path=without_indices(value.path))
+            groups.setdefault(of_any_block, []).append(value)
+        largest = sorted(groups.values(), key=lambda g: (-_sum(g, "saved_bytes"), g[0].path))
+        header = ("module", "source", "value", "", "role", "decision", "bytes", "saved", "bits")
+        rows = [(*header, "note"), *map(_row, largest)]
         total = f"{self.saved_bytes:,} bytes are saved, {self.exact_bytes:,} without compression"
-        return "\n".join([*table.lines(rows, right=range(5, 8)), total, *self.notes])
+        return "\n".join([*table.lines(rows, right=(3, 6, 7, 8)), total, *self.notes])
+
+
+def without_indices(path: str) -> str:
+    """The path that modules of repeated blocks share.
+
+    Example:
+        >>> without_indices("blocks/3/norm")
+        'blocks/*/norm'
+    """
+    return "/".join("*" if key.isdigit() else key for key in path.split("/"))
+
+
+def _sum(values: list[SavedValue], attribute: str) -> int:
+    return sum(getattr(value, attribute) for value in values)
+
+
+def _row(group: list[SavedValue]) -> tuple[str, ...]:
+    """The cells of a row for equal values."""
+    value, count = group[0], len(group)
+    paths = {one.path for one in group}
+    return (
+        value.path if len(paths) == 1 else without_indices(value.path),
+        *(value.source, value.op or f"{value.dtype}{list(value.shape)}"),
+        *(f"x {count}" if count > 1 else "", value.role, value.decision),
+        *(format_bytes(_sum(group, name)) for name in ("exact_bytes", "saved_bytes")),
+        f"{value.bits_per_element:.2f}" if value.elements else "",
+        value.note,
+    )
 
 
 def _is_biased(codec: Codec | None) -> bool:
@@ -138,6 +162,7 @@ def _all(looped: Looped) -> Iterator[Looped]:
 def _planned(looped: Looped) -> Iterator[SavedValue]:
     """What a function saves, and what the iterations of its loops save."""
     schedule = looped.schedule
+    readers = Readers(schedule)
     names: set[str] = set()
     of_units = {(unit.path, unit.source): 0 for unit in looped.units}
     for variable, stored in schedule.stored.items():
@@ -150,18 +175,24 @@ def _planned(looped: Looped) -> Iterator[SavedValue]:
             continue
         if found:
             continue
+        role = schedule.roles.get(variable, "other") if equation is not None else "input"
+        if role == "mask":
+            # JAX traces the rule of a function such as `jax.nn.relu` once for all its callers.
+            origin = origin[0], readers.line_of_first(variable) or origin[1]
         how = "exact" if stored.codec is None else str(stored.codec)
         decision = "offload" if stored.offload else how
+        readers_of = readers.all_of if stored.note else readers.first_of
+        read_by = readers_of(variable) if decision == "exact" else ""
         yield SavedValue(
             *origin,
             op="",
             shape=variable.aval.shape,
             dtype=dtype_name(variable.aval.dtype),
-            role=schedule.roles.get(variable, "other") if equation is not None else "input",
+            role=role,
             decision=decision if stored.copies == 1 else f"{stored.copies} x {decision}",
             exact_bytes=plain_nbytes(variable.aval),
             saved_bytes=stored.nbytes(variable.aval),
-            note=stored.note,
+            note="; ".join(filter(None, (stored.note, read_by and f"read by {read_by}"))),
         )
     for (path, source), saved_bytes in of_units.items():
         units = [unit for unit in looped.units if (unit.path, unit.source) == (path, source)]

@@ -1,6 +1,6 @@
 """`jax.checkpoint` around each block of a model, whose input may be saved encoded."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -20,8 +20,9 @@ def remat_blocks(
 ) -> nnx.Module:
     """Recomputes each block of a model in the backward pass.
 
-    A block is a module in a list of modules (`nnx.List`, `nnx.Sequential`, a tuple); of lists
-    inside lists the outermost counts. Parameters, state and paths stay as they are.
+    A block is a module with a call of its own in a list of modules (`nnx.List`, `nnx.Sequential`,
+    a tuple), in lists inside of lists, too. Of blocks inside of blocks the outermost count.
+    Parameters, state and paths stay as they are.
 
     With a codec the arguments of a block are saved encoded, and the block is recomputed and
     differentiated at the decoded arguments. The gradient is biased even if the codec is not, since
@@ -36,8 +37,8 @@ def remat_blocks(
         The same model.
 
     Raises:
-        ValueError: If the model has no list of modules, or there are both a policy and a codec; in
-            the call, if the codec cannot store an argument.
+        ValueError: If the model has no blocks, or there are both a policy and a codec; in the call,
+            if the codec cannot store an argument.
 
     Example:
         >>> model = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
@@ -46,25 +47,25 @@ def remat_blocks(
     """
     if policy is not None and codec is not None:
         raise ValueError(f"codec={codec}: expected None with a policy")
-    in_lists = [(path, m) for path, m in nnx.iter_modules(model) if any(map(_is_index, path))]
-    paths = {path for path, _ in in_lists}
-    blocks = {
-        id(m): m
-        for path, m in in_lists
-        if _is_index(path[-1]) and not any(path[:i] in paths for i in range(1, len(path)))
-    }
+    called = {path: m for path, m in nnx.iter_modules(model) if path and callable(m)}
+    in_lists = [path for path in called if any(isinstance(key, int) for key in path)]
+    blocks = {id(called[path]): called[path] for path in _outermost(in_lists)}
     if not blocks:
+        others = ", ".join("/".join(map(str, path)) for path in _outermost(called)) or "none"
         raise ValueError(
-            f"model={type(model).__name__}: expected one with its blocks in a list (nnx.List), "
-            "for each to be recomputed; it has none"
+            f"model={type(model).__name__}: expected one with its blocks in a list (nnx.List, "
+            f"nnx.Sequential or a tuple), for each to be recomputed; its modules are {others}. Put "
+            "the blocks in a list, or nnx.remat around what calls them"
         )
     for block in blocks.values():
         set_class(block, derived(type(block), _recomputed, policy, codec))
     return model
 
 
-def _is_index(key: Any) -> bool:
-    return isinstance(key, int)
+def _outermost(paths: Collection[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """The paths that are not inside of another one."""
+    known = set(paths)
+    return [p for p in paths if not any(p[:i] in known for i in range(1, len(p)))]
 
 
 def _has_arrays(value: Any) -> bool:

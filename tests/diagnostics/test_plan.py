@@ -1,3 +1,5 @@
+import pathlib
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -148,3 +150,73 @@ def test_paths_may_be_any_text():
 
     found = jc.plan(Named(), jax.ShapeDtypeStruct((8, 4), jnp.float32))
     assert [m.path for m in found.values] == ["layers/res-1", "layers/a.b"]
+
+
+class StockBlock(nnx.Module):
+    def __init__(self, rngs):
+        self.conv1, self.conv2 = (nnx.Conv(8, 8, (3, 3), rngs=rngs) for _ in range(2))
+        self.norm1, self.norm2 = (nnx.BatchNorm(8, rngs=rngs) for _ in range(2))
+
+    def __call__(self, x):
+        y = self.norm1(self.conv1(x))
+        y = self.norm2(self.conv2(nnx.relu(y)))
+        return nnx.relu(x + y)
+
+
+class StockNet(nnx.Module):
+    def __init__(self, rngs):
+        self.stem = nnx.Conv(3, 8, (3, 3), rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.blocks = nnx.List(StockBlock(rngs) for _ in range(3))
+
+    def __call__(self, x):
+        x = nnx.relu(self.norm(self.stem(x)))
+        x = nnx.max_pool(x, (3, 3), (2, 2), padding=((1, 1), (1, 1)))
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def line(text):
+    """Where this file has a text."""
+    lines = pathlib.Path(__file__).read_text().splitlines()
+    return f"test_plan.py:{1 + next(i for i, line in enumerate(lines) if text in line)}"
+
+
+def test_the_table_has_a_row_for_repeated_blocks_and_says_what_reads_exact_values():
+    model = jc.compress(StockNet(nnx.Rngs(0)), jc.Quantize(4))
+    found = jc.plan(model, jax.ShapeDtypeStruct((16, 32, 32, 3), jnp.float32))
+    table = str(found).splitlines()
+    masks = sorted((v.path, v.source) for v in found.values if v.role == "mask" and "/" in v.path)
+    lines = line("self.conv2(nnx" + ".relu(y)"), line("return nnx" + ".relu(x + y)")
+    assert masks == sorted((f"blocks/{i}", at) for i in range(3) for at in lines)
+    (largest,) = [v for v in found.values if v.decision == "exact" and len(v.shape) == 4]
+    assert f"read by nnx.max_pool, {line('nnx' + '.max_pool(x, (3')}" in largest.note
+    assert largest.note in table[1]
+    (row,) = [one for one in table if one.startswith("blocks/*/conv1")]
+    assert " x 3 " in row
+    assert len(table) < len(found.values)
+    size = table[0].index("saved") + len("saved")
+    units = {"B": 1, "KiB": 2**10, "MiB": 2**20}
+    saved = [
+        float(number) * units[unit]
+        for number, unit in (row[:size].split()[-2:] for row in table[1:] if "iB" in row)
+    ]
+    assert saved == sorted(saved, reverse=True)
+    assert not [v for v in found.values if v.source and not v.source.startswith("test_plan.py")]
+
+
+def test_a_function_that_encodes_inside_shows_what_it_saves():
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((512, 64), (64, 64)))
+    model = jc.compress(
+        nnx.Sequential(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), jnp.sin), "quantize:bits=4"
+    )
+    layer = jc.checkpoint(lambda x, w: jnp.sin(x @ w), jc.Quantize(4))
+    whole = jc.plan(model, x), jc.plan(layer, x, w)
+    calls = jc.plan(lambda x: model(x).sum(), x), jc.plan(jax.jit(lambda x, w: layer(x, w=w)), x, w)
+    for one, inside in zip(whole, calls, strict=True):
+        assert (inside.saved_bytes, inside.exact_bytes) == (one.saved_bytes, one.exact_bytes)
+        assert {value.decision for value in inside.values} == {"code"}
+    found = jc.plan(jax.grad(lambda x, w: layer(x, w).sum(), (0, 1)), x, w)
+    assert found.saved_bytes == whole[1].saved_bytes
+    assert "the bytes without compression are unknown" in str(found)

@@ -25,6 +25,7 @@ FIGURES = {
     "roofline_seconds": 0.25,
     "compile_seconds": 1.5,
     "xla_flag": None,
+    "xla_recomputes": True,
 }
 
 

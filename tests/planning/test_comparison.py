@@ -4,7 +4,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 import jaxcomp as jc
 from jaxcomp.memory import CompileError
@@ -152,7 +152,7 @@ def test_a_factory_that_ignores_the_way_is_found_out():
     assert accumulate.report is None
     assert "split the batch" in accumulate.error
     _, dots = compare(transform_only, ["plain", "remat:dots"], batch=8, target="cpu").rows
-    assert dots.error == "made no difference to the step: leave the row out"
+    assert dots.error.startswith("made no difference to the step: of the model's modules in lists")
     rows = ["accumulate:2", "accumulate:2:remat"]
     for row in compare(transform_only, rows, batch=8, target="cpu").rows:
         assert row.error.startswith("make_step is expected to split the batch into")
@@ -194,3 +194,65 @@ def test_largest_batch_of_unknown_memory_is_an_error_at_once():
 def test_unknown_target():
     with pytest.raises(ValueError, match="target='h101' is unknown"):
         compare(make_step, ["plain"], batch=8, target="h101")
+
+
+def test_ratios_are_to_the_plain_step_without_recomputation_by_xla():
+    pytest.importorskip("jax_cuda13_plugin")
+
+    def at_the_limit(transform, batch):
+        def layer():
+            return nnx.Sequential(nnx.Linear(256, 256, rngs=nnx.Rngs(0)), jnp.sin)
+
+        model = transform(nnx.eval_shape(lambda: nnx.Sequential(*(layer() for _ in range(8)))))
+        gradient = nnx.grad(lambda model, x: model(x).sum())
+        return gradient, (model, jax.ShapeDtypeStruct((batch, 256), jnp.float32))
+
+    table = compare(at_the_limit, ["plain", "remat"], batch=2**20, target="rtx3060-12gb")
+    plain, remat = table.rows
+    assert plain.report.xla_recomputes
+    assert not (plain.undisturbed.xla_recomputes or remat.report.xla_recomputes)
+    assert plain.report.total_bytes < 0.9 * plain.undisturbed.total_bytes
+    lines = str(table).splitlines()
+    assert lines[2].startswith("| plain * ")
+    ratios = [float(line.split("|")[6]) for line in lines[2:4]]
+    expected = [row.report.total_bytes / plain.undisturbed.total_bytes for row in table.rows]
+    assert ratios == pytest.approx(expected, abs=0.005)
+    assert any("* XLA recomputes values" in line for line in lines)
+
+
+class LinenBlock(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return x + jnp.sin(linen.Dense(32)(jnp.sin(linen.Dense(32)(x))))
+
+
+def test_a_factory_of_a_linen_model_passes_the_function():
+    x = jax.ShapeDtypeStruct((1024, 32), jnp.float32)
+
+    def make_linen_step(transform, batch, recompute=None):
+        block = LinenBlock
+        if transform.remat if recompute is None else recompute:
+            block = linen.remat(LinenBlock, policy=transform.remat_policy)
+        model = linen.Sequential([block() for _ in range(3)])
+        variables = jax.eval_shape(model.init, jax.random.key(0), x)
+        forward = transform(model.apply)
+        return jax.jit(jax.grad(lambda v, x: forward(v, x).sum())), (variables, x)
+
+    rows = ["plain", "remat", "quantize:bits=4"]
+    table = compare(make_linen_step, rows, batch=1024, target="cpu")
+    plain, remat, quantize = (row.report.declared_residual_bytes for row in table.rows)
+    assert remat == 2 * 1024 * 32 * 4 < quantize < plain / 4
+
+    def forgets(transform, batch):
+        return make_linen_step(transform, batch, recompute=False)
+
+    def misuses(transform, batch):
+        return transform(LinenBlock()), (x,)
+
+    plain, remat = compare(forgets, ["plain", "remat"], batch=1024, target="cpu").rows
+    assert plain.report is not None
+    assert "apply jax.checkpoint to its blocks where transform.remat is true" in remat.error
+    (row,) = compare(misuses, ["quantize:bits=4"], batch=1024, target="cpu").rows
+    assert row.error.startswith("model of type LinenBlock: expected a function of its variables")
+    (row,) = compare(make_linen_step, ["remat:quantize:bits=4"], batch=8, target="cpu").rows
+    assert "expected a Flax NNX model, not a function" in row.error

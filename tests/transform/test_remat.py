@@ -142,3 +142,39 @@ def test_a_shared_block_is_changed_once():
 def test_a_model_without_lists_is_an_error():
     with pytest.raises(ValueError, match=r"model=Linear: expected one with its blocks in a list"):
         remat_blocks(nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
+
+
+def test_blocks_are_found_where_users_put_them():
+    class Residual(nnx.Module):
+        def __init__(self):
+            self.up, self.down = (nnx.Linear(4, 4, rngs=nnx.Rngs(i)) for i in range(2))
+
+        def __call__(self, x):
+            return x + self.down(jnp.sin(self.up(x)))
+
+    class Stages(nnx.Module):
+        def __init__(self):
+            self.lists = nnx.List(nnx.List(Residual() for _ in range(2)) for _ in range(2))
+            self.layer1 = nnx.List(Residual() for _ in range(2))
+            self.layer2 = nnx.Sequential(Residual(), Residual())
+            self.named = nnx.List([nnx.Dict(attention=Residual(), mlp=Residual())])
+
+        def __call__(self, x):
+            named = self.named[0]
+            for stage in (*self.lists, self.layer1, (named["attention"], named["mlp"])):
+                for block in stage:
+                    x = block(x)
+            return self.layer2(x)
+
+    class Attributes(nnx.Module):
+        def __init__(self):
+            self.block1, self.block2 = Residual(), Residual()
+
+    plain, rematted = Stages(), remat_blocks(Stages())
+    assert_close(gradient(rematted), gradient(plain))
+    step = nnx.jit(nnx.grad(lambda model, x: model(x).sum()))
+    blocks = 10  # each saves its input; the first one's is an argument
+    saved = memory.declared_residual_bytes(step, rematted, X)
+    assert saved == (blocks - 1) * X.nbytes < memory.declared_residual_bytes(step, plain, X)
+    with pytest.raises(ValueError, match=r"its modules are block1, block2\. Put the blocks in"):
+        remat_blocks(Attributes())
