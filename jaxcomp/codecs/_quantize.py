@@ -1,6 +1,7 @@
 """Uniform quantization to a few bits with stochastic rounding."""
 
 import dataclasses
+import functools
 import typing
 
 import jax
@@ -9,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jaxcomp.codecs import noise, packing
-from jaxcomp.codecs._codec import Codec, Encoded, Seed, channel_axes
+from jaxcomp.codecs._codec import Codec, Encoded, Seed, array_nbytes, channel_axes
 
 Grouping = typing.Literal["channel", "sample", "row"]
 Rounding = typing.Literal["stochastic", "nearest"]
@@ -73,6 +74,16 @@ class Quantize(Codec):
     def unbiased(self) -> bool:  # type: ignore[override]
         """Whether rounding is stochastic, so that the decoded value is unbiased."""
         return self.rounding == "stochastic"
+
+    def nbytes(self, shape: tuple[int, ...], dtype: DTypeLike) -> int:
+        """Returns the exact size in bytes, as `Codec.nbytes`; only the packing is traced for it."""
+        self.check(shape, dtype)
+        pack = functools.partial(packing.pack, bits=self.bits)
+        packed = jax.eval_shape(pack, jax.ShapeDtypeStruct(shape, jnp.int32))
+        axes = self._axes(len(shape))
+        groups = tuple(1 if axis in axes else size for axis, size in enumerate(shape))
+        ends = 2 * array_nbytes(groups, dtype)
+        return sum(array_nbytes(a.shape, a.dtype) for a in packed) + ends
 
     def _axes(self, rank: int) -> tuple[int, ...]:
         """Returns the axes over which values share a range."""
