@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import typing
 
 import jax
@@ -137,19 +138,22 @@ class Quantize(Codec):
     def encode_within(self, x: Array, low: float, high: float, seed: Seed) -> Encoded:
         """Encodes values between two known numbers, without a pass that computes their range.
 
-        A NaN decodes to one of the two numbers, unlike with `encode`.
+        The range is widened until every level is a number of the array's dtype. Levels that all
+        arrays share would otherwise be rounded the same way everywhere, which is a bias. A NaN
+        decodes to one of the two numbers, unlike with `encode`.
 
         Args:
             x: Floating-point array.
             low: Lower bound of all values.
-            high: Upper bound of all values.
+            high: Upper bound of all values, greater than `low`.
             seed: Integer scalar that selects the rounding noise.
 
         Returns:
             The encoded array, as from `encode`.
         """
         with jax.named_scope(self.stored_name()):
-            least, most = (jnp.full((1,) * x.ndim, end, x.dtype) for end in (low, high))
+            ends = _on_grid(low, high, 2**self.bits - 1, float(jnp.finfo(x.dtype).eps))
+            least, most = (jnp.full((1,) * x.ndim, end, x.dtype) for end in ends)
             return Encoded(self.encode_between(x, least, most, seed), x.shape, x.dtype)
 
     def _encode(self, x: Array, seed: Seed) -> tuple[Array, ...]:
@@ -166,3 +170,15 @@ class Quantize(Codec):
         between = 2 * (low / 2 + (high / 2 - low / 2) * weight)
         ends = jnp.where(codes == 0, low, high)
         return jnp.where((codes == 0) | (codes == top), ends, between).astype(dtype)
+
+
+def _on_grid(low: float, high: float, steps: int, eps: float) -> tuple[float, float]:
+    """Widens a range so that it has `steps` equal steps between numbers of one precision."""
+    _, exponent = math.frexp(max(-low, high))
+    while True:
+        unit = eps * 2.0 ** (exponent - 1)  # distance of the largest numbers below 2^exponent
+        least = math.floor(low / unit)
+        most = least + steps * math.ceil((high / unit - least) / steps)
+        if max(-least, most) * unit <= 2.0**exponent:
+            return least * unit, most * unit
+        exponent += 1

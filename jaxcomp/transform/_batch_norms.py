@@ -13,6 +13,7 @@ from jax.extend import source_info_util
 from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
 from jaxtyping import Array
 
+from jaxcomp.codecs._codec import FLOATS
 from jaxcomp.ops._norm import Norm
 from jaxcomp.transform._programs import Program, avals, closed, is_variable, variables
 
@@ -276,6 +277,8 @@ class Pattern:
         if steps is None:
             return None
         y, factors, bias = steps
+        if not {a.aval.dtype.name for a in (x, out, y)}.issubset(FLOATS):
+            return None  # the backward pass is in float32
         found = [(f, self._deviation(f, x, count, axes)) for f in factors]
         variances = [d for _, d in found if d is not None]
         scales = [atom for (atom, exponent), d in found if d is None and exponent == 1]

@@ -149,11 +149,11 @@ def _number_codes(
     count = len(linearized.coefficients)
     behind = dict(zip(linear.invars, linearized.coefficients, strict=False))
     tangents = tangents_of(linear.eqns, linear.invars[count:])
-    roots = _roots(graph, stored)
+    roots = paths.coded_roots(graph, {v: storing.is_noisy for v, storing in stored.items()})
 
-    def roots_of(atom: Any) -> Collection[Any]:
+    def roots_of(atom: Any) -> paths.Roots:
         value: Any = behind.get(atom) if is_variable(atom) else None
-        return roots.get(value, ()) if is_variable(value) else ()
+        return roots.get(value, {}) if is_variable(value) else {}
 
     assignment = paths.Assignment({}, {})
     if not biased:
@@ -190,18 +190,6 @@ def _number_codes(
             copies[root] = max(number + 1, copies.get(root, 1))
     coefficients = [Coefficient(behind[atom], uses) for atom, uses in inputs]
     return dataclasses.replace(linearized, linear=split), coefficients, copies, assignment.means
-
-
-def _roots(graph: Graph, stored: dict[Any, Stored]) -> dict[Any, list[Any]]:
-    """The codes that each value is rebuilt from."""
-    roots: dict[Any, list[Any]] = {}
-    for value in (*graph.jaxpr.invars, *graph.order):
-        if value in stored:
-            roots[value] = [value] if stored[value].is_noisy else []
-        else:
-            found = [roots.get(operand, []) for operand in graph.operands(value)]
-            roots[value] = list(dict.fromkeys(root for part in found for root in part))
-    return roots
 
 
 def _with_copies(value: Any, storing: Stored, copies: int, mean: int | None) -> Stored:

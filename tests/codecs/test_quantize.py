@@ -167,6 +167,19 @@ def test_unbiased_without_a_seed_over_values(bits, dtype):
     assert abs((error * value).sum()) < z_limit(2) * np.linalg.norm(std * value)
 
 
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("low", "high"), [(-0.129, 1.129), (0.0, 1.999), (-3e-3, 1e-4)])
+def test_levels_between_known_numbers_need_no_rounding(bits, dtype, low, high):
+    """The same rounding of one level in all arrays would be a bias."""
+    x = jnp.full((1, 4), low, dtype)
+    *_, least, most = Quantize(bits).encode_within(x, low, high, 0).arrays
+    least, most = float(least.item()), float(most.item())
+    assert least <= low < high <= most < least + 3 * (high - low)
+    levels = least + (most - least) / (2**bits - 1) * np.arange(2**bits)
+    np.testing.assert_array_equal(as_float(levels.astype(dtype)), levels)
+
+
 def test_nearest_is_biased_and_says_so():
     assert not Quantize(2, rounding="nearest").unbiased
     assert Quantize(2, rounding="stochastic").unbiased

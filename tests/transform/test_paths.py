@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 import jaxcomp as jc
+from jaxcomp.transform._algebra import tangents_of
+from jaxcomp.transform._paths import assign
 from tests.helpers import normal
 
 CODEC = jc.Quantize(bits=2)
@@ -37,11 +39,34 @@ def gated_norm(x, w):
     return jnp.sum(y * jax.lax.rsqrt(jnp.mean(y * y, (1, 2), keepdims=True)) * MAP)
 
 
+def masked_norm(x, w):
+    """The norm of 4 of 96 features."""
+    h, mask = sine(x, w), (jnp.arange(96)[None] < 4).astype(float)
+    mean = jnp.mean((mask * h) ** 2, 1, keepdims=True)
+    return jnp.sum(h * mask * jax.lax.rsqrt(mean * 24 + 0.1) * MAP[:, 0, 0])
+
+
+def padded_mean(x, w):
+    h = sine(x, w)
+    mean = jnp.mean(jnp.concatenate([96 * h[:, :1] ** 2, jnp.zeros((16, 95))], 1), 1)
+    return jnp.sum(h * mean[:, None])
+
+
+def shifted_gate(x, w):
+    """A gate's tangent meets one of the size of the map."""
+    g = jax.nn.sigmoid(x @ w)[:, None, None]
+    mean = jnp.mean(g * g + jnp.tanh(x @ w)[:, None, None] * MAP, (1, 2), keepdims=True)
+    return jnp.sum(g * mean)
+
+
 def layer_norm(x, w):
     return jnp.sum(jax.nn.standardize(sine(x, w)) ** 3)
 
 
-@pytest.mark.parametrize("fn", [weighted_mean, gate, gated_norm])
+UNEVEN = [weighted_mean, gate, gated_norm, masked_norm, padded_mean, shifted_gate]
+
+
+@pytest.mark.parametrize("fn", UNEVEN)
 def test_a_mean_without_independent_noise_does_not_count(fn):
     notes = [value.note for value in jc.checkpoint(fn, CODEC).plan(X, W).values]
     assert not any("across a mean" in note for note in notes)
@@ -53,12 +78,28 @@ def test_a_norms_mean_counts():
     assert "used twice, across a mean of 96: bias of about its rounding variance / 96" in notes
 
 
-def test_a_gate_before_a_mean_is_unbiased():
-    exact = np.ravel(jax.grad(gate, 1)(X, W))
+def test_every_second_use_across_a_mean_is_noted():
+    """Of two codes before the mean, the second comes again where another path has only one."""
+
+    def linear(t, code, weights):
+        mean = ((t * code)[::-1] * code).sum() / 96
+        return code * (mean + (t * code * weights).sum())
+
+    jaxpr = jax.make_jaxpr(linear)(*jnp.ones((3, 96))).jaxpr
+    tangent, code, _ = jaxpr.invars
+    roots = {code: {code: frozenset()}}
+    found = assign(jaxpr, tangents_of(jaxpr.eqns, [tangent]), lambda atom: roots.get(atom, {}))
+    assert found.means == {code: 96}
+    assert {number for uses in found.uses.values() for _, number in uses} == {0, 1}
+
+
+@pytest.mark.parametrize("fn", [gate, masked_norm])
+def test_uneven_means_are_unbiased(fn):
+    exact = np.ravel(jax.grad(fn, 1)(X, W))
 
     @jax.jit
     def gradient(seed):
-        return jax.grad(jc.checkpoint(gate, CODEC, seed=seed), 1)(X, W)
+        return jax.grad(jc.checkpoint(fn, CODEC, seed=seed), 1)(X, W)
 
     draws = np.stack([np.ravel(gradient(seed)) for seed in range(256)])
     along = (draws - exact) @ exact / (exact @ exact)

@@ -292,3 +292,19 @@ def test_a_variance_about_other_means_is_none():
 
     found = jax.grad(jc.checkpoint(f, jc.recipes.automatic()))(x)
     np.testing.assert_allclose(found, jax.grad(f)(x), rtol=1e-4, atol=1e-5)
+
+
+def test_float64_has_gradients_of_float64():
+    """`norm_act` computes in float32."""
+
+    def fn(x, scale, bias):
+        y = divided(x, scale, bias)[0]
+        return jnp.sum(jax.nn.relu(y) ** 3)
+
+    with jax.enable_x64():
+        x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 4, 4, 16)))
+        args = x, jnp.ones(16), jnp.zeros(16)
+        assert not any(value.op for value in jc.plan(jc.checkpoint(fn), *args).values)
+        found, expected = (jax.grad(f, (0, 1, 2))(*args) for f in (jc.checkpoint(fn), fn))
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=0, atol=1e-12 * np.abs(other).max())
