@@ -1,10 +1,13 @@
 """The cheapest set of values from which others can be computed: a minimum cut."""
 
 import collections
+import itertools
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 V = TypeVar("V", bound=Hashable)
+
+Residual = dict[Hashable, dict[Hashable, int]]  # what an edge can still take
 
 NEVER = 1 << 62  # the cost of what cannot be stored
 
@@ -53,7 +56,7 @@ def cheapest(
         >>> sorted(cheapest(["y", "z"], parents.get, costs.get, recompute_costs.__getitem__).stored)
         ['x', 'y']
     """
-    residual: dict[Hashable, dict[Hashable, int]] = collections.defaultdict(dict)
+    residual: Residual = collections.defaultdict(dict)
 
     def edge(start: Hashable, end: Hashable, capacity: int) -> None:
         residual[start][end] = residual[start].get(end, 0) + capacity
@@ -77,45 +80,56 @@ def cheapest(
             if parent not in seen:
                 seen.add(parent)
                 queue.append(parent)
-    while path := _shortest(residual, source, sink):
-        flow = min(residual[a][b] for a, b in path)
-        if flow >= NEVER:
+    while distance := _distances(residual, source, sink):
+        if not _block(residual, source, sink, distance):
             raise ValueError("a value is needed that can be neither stored nor computed again")
-        for a, b in path:
-            residual[a][b] -= flow
-            residual[b][a] += flow
-    backwards: dict[Hashable, dict[Hashable, int]] = collections.defaultdict(dict)
+    backwards: Residual = collections.defaultdict(dict)
     for start, ends in residual.items():
         for end, capacity in ends.items():
             backwards[end][start] = capacity
-    after = _reached(backwards, sink)
+    after = _distances(backwards, sink)
     flows = {v for v in seen if residual[v, "out"][v, "in"] > 0}
     stored = {v for v in flows if (v, "out") in after and (v, "in") not in after}
     return Cut(stored, {v for v in seen if (v, "in") in after})
 
 
-def _reached(
-    residual: dict[Hashable, dict[Hashable, int]], source: Hashable
-) -> dict[Hashable, Hashable]:
-    """Every node that flow can still reach, with the node before it."""
-    before: dict[Hashable, Hashable] = {source: source}
+def _distances(residual: Residual, source: Hashable, sink: Hashable = None) -> dict[Hashable, int]:
+    """The distance of every node that flow can still reach; empty if the sink is not one."""
+    distance: dict[Hashable, int] = {source: 0}
     queue = collections.deque([source])
     while queue:
         node = queue.popleft()
         for other, capacity in residual[node].items():
-            if capacity > 0 and other not in before:
-                before[other] = node
+            if capacity > 0 and other not in distance:
+                distance[other] = distance[node] + 1
                 queue.append(other)
-    return before
+    return distance if sink is None or sink in distance else {}
 
 
-def _shortest(
-    residual: dict[Hashable, dict[Hashable, int]], source: Hashable, sink: Hashable
-) -> list[tuple[Hashable, Hashable]]:
-    before = _reached(residual, source)
-    path = []
-    node = sink
-    while node in before and node is not source:
-        path.append((before[node], node))
-        node = before[node]
-    return path
+def _block(
+    residual: Residual, source: Hashable, sink: Hashable, distance: dict[Hashable, int]
+) -> bool:
+    """Fills all shortest paths (E. Dinic, 1970); False if one has no bound."""
+    rest = {node: iter(list(residual[node])) for node in distance}
+    path = [source]
+    while path:
+        node = path[-1]
+        if node is sink:
+            steps = list(itertools.pairwise(path))
+            flow = min(residual[a][b] for a, b in steps)
+            if flow >= NEVER // 2:  # what other paths have taken is less
+                return False
+            for a, b in steps:
+                residual[a][b] -= flow
+                residual[b][a] += flow
+            full = next(i for i, (a, b) in enumerate(steps) if not residual[a][b])
+            del path[full + 1 :]
+            continue
+        nearer = distance[node] + 1
+        steps_on = (n for n in rest[node] if residual[node][n] > 0 and distance.get(n) == nearer)
+        following = next(steps_on, None)
+        if following is None:
+            path.pop()
+        else:
+            path.append(following)
+    return True

@@ -88,6 +88,12 @@ def assign(linear: Jaxpr, tangents: Set[Any], roots: Callable[[Any], Roots]) -> 
     paths: dict[Any, dict[Any, _Path]] = {}
     uses: dict[tuple[int, int], Uses] = {}
     means: dict[Any, int] = {}
+    last_use = {
+        root: index
+        for index, equation in enumerate(linear.eqns)
+        for position in linear_uses(equation, tangents)
+        for root in roots(equation.invars[position])
+    }
     for index, equation in enumerate(linear.eqns):
         state: dict[Any, _Path] = {}
         multiplied = linear_uses(equation, tangents)
@@ -114,6 +120,7 @@ def assign(linear: Jaxpr, tangents: Set[Any], roots: Callable[[Any], Roots]) -> 
                     path.before,
                 )
             uses[index, position] = tuple(found)
+        state = {root: path for root, path in state.items() if last_use[root] > index}
         paths |= dict.fromkeys(equation.outvars, state)
     return Assignment(uses, means)
 
