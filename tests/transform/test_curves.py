@@ -77,7 +77,7 @@ def test_one_code_for_norm_activation_and_gate(act, dtype):
 
     same, _ = jax.vjp(lambda params: jc.checkpoint(stock, RANGE)(params, x), params)
     np.testing.assert_array_equal(stock(params, x), same)
-    # In bfloat16, JAX adds up the gradient of a gate in bfloat16, with an error of 18%; ours does not.
+    # In bfloat16, JAX adds up the gradient of a gate in bfloat16, with an error of 18%.
     exact = functools.partial(loss, stock, x=x.astype(jnp.float32))
     gradient = jax.jit(jax.grad(exact))(params)
     draws = [coded(params, seed) for seed in range(30)]
