@@ -51,6 +51,11 @@ def multiply_integers_on_gpu(
     return lax.platform_dependent(*operands, cuda=of_integers, default=of_decoded)
 
 
+def sum_as_one_on_gpu(operands: tuple[typing.Any, ...], as_one: Form[T], apart: Form[T]) -> T:
+    """Takes two sums of a GPU by one reduction of one operand, and apart elsewhere."""
+    return lax.platform_dependent(*operands, cuda=as_one, default=apart)
+
+
 def kernel_or_interpreter(
     platform: typing.Literal["cuda", "tpu"], operands: tuple[typing.Any, ...], run: Form[T]
 ) -> T:

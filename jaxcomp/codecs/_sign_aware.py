@@ -204,7 +204,7 @@ class SignAware(Codec):
             threshold = self._within(threshold)
             t = h - threshold
         else:
-            low, high = ends = _extremes(h)
+            low, high = ends = extremes(h)
             if self.levels.negatives == 1:
                 ends = _mean_unless_all(h, positive, low), high
             start, up, down = self._steps(ends, threshold)
@@ -273,8 +273,8 @@ class SignAware(Codec):
         Returns:
             The encoded values.
         """
-        ends: tuple[Array, ...] = () if self.scale_source == "norm" else _extremes(h)
-        low, step = self._equidistant(ends)
+        ends: tuple[Array, ...] = () if self.scale_source == "norm" else extremes(h)
+        low, step = self.equidistant(ends)
         level = jnp.clip((h - low) / jnp.where(step == 0, 1, step), 0, 2**self.bits - 1)
         codes = jnp.floor(level + noise.fraction(random)).astype(jnp.int32)
         return Normalized(packing.pack(codes, self.bits), ends)
@@ -284,11 +284,11 @@ class SignAware(Codec):
         self, code: "Normalized", shape: tuple[int, ...]
     ) -> Float[Array, "*shape"]:
         """Returns the float32 values that `encode_normalized` encoded."""
-        low, step = self._equidistant(code.ends)
+        low, step = self.equidistant(code.ends)
         return packing.unpack(code.packed, shape, self.bits).astype(jnp.float32) * step + low
 
-    def _equidistant(self, ends: tuple[Array, ...]) -> tuple[Array, Array]:
-        """Returns the lowest level of `encode_normalized` and the distance between levels."""
+    def equidistant(self, ends: tuple[Array, ...]) -> tuple[Array, Array]:
+        """Returns the lowest of equidistant levels between two ends, and the distance of levels."""
         low, high = (jnp.asarray(end, jnp.float32) for end in ends or (-SPAN, SPAN))
         return low, (high - low) / (2**self.bits - 1)
 
@@ -319,7 +319,7 @@ class Normalized(typing.NamedTuple):
     ends: tuple[Array, ...]
 
 
-def _extremes(h: Array) -> tuple[Array, Array]:
+def extremes(h: Array) -> tuple[Array, Array]:
     """Returns the smallest and largest value of each channel of each sample, rounded outward."""
     axes = channel_axes(h.ndim)
     low = jnp.min(h, axes, keepdims=True, initial=jnp.inf)

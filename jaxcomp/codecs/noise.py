@@ -95,6 +95,34 @@ def words(x: Float[Array, "*shape"], seed: Seed = None) -> UInt32[Array, "*shape
     return _hash(x, _mix(seed.astype(jnp.uint32) + jnp.uint32(1)))
 
 
+def axis_words(shape: tuple[int, ...], seed: Seed) -> tuple[UInt32[Array, "..."], ...]:
+    """Draws random bits for each index along each axis, for noise that is needed again.
+
+    Args:
+        shape: Shape of an array.
+        seed: Integer scalar that selects the bits.
+
+    Returns:
+        For each axis an array of the rank of the array and of size 1 along all other axes. Slices
+        of them are those of slices of the array.
+    """
+    salt = folded(seed, 1)
+    indices = (lax.broadcasted_iota(jnp.uint32, _along(shape, i), i) for i in range(len(shape)))
+    return tuple(_mix(index + folded(salt, i)) for i, index in enumerate(indices))
+
+
+def _along(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
+    return tuple(n if i == axis else 1 for i, n in enumerate(shape))
+
+
+def of_axes(words: tuple[UInt32[Array, "..."], ...]) -> Float[Array, "*shape"]:
+    """Returns the numbers in (0, 1) that `axis_words` stand for, one for each element.
+
+    Over the seeds each is uniform, and any two are independent, but not any four.
+    """
+    return fraction(sum(words[1:], words[0]))
+
+
 def folded(seed: Seed, number: int | Array) -> UInt32[Array, ""]:
     """Derives a new seed from a seed and a number, such as the number of an iteration.
 

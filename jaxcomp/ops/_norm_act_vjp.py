@@ -238,23 +238,10 @@ class NormActVjp:
             # it instead of its operands.
             masked, (dscales, dbias) = barriers.barrier_together(masked, (dscales, dbias))
             dz = masked.astype(jnp.float32)
-        count = dz.size // dz.shape[-1]
-        asked = norm.shares((*dmeans, *dvars), dz)
-        sums = norm.average(tuple(s / count for s in (dbias, *dscales, *asked)))
-        mean_dz, *others = map(norm.wide, sums)
-        inputs = []
-        for i, (h, var, scale) in enumerate(
-            zip(normalized, map(norm.wide, variances), scales, strict=True)
-        ):
-            mean_dzh, dmean, dvar = others[i :: len(scales)]
-            deviation = jnp.sqrt(var + norm.epsilon)
-            factor = norm.wide(scale) / deviation
-            dx = factor * dz + (dmean - factor * mean_dz)
-            slope = 2 * deviation * dvar - factor * mean_dzh
-            # In a constant channel h is 0; a clipped variance has no derivative.
-            dx += h * jnp.where(var == 0, 0, slope)
-            inputs.append(Input(dx, dscales[i], dbias))
-        return tuple(inputs), masked if adds else None
+        inputs = input_gradients(
+            norm, dz, normalized, variances, scales, (dbias, dscales), dmeans, dvars
+        )
+        return inputs, masked if adds else None
 
     def _sums(self, dz: Array, normalized: list[Array], variances: tuple[Array, ...]) -> _Sums:
         """Returns the gradients of the bias and of every scale; NaN where a statistic is NaN."""
@@ -312,6 +299,48 @@ class NormActVjp:
         if self.window is None or index is None:
             return passed, normalized, None
         return passed, normalized, self.window.index.decode(index)
+
+
+def input_gradients(
+    norm: Norm,
+    dz: Array,
+    normalized: list[Array],
+    variances: tuple[Array, ...],
+    scales: list[Array],
+    sums: tuple[Array, list[Array]],
+    dmeans: tuple[Array, ...],
+    dvars: tuple[Array, ...],
+) -> tuple[Input, ...]:
+    """Returns the gradients of the arguments of norms whose results are added.
+
+    Args:
+        norm: Axes, epsilon and averages over devices, which all norms share.
+        dz: Cotangent of the sum; float32.
+        normalized: Normalised values of each norm.
+        variances: Variances of each norm's input.
+        scales: Scale of each norm.
+        sums: Gradients of the bias and of every scale.
+        dmeans: Cotangents of the means.
+        dvars: Cotangents of the variances.
+    """
+    dbias, dscales = sums
+    count = dz.size // dz.shape[-1]
+    asked = norm.shares((*dmeans, *dvars), dz)
+    averages = norm.average(tuple(s / count for s in (dbias, *dscales, *asked)))
+    mean_dz, *others = map(norm.wide, averages)
+    inputs = []
+    for i, (h, var, scale) in enumerate(
+        zip(normalized, map(norm.wide, variances), scales, strict=True)
+    ):
+        mean_dzh, dmean, dvar = others[i :: len(scales)]
+        deviation = jnp.sqrt(var + norm.epsilon)
+        factor = norm.wide(scale) / deviation
+        dx = factor * dz + (dmean - factor * mean_dz)
+        slope = 2 * deviation * dvar - factor * mean_dzh
+        # In a constant channel h is 0; a clipped variance has no derivative.
+        dx += h * jnp.where(var == 0, 0, slope)
+        inputs.append(Input(dx, dscales[i], dbias))
+    return tuple(inputs)
 
 
 def sign(scale: Array) -> Array:

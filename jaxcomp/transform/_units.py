@@ -15,11 +15,15 @@ from jaxcomp import ops
 from jaxcomp.codecs import Codec, Offload, Packed, SignAware, noise
 from jaxcomp.codecs._offload import inner_codec
 from jaxcomp.memory._source_line import source_line
+from jaxcomp.ops._gate import gate
+from jaxcomp.ops._norm import Norm
 from jaxcomp.ops._norm_act import norms_act
 from jaxcomp.ops._norm_act_vjp import Input
+from jaxcomp.ops._norm_curve import norm_curve
 from jaxcomp.ops._pooling import Window, index_codec
 from jaxcomp.policies._policy import Policy
 from jaxcomp.policies._rule import Rule
+from jaxcomp.transform._activations import Activation, Gate, activation_of, gate_of
 from jaxcomp.transform._algebra import tangents_of
 from jaxcomp.transform._attention import Attention, attentions
 from jaxcomp.transform._batch_norms import BatchNorm, Pattern, is_relu
@@ -44,6 +48,7 @@ class NormAct:
         pool: Shape, strides and padding of a max pool's windows, or None.
         equation: The equation that makes the result.
         origin: The equation that makes the result of the first norm.
+        activation: An activation function other than a ReLU, or None.
     """
 
     norms: tuple[BatchNorm, ...]
@@ -52,6 +57,7 @@ class NormAct:
     pool: Any
     equation: JaxprEqn
     origin: JaxprEqn
+    activation: Activation | None = None
     kind = "norm_act"
 
     @property
@@ -64,6 +70,11 @@ class NormAct:
     def results(self) -> list[Any]:
         """The variables that it makes."""
         return [self.equation.outvars[0], *(v for n in self.norms for v in (n.mean, n.variance))]
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether the result has a code."""
+        return self.relu or self.activation is not None
 
     @property
     def saved(self) -> list[Any]:
@@ -106,7 +117,7 @@ class MaxPool:
         return list(self.equation.outvars)
 
 
-Unit = NormAct | MaxPool | Attention
+Unit = NormAct | MaxPool | Gate | Attention
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -165,8 +176,20 @@ def recognize(program: Program, active: Sequence[int], log: PolicyLog) -> list[R
             found.append(Recognized(unit, rule.action))
             rules[found[-1]] = rule
     found = _without_cycles(jaxpr, found)
+    found = _with_gates(jaxpr, found)
     log.matched.update(rules[one] for one in found if one in rules)
     return found
+
+
+def _with_gates(jaxpr: Any, found: list[Recognized]) -> list[Recognized]:
+    """The units and the gates of what they encode."""
+    by = {
+        one.unit.equation.outvars[0]: one.codec
+        for one in found
+        if isinstance(one.unit, NormAct) and one.unit.is_coded
+    }
+    gates = [g for e in jaxpr.eqns if (g := gate_of(e, {*by})) is not None]
+    return [*found, *(Recognized(g, by[g.x]) for g in gates)]
 
 
 def _without_cycles(jaxpr: Any, found: list[Recognized]) -> list[Recognized]:
@@ -222,6 +245,9 @@ def _unit(pattern: Pattern, norm: BatchNorm, norms: dict[Any, BatchNorm]) -> Nor
     """The unit that begins with a norm."""
     origin = pattern.made_by[norm.y]
     alone = NormAct((norm,), None, False, None, origin, origin)
+    activation = activation_of(pattern, norm.y)
+    if activation is not None:
+        return dataclasses.replace(alone, equation=activation.equation, activation=activation)
     reader = pattern.only_reader(norm.y)
     if reader is None:
         return alone
@@ -352,10 +378,23 @@ def _take(
         (x,) = renamed(env, unit.operands)
         (env[unit.results[0]],) = add(lambda x: [ops.max_pool(x, *unit.pool, codec=indices)], x)
         return
+    if isinstance(unit, Gate):
+        x, factor = coded[unit.x], env[unit.factor]
+        structures: list[Any] = []
+
+        def gated(leaves: list[Array], factor: Array) -> list[Array]:
+            made = gate(jax.tree.unflatten(x.tree, leaves), factor)
+            structures.append(jax.tree.structure(made))
+            return jax.tree.leaves(made)
+
+        leaves = add(gated, x.leaves, factor)
+        (out,) = unit.results
+        env[out], coded[out] = leaves[0], _Coded(leaves, *structures)
+        return
     given = [[None if v is None else env[v] for v in (n.x, n.scale, n.bias)] for n in unit.norms]
     other = unit.residual
     before = None if other is None else coded.get(other, _Coded([env[other]]))
-    structures: list[Any] = []
+    structures = []
 
     def norm_act(given: list[Any], residual: list[Array], seed: Array) -> list[Array]:
         added = None if before is None else jax.tree.unflatten(before.tree, residual)
@@ -383,10 +422,28 @@ def _norm_act(
     x = inputs[0].x
     window = None if unit.pool is None else Window(x.shape, *unit.pool)
     norms = tuple(norm.norm for norm in unit.norms)
-    made, means, variances = norms_act(norms, inputs, residual, unit.relu, window, codec, seed)
+    made, means, variances = _made(unit, norms, inputs, residual, window, codec, seed)
     statistics = [a for pair in zip(means, variances, strict=True) for a in pair]
     shapes = [v.aval.shape for n in unit.norms for v in (n.mean, n.variance)]
     return made, [a.reshape(shape) for a, shape in zip(statistics, shapes, strict=True)]
+
+
+def _made(
+    unit: NormAct,
+    norms: tuple[Norm, ...],
+    inputs: tuple[Input, ...],
+    residual: Any,
+    window: Window | None,
+    codec: Codec,
+    seed: Array,
+) -> tuple[ops.CodedArray, Sequence[Array], Sequence[Array]]:
+    if unit.activation is None:
+        return norms_act(norms, inputs, residual, unit.relu, window, codec, seed)
+    curve, evaluate = unit.activation.curve, jaxpr_as_fun(unit.activation.program)
+    made, mean, variance = norm_curve(
+        norms[0], inputs[0], curve, lambda z: evaluate(z)[0], codec, seed
+    )
+    return made, [mean], [variance]
 
 
 def _input(x: Array, scale: Array | None, bias: Array | None) -> Input:
