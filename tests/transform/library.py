@@ -129,7 +129,7 @@ def _averaged(x, kernel):
 
 
 IMAGE, KERNEL, OTHER = (
-    normal((2, 6, 6, 3)),
+    normal((8, 6, 6, 3)),
     normal((3, 3, 3, 4), seed=1) / 5,
     normal((3, 3, 4, 4), seed=2) / 6,
 )
