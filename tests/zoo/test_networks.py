@@ -34,10 +34,7 @@ DRAWS = 64
 ROUNDING = 1e-5  # of the gradient of a parameter
 OF_ALL = 1e-6  # of the gradient of all: a parameter whose own gradient is zero has rounding alone
 
-pytestmark = [
-    pytest.mark.zoo,
-    pytest.mark.filterwarnings("default"),
-]
+pytestmark = [pytest.mark.zoo, pytest.mark.filterwarnings("ignore")]
 
 
 @pytest.fixture(
