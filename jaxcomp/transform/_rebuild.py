@@ -32,7 +32,9 @@ class Rebuild:
         self._held = {invars[i]: value for i, value in arguments.items()}
         self._held |= dict(zip(schedule.graph.jaxpr.constvars, schedule.constants, strict=True))
         self._segments = Segments(schedule.graph, {*self._held, *self._position})
-        self._exact = self._exactly_rebuilt()
+        exact = (v for v in self._values if not schedule.stored[v].is_noisy)
+        self._exact = {*self._held, *exact}
+        self._find_exact()
         # Results, with their codes, of steps that are not taken twice.
         self._shared: dict[tuple[Any, Codes], Any] = {}
 
@@ -153,14 +155,13 @@ class Rebuild:
                 self._shared[value, codes] = made
         return read(coefficient.value)
 
-    def _exactly_rebuilt(self) -> set[Any]:
-        """What follows from exact values by the function's own equations, without rewrites."""
-        stored = self._scheme.stored
-        found = {*self._held, *(v for v in self._values if not stored[v].is_noisy)}
-        for equation in self._scheme.graph.jaxpr.eqns:
-            if not equation.effects and found.issuperset(variables(equation.invars)):
-                found.update(equation.outvars)
-        return found
+    def _find_exact(self) -> None:
+        """Adds what is rebuilt from exact values alone, which a value with a code is not."""
+        for value in self._scheme.graph.order:
+            if value not in self._position and value not in self._exact:
+                equation, _ = self._defined(value)
+                if not equation.effects and self._exact.issuperset(variables(equation.invars)):
+                    self._exact.add(value)
 
     def _defined(self, value: Any) -> tuple[JaxprEqn, int]:
         """The equation that computes a value, and which of its results that is.

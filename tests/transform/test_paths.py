@@ -8,7 +8,7 @@ import pytest
 import jaxcomp as jc
 from jaxcomp.transform._algebra import tangents_of
 from jaxcomp.transform._paths import assign
-from tests.helpers import normal
+from tests.helpers import as_float, normal
 
 CODEC = jc.Quantize(bits=2)
 X, W = normal((16, 32)), 0.3 * normal((32, 96), seed=1)
@@ -103,5 +103,26 @@ def test_uneven_means_are_unbiased(fn):
 
     draws = np.stack([np.ravel(gradient(seed)) for seed in range(256)])
     along = (draws - exact) @ exact / (exact @ exact)
+    assert abs(along.mean()) < 5 * along.std(ddof=1) / len(along) ** 0.5
+    assert along.std() > 0
+
+
+def test_a_relu_of_a_code_is_selected_by_its_mask():
+    """Its operand follows from what the max pool keeps exactly, but is rebuilt from a code."""
+
+    def loss(last, first, second, x, y):
+        h = jax.lax.reduce_window(x @ first, -jnp.inf, jax.lax.max, (2, 1), (2, 1), "VALID")
+        h = jax.nn.standardize(h @ second, axis=0)
+        return jnp.sum(jax.nn.relu(h) @ last * y)
+
+    def gradient(seed):
+        run = jc.checkpoint(loss, CODEC, seed=seed)
+        return jax.grad(lambda weights: run(*weights, *arrays))(weights)[0].ravel()
+
+    weights = [0.2 * normal((32, 32), seed=i) for i in range(3)]
+    arrays = normal((512, 32), seed=3), normal((256, 32), seed=4)
+    draws = as_float(jax.jit(lambda seeds: jax.lax.map(gradient, seeds))(jnp.arange(400)))
+    errors = draws - as_float(jax.grad(loss)(*weights, *arrays)).ravel()
+    along = errors[200:] @ errors[:200].mean(0)  # where half of the draws say that a bias is
     assert abs(along.mean()) < 5 * along.std(ddof=1) / len(along) ** 0.5
     assert along.std() > 0
