@@ -11,6 +11,10 @@ from tests.zoo.networks import of_function, of_nnx
 POSITIONS = jnp.broadcast_to(jnp.arange(32), (2, 32))
 CAUSAL = jnp.broadcast_to(jnp.tril(jnp.ones((32, 32), bool)), (2, 32, 32))
 HEADS = {"num_layers": 2, "embed_dim": 32, "hidden_dim": 64, "num_heads": 4, "num_kv_heads": 2}
+DECODER = {"vocab_size": 64, "rope_theta": 10_000, "norm_eps": 1e-6}
+LAYERS = {"layers": 2, "attention_heads": 2, "ffn_dim": 64}
+SIZES = {f"{part}_{size}": n for part in ("encoder", "decoder") for size, n in LAYERS.items()}
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}
 
 
 def of_tunix(module, model, **sizes):
@@ -25,22 +29,19 @@ def of_tunix(module, model, **sizes):
 def qwen3():
     from tunix.models.qwen3 import model
 
-    sizes = {"vocab_size": 64, "rope_theta": 10_000, "norm_eps": 1e-6}
-    return of_tunix(model, model.Qwen3, **sizes)
+    return of_tunix(model, model.Qwen3, **DECODER)
 
 
 def qwen3_experts():
     from tunix.models.qwen3 import model
 
-    sizes = {"vocab_size": 64, "rope_theta": 10_000, "norm_eps": 1e-6}
-    return of_tunix(model, model.Qwen3, num_experts=4, num_experts_per_tok=2, **sizes)
+    return of_tunix(model, model.Qwen3, **DECODER, num_experts=4, num_experts_per_tok=2)
 
 
 def llama3():
     from tunix.models.llama3 import model
 
-    sizes = {"vocab_size": 64, "rope_theta": 10_000, "norm_eps": 1e-6}
-    return of_tunix(model, model.Llama3, **sizes)
+    return of_tunix(model, model.Llama3, **DECODER)
 
 
 def gemma3():
@@ -114,8 +115,3 @@ def bart():
     config = BartConfig(vocab_size=64, d_model=32, max_position_embeddings=32, **SIZES, **SPECIAL)
     model = FlaxBartForConditionalGeneration(config, input_shape=(2, 32))
     return of_transformers(model, {"input_ids": TOKENS[:, ::-1], "decoder_input_ids": TOKENS})
-
-
-LAYERS = {"layers": 2, "attention_heads": 2, "ffn_dim": 64}
-SIZES = {f"{part}_{size}": n for part in ("encoder", "decoder") for size, n in LAYERS.items()}
-SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 1}

@@ -23,7 +23,7 @@ NETWORKS = {
             *("qwen3", "qwen3_experts", "llama3", "gemma3", "mamba2", "linen_experts"),
             *("whisper", "bart"),
         ),
-        generative: (*("diffusion_unet", "diffusion_state_space", "vq_vae", "fourier_operator"),),
+        generative: ("diffusion_unet", "diffusion_state_space", "vq_vae", "fourier_operator"),
         graphs: ("nnx_attention", "haiku_messages", "equivariant_transformer"),
         recurrent: ("haiku_lstm", "linen_gru"),
     }.items()
