@@ -33,7 +33,8 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2
 
-# Networks of other packages, in an environment of their own. It takes about a quarter of an hour.
+# Networks of other packages, in an environment of their own. It takes about a quarter of an hour, in
+# one process: two would compile each network twice.
 ZOO_VENV ?= .venv-zoo
 
 $(ZOO_VENV)/.stamp: pyproject.toml constraints.txt
@@ -42,7 +43,7 @@ $(ZOO_VENV)/.stamp: pyproject.toml constraints.txt
 	touch $@
 
 zoo: $(ZOO_VENV)/.stamp
-	$(ZOO_VENV)/bin/python -m pytest -m zoo tests/zoo -n 2 --dist loadgroup -rP
+	$(ZOO_VENV)/bin/python -m pytest -m zoo tests/zoo -s
 
 # Compiles ahead of time and runs nothing. It takes about an hour and a half on two cores.
 bench-memory: $(STAMP)

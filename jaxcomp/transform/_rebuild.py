@@ -121,6 +121,8 @@ class Rebuild:
             given: Saved values and arguments, as they came out of a barrier.
             done: Takes what is computed, for other coefficients of the same barrier.
         """
+        if not is_variable(coefficient.value):
+            return coefficient.value.val
         codes = _codes(coefficient)
         jaxpr, segments = self._scheme.graph.jaxpr, self._segments
 
@@ -140,8 +142,7 @@ class Rebuild:
             return done[atom, codes] if shared is None else shared
 
         own = segments.number(coefficient.value)
-        is_given = not is_variable(coefficient.value) or is_there(coefficient.value)
-        stack = [] if is_given else [coefficient.value]
+        stack = [] if is_there(coefficient.value) else [coefficient.value]
         while stack:
             equation, index = self._defined(stack[-1])
             missing = next((v for v in variables(equation.invars) if not is_there(v)), None)

@@ -179,6 +179,7 @@ OTHERS = {
     "softmax": (lambda x, w: jax.nn.softmax(x @ w) @ w, (X, W)),
     "log_softmax": (lambda x, w: jax.nn.log_softmax(x @ w) @ w, (X, W)),
     "relu": (lambda x, w: jax.nn.relu(x @ w) @ w, (X, W)),
+    "leaky_relu_alone": (lambda x, w: jax.nn.leaky_relu(x), (X, W)),
     "leaky_relu": (lambda x, w: jax.nn.leaky_relu(x @ w) @ w, (X, W)),
     "gelu": (lambda x, w: jax.nn.gelu(x @ w) @ w, (X, W)),
     "exact_gelu": (lambda x, w: jax.nn.gelu(x @ w, approximate=False) @ w, (X, W)),

@@ -37,9 +37,7 @@ OF_ALL = 1e-6  # of the gradient of all: a parameter whose own gradient is zero 
 pytestmark = [pytest.mark.zoo, pytest.mark.filterwarnings("ignore")]
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param(n, marks=pytest.mark.xdist_group(n)) for n in NETWORKS]
-)
+@pytest.fixture(scope="module", params=NETWORKS)
 def compiled(request):
     """A network, its step by each policy, and how long each took to trace and compile."""
     with jax.numpy_rank_promotion("allow"):
