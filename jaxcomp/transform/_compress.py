@@ -62,7 +62,7 @@ def compress(model: M, policy: PolicyLike = DEFAULT) -> M:
     Example:
         >>> model = nnx.Sequential(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), jax.nn.gelu)
         >>> model = compress(model, "quantize:bits=4")
-        >>> jax.grad(lambda x: model(x).sum())(jnp.ones((512, 64))).shape
+        >>> jax.grad(lambda x: model(x).sum())(jax.numpy.ones((512, 64))).shape
         (512, 64)
     """
     if not isinstance(model, nnx.Module):
