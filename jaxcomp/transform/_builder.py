@@ -45,6 +45,11 @@ class Builder:
             self._known[key] = results
         return results
 
+    def copy(self, equation: JaxprEqn, env: Values) -> None:
+        """Adds an equation of another program, whose variables `env` renames."""
+        results = self.add(equation, renamed(env, equation.invars))
+        env.update(zip(equation.outvars, results, strict=True))
+
     def inline(
         self,
         program: Program,

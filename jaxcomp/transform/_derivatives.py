@@ -82,17 +82,13 @@ def _with_derivatives(
     env = builder.constants_of(linearized.linear)
     env |= dict(zip(linear.invars, made[linearized.results :], strict=False))
 
-    def add(equation: JaxprEqn) -> None:
-        results = builder.add(equation, renamed(env, equation.invars))
-        env.update(zip(equation.outvars, results, strict=True))
-
     for equation in linear.eqns:
         if not tangents.intersection(equation.outvars):
-            add(equation)
+            builder.copy(equation, env)
     for start, chain in chains.items():
         (env[start],) = builder.trace(functools.partial(_ones, start.aval))
         for equation in chain.equations:
-            add(equation)
+            builder.copy(equation, env)
     coefficients = [env[v] for v in (*needed, *start_of)]
     return builder.program(forward.jaxpr, arguments, [*made[: linearized.results], *coefficients])
 
@@ -115,8 +111,7 @@ def _shortened(
             tangent = env[start_of[out]]
             (env[out],) = builder.trace(_scaled, tangent, derivatives[out], at=equation)
         elif out in tangents and out not in inside:
-            results = builder.add(equation, renamed(env, equation.invars))
-            env.update(zip(equation.outvars, results, strict=True))
+            builder.copy(equation, env)
     arguments = [*needed, *derivatives.values(), *jaxpr.invars[count:]]
     return builder.program(jaxpr, arguments, renamed(env, jaxpr.outvars))
 

@@ -88,24 +88,22 @@ def assign(linear: Jaxpr, tangents: Set[Any], roots: Callable[[Any], Roots]) -> 
     paths: dict[Any, dict[Any, _Path]] = {}
     uses: dict[tuple[int, int], Uses] = {}
     means: dict[Any, int] = {}
-    last_use = {
-        root: index
-        for index, equation in enumerate(linear.eqns)
-        for position in linear_uses(equation, tangents)
-        for root in roots(equation.invars[position])
-    }
+    used = [
+        {p: roots(equation.invars[p]) for p in linear_uses(equation, tangents)}
+        for equation in linear.eqns
+    ]
+    last_use = {root: i for i, each in enumerate(used) for found in each.values() for root in found}
     for index, equation in enumerate(linear.eqns):
         state: dict[Any, _Path] = {}
-        multiplied = linear_uses(equation, tangents)
-        again = {root for position in multiplied for root in roots(equation.invars[position])}
+        again = {root for found in used[index].values() for root in found}
         for atom in equation.invars:
             for root, path in paths.get(atom, {}).items() if is_variable(atom) else ():
                 path = path if root in again else _after(path, atom, equation)
                 state[root] = path.join(state.get(root, path))
-        for position in multiplied:
+        for position, roots_of in used[index].items():
             found = []
             coefficient = equation.invars[position]
-            for root, uneven in roots(coefficient).items():
+            for root, uneven in roots_of.items():
                 path = state.get(root, _Path())
                 found.append((root, path.copies))
                 if path.copies < path.before:

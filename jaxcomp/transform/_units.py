@@ -323,8 +323,7 @@ def with_units(program: Program, found: Sequence[Recognized]) -> Program:
             convolve = functools.partial(_convolve, step.params, lhs.tree)
             (env[step.outvars[0]],) = builder.trace(convolve, lhs.leaves, rhs, at=step)
         else:
-            results = builder.add(step, renamed(env, step.invars))
-            env.update(zip(step.outvars, results, strict=True))
+            builder.copy(step, env)
     return builder.program(jaxpr, [*jaxpr.invars, seed], renamed(env, jaxpr.outvars))
 
 
