@@ -63,6 +63,13 @@ def z_limit(tests):
     return statistics.NormalDist().inv_cdf(1 - 1e-6 / (2 * tests))
 
 
+def error_of_mean(draws, exact):
+    """The norm of the error of a mean of arrays, and what chance alone makes of it."""
+    found = np.stack([np.asarray(draw, np.float32) for draw in draws])
+    error = found.mean(0) - np.asarray(exact, np.float32)
+    return np.linalg.norm(error), np.sqrt((found.var(0, ddof=1) / len(draws)).sum())
+
+
 def shard(x):
     """`x` with axis 0 spread over the 8 virtual devices."""
     mesh = jax.make_mesh((8,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -11,6 +11,7 @@ from jax import lax
 import jaxcomp as jc
 from jaxcomp.codecs import SignAware, _dithered
 from jaxcomp.ops import _curves
+from tests.helpers import error_of_mean
 
 RANGE = jc.recipes.fused(bits=4, scale_source="range")
 FUNCTIONS = [jax.nn.silu, jax.nn.hard_swish, jax.nn.relu6]
@@ -82,11 +83,9 @@ def test_one_code_for_norm_activation_and_gate(act, dtype):
     gradient = jax.jit(jax.grad(exact))(params)
     draws = [coded(params, seed) for seed in range(30)]
     for i, one in enumerate(gradient):
-        found = np.stack([np.asarray(draw[i], np.float32) for draw in draws])
-        error = found.mean(0) - np.asarray(one, np.float32)
-        noise = np.sqrt((found.var(0, ddof=1) / len(draws)).sum())
+        error, chance = error_of_mean([draw[i] for draw in draws], one)
         rounding = 0.1 if dtype == jnp.bfloat16 else 1e-3
-        assert np.linalg.norm(error) < 2 * noise + rounding * np.linalg.norm(one)
+        assert error < 2 * chance + rounding * np.linalg.norm(one)
     plan = jc.plan(jc.checkpoint(stock, RANGE), params, x)
     assert {"norm_act", "gate"} <= {value.op for value in plan.values}
     # One code of 4 bits, and 2 bits that tell the pieces of `hard_swish` and `relu6`.
