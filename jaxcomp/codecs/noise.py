@@ -8,7 +8,9 @@ from jaxtyping import Array, Float, Inexact, UInt32
 from jaxcomp.codecs._codec import Seed
 
 GOLDEN = 0x9E3779B9  # 2^32 over the golden ratio; its multiples lie far apart
-_FIRST, _LAST = 4, 8  # elements along the first and the last axis that `spot_check` reads
+# What `spot_check` reads. XLA for TPUs copies all that a slice spans to a memory of 16 MiB or more.
+_FIRST, _LAST = 4, 8  # elements along the first and the last axis
+_SPAN = 4096  # elements of the last axis, among which those are
 
 
 def _mix(h: Array) -> Array:
@@ -144,9 +146,9 @@ def folded(seed: Seed, number: int | Array) -> UInt32[Array, ""]:
 def spot_check(*arrays: Inexact[Array, "..."]) -> UInt32[Array, ""]:
     """Hashes a few elements of each array to a seed.
 
-    Elements are up to 4 along the first axis, 8 along the last axis, and the one in the middle of
-    each other axis. `fingerprint` reads all elements, which takes a pass over each array and, where
-    one is sharded, a reduction over the devices.
+    Elements are up to 8 along the last axis, 4 in the middle of the first axis, and the one in the
+    middle of each other axis. `fingerprint` reads all elements, which takes a pass over each array
+    and, where one is sharded, a reduction over the devices.
 
     Args:
         *arrays: Floating-point or complex arrays.
@@ -160,12 +162,13 @@ def spot_check(*arrays: Inexact[Array, "..."]) -> UInt32[Array, ""]:
     """
     samples = [jnp.zeros(0)]
     for x in arrays:
-        counts = [1] * x.ndim
-        counts[:1] = counts[:1] and [_FIRST]
-        counts[-1:] = counts[-1:] and [_LAST]
-        strides = [max(1, n // count) for n, count in zip(x.shape, counts, strict=True)]
-        starts = [min(stride // 2, n) for stride, n in zip(strides, x.shape, strict=True)]
-        sample = lax.slice(lax.stop_gradient(x), starts, x.shape, strides)
+        sample = lax.stop_gradient(x)
+        for i, n in enumerate(x.shape):
+            is_last = i == x.ndim - 1
+            count = _SPAN if is_last else _FIRST if i == 0 else 1
+            start = max(0, n - count) // 2
+            stride = max(1, min(n, count) // _LAST) if is_last else 1
+            sample = lax.slice_in_dim(sample, start, min(n, start + count), stride, i)
         samples.append(jnp.real(sample).astype(jnp.float32).ravel())
     words = _hash(jnp.concatenate(samples), jnp.uint32(0))
     return _mix(words.sum(dtype=jnp.uint32))  # a sum, which devices can reduce

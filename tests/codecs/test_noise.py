@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxcomp import memory
 from jaxcomp.codecs import noise
 from tests.helpers import DTYPES, normal, shard, without_type_checks, z_limit
 
@@ -124,3 +125,10 @@ def test_fingerprint_changes_with_signs_and_powers_of_two():
 def test_fingerprint_has_no_gradient():
     gradient = jax.grad(lambda x: x.sum() + noise.fingerprint(x).astype(jnp.float32) * 0)
     assert gradient(jnp.ones(3)).tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("shape", [(50257, 768), (100_000_000,)])
+def test_a_tpu_samples_a_large_array(shape):
+    """A strided slice of all of it would have to fit into the vector memory."""
+    x = jax.ShapeDtypeStruct(shape, jnp.float32)
+    assert memory.analyze(noise.spot_check, x, target="v5e").estimated_cycles < 10_000
