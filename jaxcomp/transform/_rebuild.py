@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
-from jaxcomp._core import barriers
+from jaxcomp._core import barriers, platforms
 from jaxcomp._core.shard_map import varying_axes
 from jaxcomp.codecs import Encoded
 from jaxcomp.transform._algebra import is_cheap, is_cheap_rule
@@ -17,6 +17,7 @@ from jaxcomp.transform._segments import Segments
 
 Residual = dict[int, Any]
 Codes = tuple[tuple[int, int], ...]  # which code of each saved value, by the value's id
+_SMALL = 4096  # elements that need not wait for a cotangent
 _LITTLE = 16  # what is so many times smaller than a cotangent need not wait for it
 
 
@@ -77,14 +78,17 @@ class Rebuild:
         leaves = list(waiting.values())
         if cotangent is None or not leaves:
             return decode(leaves)
-        read = sum(jnp.size(leaf) for leaf in jax.tree.leaves(leaves))
-        if is_fused and max(made.size, read) * _LITTLE <= cotangent.size:
+        size = max(made.size, sum(jnp.size(leaf) for leaf in jax.tree.leaves(leaves)))
+        if size <= _SMALL or (is_fused and size * _LITTLE <= cotangent.size):
             return decode(leaves)
         alike = cotangent.ndim == made.ndim > 0 and made.shape[0] == cotangent.shape[0]
         real = not any(jnp.issubdtype(a.dtype, jnp.complexfloating) for a in (made, cotangent))
         if is_fused and alike and real:
             return barriers.decode_after(cotangent, leaves, decode)
-        leaves, _ = barriers.barrier_together(leaves, cotangent)
+        if self._held.keys() >= waiting.keys():
+            leaves, _ = platforms.no_barrier_on_tpu((leaves, cotangent))
+        else:
+            leaves, _ = barriers.barrier_together(leaves, cotangent)
         return decode(leaves)
 
     def _stored_inputs(self, coefficient: Coefficient) -> dict[Any, Any]:
