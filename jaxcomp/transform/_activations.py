@@ -2,14 +2,15 @@
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 from jax.extend.core import JaxprEqn
 
 from jaxcomp.ops._curves import CURVES, Curve
-from jaxcomp.transform._batch_norms import Pattern
 from jaxcomp.transform._builder import flat
+from jaxcomp.transform._pattern import Pattern
 from jaxcomp.transform._programs import Program, is_variable, variables
 from jaxcomp.transform._rewrites import is_of_jax
 
@@ -109,15 +110,37 @@ class Gate:
         return []
 
 
-def gate_of(equation: JaxprEqn, coded: set[Any]) -> Gate | None:
-    """The gate that an equation is, if one of its operands is coded; None if it is none."""
+def gate_of(equation: JaxprEqn, coded: Mapping[Any, int]) -> Gate | None:
+    """The gate that an equation is, if one of its operands is coded; None if it is none.
+
+    Args:
+        equation: The equation.
+        coded: The feature axis of each coded array.
+    """
     if equation.primitive.name != "mul" or not all(map(is_variable, equation.invars)):
         return None
     operands: list[Any] = equation.invars
     for x, factor in (operands, operands[::-1]):
         shape = x.aval.shape
-        of_each_channel = (*shape[:1], *(1 for _ in shape[1:-1]), *shape[-1:])
+        kept = {0, coded.get(x)}
+        of_each_channel = tuple(n if i in kept else 1 for i, n in enumerate(shape))
         fits = len(shape) > 2 and factor.aval.shape == of_each_channel != shape
         if x in coded and fits and factor.aval.dtype == x.aval.dtype:
             return Gate(x, factor, equation)
     return None
+
+
+@functools.cache
+def _relu_source() -> str:
+    (equation,) = jax.make_jaxpr(jax.nn.relu)(0.0).eqns
+    while equation.primitive.name != "custom_jvp_call":
+        (equation,) = equation.params["jaxpr"].eqns
+    return str(equation.params["call_jaxpr"].jaxpr.debug_info.func_src_info)
+
+
+def is_relu(equation: JaxprEqn) -> bool:
+    """Whether an equation is `jax.nn.relu`, whose derivative at 0 is 0."""
+    if equation.primitive.name != "custom_jvp_call":
+        return False
+    called = equation.params["call_jaxpr"].jaxpr
+    return str(called.debug_info.func_src_info) == _relu_source()

@@ -7,7 +7,7 @@ from typing import Any
 from jax.extend.core import DropVar, JaxprEqn
 
 from jaxcomp.transform._algebra import REDUCTIONS, is_cheap, is_cheap_rule
-from jaxcomp.transform._batch_norms import Pattern
+from jaxcomp.transform._pattern import Pattern
 from jaxcomp.transform._programs import Program, variables
 
 _LONGEST = 100  # equations between the two products

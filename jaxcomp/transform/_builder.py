@@ -17,7 +17,7 @@ Step = Callable[[JaxprEqn, list[Any]], list[Any]]
 
 
 class Builder:
-    """Collects equations, equal ones once.
+    """Collects equations, equal ones once, and none that reshapes an array back.
 
     Operands and results are atoms: variables and literals of the new program.
     """
@@ -26,13 +26,22 @@ class Builder:
         self._equations: list[JaxprEqn] = []
         self._constants: dict[int, tuple[Var, Any]] = {}
         self._known: dict[Hashable, list[Any]] = {}
+        self._before: dict[Any, list[Any]] = {}  # of an array, the shapes that it was reshaped from
 
     def add(self, equation: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
         """Adds an equation with other operands, and returns its results."""
         key = _key(equation, operands)
         if key is not None and key in self._known:
             return self._known[key]
+        if _is_reshape(equation) and isinstance(operands[0], Var):
+            before = [operands[0], *self._before.get(operands[0], ())]
+            same = [v for v in before if v.aval == equation.outvars[0].aval]
+            if same:
+                return same[:1]
+        else:
+            before = []
         results: list[Any] = [Var(v.aval) for v in equation.outvars]
+        self._before.update((v, before) for v in results if before)
         effects = equation.effects
         if effects:
             pairs = zip(equation.invars, operands, strict=True)
@@ -145,6 +154,16 @@ def flat(program: Program) -> Program:
     builder = Builder()
     results = builder.inline(program, program.jaxpr.invars)
     return builder.program(program.jaxpr, program.jaxpr.invars, results)
+
+
+def _is_reshape(equation: JaxprEqn) -> bool:
+    """Whether an equation keeps the order of all values, and changes their shape alone."""
+    if equation.primitive.name == "reshape":
+        return equation.params["dimensions"] is None
+    if equation.primitive.name not in ("broadcast_in_dim", "expand_dims", "squeeze"):
+        return False
+    (before, *_), (after,) = avals(equation.invars), avals(equation.outvars)
+    return before.size == after.size
 
 
 def _located(called: Any, equation: JaxprEqn) -> Program:

@@ -27,7 +27,8 @@ from jaxcomp.transform._programs import (
     variables,
 )
 from jaxcomp.transform._schedule import Schedule, schedule
-from jaxcomp.transform._units import Recognized, recognize, with_units
+from jaxcomp.transform._units import Recognized, recognize
+from jaxcomp.transform._with_units import with_units
 
 _SCAN = "scan"
 _numbers = itertools.count()

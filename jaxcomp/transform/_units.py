@@ -1,36 +1,27 @@
-"""Stock operations of a program that are recognized, and what takes their place."""
+"""Stock operations of a program that are recognized."""
 
 import dataclasses
-import functools
 import heapq
+import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax.extend.core import DropVar, JaxprEqn, Var, jaxpr_as_fun
-from jaxtyping import Array
+from jax.extend.core import DropVar, JaxprEqn
 
-from jaxcomp import ops
-from jaxcomp.codecs import Codec, Offload, Packed, SignAware, noise
+from jaxcomp.codecs import Codec, Offload, Packed, SignAware
 from jaxcomp.codecs._offload import inner_codec
 from jaxcomp.memory._source_line import source_line
-from jaxcomp.ops._gate import gate
-from jaxcomp.ops._norm import Norm
-from jaxcomp.ops._norm_act import norms_act
-from jaxcomp.ops._norm_act_vjp import Input
-from jaxcomp.ops._norm_curve import norm_curve
-from jaxcomp.ops._pooling import Window, index_codec
 from jaxcomp.policies._policy import Policy
 from jaxcomp.policies._rule import Rule
-from jaxcomp.transform._activations import Activation, Gate, activation_of, gate_of
+from jaxcomp.transform._activations import Activation, Gate, activation_of, gate_of, is_relu
 from jaxcomp.transform._algebra import tangents_of
 from jaxcomp.transform._attention import Attention, attentions
-from jaxcomp.transform._batch_norms import BatchNorm, Pattern, is_relu
-from jaxcomp.transform._builder import Builder, renamed
+from jaxcomp.transform._batch_norms import BatchNorm, TracedNorm, batch_norm
 from jaxcomp.transform._decisions import PolicyLog
 from jaxcomp.transform._origins import module_path
-from jaxcomp.transform._programs import Program, Values, avals, variables
+from jaxcomp.transform._pattern import Pattern
+from jaxcomp.transform._programs import Program, avals, variables
 
 # Of these kinds a policy's rules with `op` match stock operations, too.
 KINDS = ("norm_act", "max_pool")
@@ -82,6 +73,11 @@ class NormAct:
         makes = [self.equation.outvars[0]] if self.residual is not None or self.pool else []
         return [*(n.x for n in self.norms), *makes]
 
+    @property
+    def feature(self) -> int:
+        """The feature axis."""
+        return self.norms[0].norm.feature
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MaxPool:
@@ -90,10 +86,12 @@ class MaxPool:
     Attributes:
         pool: Shape, strides and padding of its windows.
         equation: Its equation.
+        feature: The feature axis.
     """
 
     pool: Any
     equation: JaxprEqn
+    feature: int
     kind = "max_pool"
 
     @property
@@ -183,12 +181,14 @@ def recognize(program: Program, active: Sequence[int], log: PolicyLog) -> list[R
 
 def _with_gates(jaxpr: Any, found: list[Recognized]) -> list[Recognized]:
     """The units and the gates of what they encode."""
-    by = {
-        one.unit.equation.outvars[0]: one.codec
+    coded = [
+        (one.unit, one.codec)
         for one in found
         if isinstance(one.unit, NormAct) and one.unit.is_coded
-    }
-    gates = [g for e in jaxpr.eqns if (g := gate_of(e, {*by})) is not None]
+    ]
+    by = {unit.equation.outvars[0]: codec for unit, codec in coded}
+    features = {unit.equation.outvars[0]: unit.feature for unit, _ in coded}
+    gates = [g for e in jaxpr.eqns if (g := gate_of(e, features)) is not None]
     return [*found, *(Recognized(g, by[g.x]) for g in gates)]
 
 
@@ -197,11 +197,11 @@ def _without_cycles(jaxpr: Any, found: list[Recognized]) -> list[Recognized]:
 
     An example is a skip connection that is scaled by the norm's variance.
     """
-    if _ordered(jaxpr, found) is not None:
+    if ordered(jaxpr, found) is not None:
         return found
     kept: list[Recognized] = []
     for one in found:
-        if _ordered(jaxpr, [*kept, one]) is not None:
+        if ordered(jaxpr, [*kept, one]) is not None:
             kept.append(one)
     return kept
 
@@ -224,7 +224,7 @@ def _fits(unit: Unit, codec: Codec) -> bool:
 
 
 def _units(pattern: Pattern) -> list[Unit]:
-    norms = [n for e in pattern.jaxpr.eqns if (n := pattern.batch_norm(e)) is not None]
+    norms = [n for e in pattern.jaxpr.eqns if (n := batch_norm(pattern, e)) is not None]
     by_result = {n.y: n for n in norms}
     done: set[Any] = set()
     found: list[Unit] = []
@@ -234,10 +234,13 @@ def _units(pattern: Pattern) -> list[Unit]:
             done.update(n.y for n in unit.norms)
             found.append(unit)
     taken = {id(u.equation) for u in found}
-    for equation in pattern.jaxpr.eqns:
-        pool = _window(equation)
+    pools = [e for e in pattern.jaxpr.eqns if e.primitive.name == "reduce_window_max"]
+    for equation in pools:
+        last = len(equation.params["window_dimensions"]) - 1
+        windows = {feature: _window(equation, feature) for feature in (last, 1)}
+        feature, pool = next(((f, w) for f, w in windows.items() if w is not None), (last, None))
         if pool is not None and id(equation) not in taken:
-            found.append(MaxPool(pool, equation))
+            found.append(MaxPool(pool, equation, feature))
     return [*found, *attentions(pattern)]
 
 
@@ -264,197 +267,56 @@ def _unit(pattern: Pattern, norm: BatchNorm, norms: dict[Any, BatchNorm]) -> Nor
         return alone
     second = norms.get(other)
     if second is not None and pattern.only_reader(other) is reader:
-        if second.norm.epsilon == norm.norm.epsilon and second.x.aval == norm.x.aval:
+        if _alike(second.norm, norm.norm) and second.x.aval == norm.x.aval:
             return NormAct((norm, second), None, True, None, relu, origin)
         return alone
     return NormAct((norm,), other, True, None, relu, origin)
 
 
+def _alike(one: TracedNorm, other: TracedNorm) -> bool:
+    """Whether norms differ in nothing but how they compute."""
+    names = "epsilon", "feature", "axis_name", "axis_index_groups"
+    return all(getattr(one, name) == getattr(other, name) for name in names)
+
+
 def _with_pool(pattern: Pattern, unit: NormAct) -> NormAct:
     reader = pattern.only_reader(unit.equation.outvars[0])
-    pool = None if reader is None else _window(reader)
+    pool = None if reader is None else _window(reader, unit.feature)
     if reader is None or pool is None:
         return unit
     return dataclasses.replace(unit, pool=pool, equation=reader)
 
 
-def _window(equation: JaxprEqn) -> tuple[Any, Any, Any] | None:
-    """Shape, strides and padding of a max pool over the spatial axes; None if it is none."""
+def _window(equation: JaxprEqn, feature: int) -> tuple[Any, Any, Any] | None:
+    """Shape, strides and padding of a max pool over the spatial axes; None if it is none.
+
+    These are all but the first axis and the feature axis.
+    """
     if equation.primitive.name != "reduce_window_max":
         return None
-    shape, strides, padding = (
-        tuple(equation.params[name]) for name in ("window_dimensions", "window_strides", "padding")
-    )
-    dilated = {*equation.params["base_dilation"], *equation.params["window_dilation"]} != {1}
-    outer = {shape[0], shape[-1], strides[0], strides[-1]} != {1} or any(
-        (*padding[0], *padding[-1])
+    windows = list(
+        zip(
+            *(equation.params[n] for n in ("window_dimensions", "window_strides", "padding")),
+            *(equation.params[n] for n in ("base_dilation", "window_dilation")),
+            strict=True,
+        )
     )
     (x, *_), (out,) = avals(equation.invars), avals(equation.outvars)
-    count = 1
-    for size in shape:
-        count *= size
-    floating = jnp.issubdtype(x.dtype, jnp.floating)
-    if dilated or outer or len(shape) < 3 or count > _LARGEST_WINDOW or not floating:
+    if len(windows) < 3 or 0 in out.shape or not jnp.issubdtype(x.dtype, jnp.floating):
         return None
-    if min(p for pair in padding for p in pair) < 0 or 0 in out.shape:
+    nothing = (1, 1, (0, 0), 1, 1)
+    spatial = [w for i, w in enumerate(windows) if i not in (0, feature)]
+    if windows[0] != nothing or windows[feature] != nothing:
         return None
-    return shape[1:-1], strides[1:-1], padding[1:-1]
+    if any(window[3:] != (1, 1) for window in spatial):
+        return None
+    sizes, strides, padding, *_ = zip(*spatial, strict=True)
+    if math.prod(sizes) > _LARGEST_WINDOW or min(p for pair in padding for p in pair) < 0:
+        return None
+    return sizes, strides, padding
 
 
-def with_units(program: Program, found: Sequence[Recognized]) -> Program:
-    """The program with units in place of the equations that they stand for.
-
-    Its last argument is a seed.
-    """
-    jaxpr = program.jaxpr
-    steps = _ordered(jaxpr, found)
-    assert steps is not None
-
-    builder = Builder()
-    seed = Var(jax.typeof(jnp.uint32(0)))
-    env = builder.constants_of(program) | {v: v for v in jaxpr.invars}
-    coded: dict[Any, _Coded] = {}
-    numbers = {one: number for number, one in enumerate(found)}
-    for step in steps:
-        if isinstance(step, Recognized):
-            _take(builder, step, numbers[step], env, coded, seed)
-        elif step.primitive.name == "conv_general_dilated" and _reads_code(step, coded):
-            lhs, rhs = coded[step.invars[0]], env[step.invars[1]]
-            convolve = functools.partial(_convolve, step.params, lhs.tree)
-            (env[step.outvars[0]],) = builder.trace(convolve, lhs.leaves, rhs, at=step)
-        else:
-            builder.copy(step, env)
-    return builder.program(jaxpr, [*jaxpr.invars, seed], renamed(env, jaxpr.outvars))
-
-
-class _Coded(NamedTuple):
-    """The variables of an array, or of an `ops.CodedArray`, and its structure."""
-
-    leaves: list[Any]
-    tree: Any = jax.tree.structure(0)
-
-
-def _convolve(params: dict[str, Any], tree: Any, leaves: list[Array], rhs: Array) -> list[Array]:
-    """A convolution whose input has a code."""
-    lhs = jax.tree.unflatten(tree, leaves)
-    return [ops.conv_general_dilated(lhs, rhs, **params, codec=lhs.codec)]
-
-
-def _reads_code(equation: JaxprEqn, coded: dict[Any, _Coded]) -> bool:
-    """Whether a convolution's input has a code, with the features last."""
-    lhs, rhs = equation.invars
-    numbers = equation.params["dimension_numbers"]
-    last = len(numbers.lhs_spec) - 1
-    return (
-        lhs in coded
-        and rhs not in coded
-        and tuple(numbers.lhs_spec) == (0, last, *range(1, last))
-        and equation.params["batch_group_count"] == 1
-    )
-
-
-def _take(
-    builder: Builder,
-    step: Recognized,
-    number: int,
-    env: Values,
-    coded: dict[Any, _Coded],
-    seed: Any,
-) -> None:
-    """Adds a unit of some number, and sets its results."""
-    unit = step.unit
-    add = functools.partial(builder.trace, at=unit.origin)
-    if isinstance(unit, Attention):
-        attention = jax.checkpoint(jaxpr_as_fun(unit.program))
-        (env[unit.results[0]],) = add(attention, *renamed(env, unit.operands))
-        return
-    codec = step.codec
-    assert codec is not None
-    if isinstance(unit, MaxPool):
-        indices: Codec = index_codec(unit.pool[0])
-        if isinstance(codec, Offload):
-            indices = dataclasses.replace(codec, codec=indices)
-        (x,) = renamed(env, unit.operands)
-        (env[unit.results[0]],) = add(lambda x: [ops.max_pool(x, *unit.pool, codec=indices)], x)
-        return
-    if isinstance(unit, Gate):
-        x, factor = coded[unit.x], env[unit.factor]
-        structures: list[Any] = []
-
-        def gated(leaves: list[Array], factor: Array) -> list[Array]:
-            made = gate(jax.tree.unflatten(x.tree, leaves), factor)
-            structures.append(jax.tree.structure(made))
-            return jax.tree.leaves(made)
-
-        leaves = add(gated, x.leaves, factor)
-        (out,) = unit.results
-        env[out], coded[out] = leaves[0], _Coded(leaves, *structures)
-        return
-    given = [[None if v is None else env[v] for v in (n.x, n.scale, n.bias)] for n in unit.norms]
-    other = unit.residual
-    before = None if other is None else coded.get(other, _Coded([env[other]]))
-    structures = []
-
-    def norm_act(given: list[Any], residual: list[Array], seed: Array) -> list[Array]:
-        added = None if before is None else jax.tree.unflatten(before.tree, residual)
-        own = seed * jnp.uint32(noise.GOLDEN) - jnp.uint32(number + 1)  # codes of values count up
-        made, statistics = _norm_act(unit, codec, given, added, own)
-        plain = made.value if made.code is None else made
-        structures.append(jax.tree.structure(plain))
-        return [*statistics, *jax.tree.leaves(plain)]
-
-    made = add(norm_act, given, before.leaves if before else [], seed)
-    out, *statistics = unit.results
-    count = len(statistics)
-    env.update(zip(statistics, made[:count], strict=True))
-    result = _Coded(made[count:], *structures)
-    env[out] = result.leaves[0]
-    if len(result.leaves) > 1:
-        coded[out] = result
-
-
-def _norm_act(
-    unit: NormAct, codec: Codec, given: list[Any], residual: Any, seed: Array
-) -> tuple[Any, list[Array]]:
-    """The unit's result, and the mean and variance of each of its norms."""
-    inputs = tuple(_input(*arrays) for arrays in given)
-    x = inputs[0].x
-    window = None if unit.pool is None else Window(x.shape, *unit.pool)
-    norms = tuple(norm.norm for norm in unit.norms)
-    made, means, variances = _made(unit, norms, inputs, residual, window, codec, seed)
-    statistics = [a for pair in zip(means, variances, strict=True) for a in pair]
-    shapes = [v.aval.shape for n in unit.norms for v in (n.mean, n.variance)]
-    return made, [a.reshape(shape) for a, shape in zip(statistics, shapes, strict=True)]
-
-
-def _made(
-    unit: NormAct,
-    norms: tuple[Norm, ...],
-    inputs: tuple[Input, ...],
-    residual: Any,
-    window: Window | None,
-    codec: Codec,
-    seed: Array,
-) -> tuple[ops.CodedArray, Sequence[Array], Sequence[Array]]:
-    if unit.activation is None:
-        return norms_act(norms, inputs, residual, unit.relu, window, codec, seed)
-    curve, evaluate = unit.activation.curve, jaxpr_as_fun(unit.activation.program)
-    made, mean, variance = norm_curve(
-        norms[0], inputs[0], curve, lambda z: evaluate(z)[0], codec, seed
-    )
-    return made, [mean], [variance]
-
-
-def _input(x: Array, scale: Array | None, bias: Array | None) -> Input:
-    features = x.shape[-1:]
-    return Input(
-        x,
-        jnp.ones(features) if scale is None else scale,
-        jnp.zeros(features) if bias is None else bias,
-    )
-
-
-def _ordered(jaxpr: Any, found: Sequence[Recognized]) -> list[Any] | None:
+def ordered(jaxpr: Any, found: Sequence[Recognized]) -> list[Any] | None:
     """Units and the equations that are needed besides, each after those that it reads.
 
     None if there is no such order, because a unit reads what depends on its results. The order is

@@ -1,0 +1,216 @@
+"""What takes the place of recognized operations in a program."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn, Var, jaxpr_as_fun
+from jaxtyping import Array
+
+from jaxcomp import ops
+from jaxcomp.codecs import Codec, Offload, noise
+from jaxcomp.ops._gate import gate
+from jaxcomp.ops._norm_act import norms_act
+from jaxcomp.ops._norm_act_vjp import Input
+from jaxcomp.ops._norm_curve import norm_curve
+from jaxcomp.ops._pooling import Window, index_codec
+from jaxcomp.transform._activations import Gate
+from jaxcomp.transform._attention import Attention
+from jaxcomp.transform._builder import Builder, renamed
+from jaxcomp.transform._programs import Program, Values
+from jaxcomp.transform._units import MaxPool, NormAct, Recognized, ordered
+
+
+def with_units(program: Program, found: Sequence[Recognized]) -> Program:
+    """The program with units in place of the equations that they stand for.
+
+    Its last argument is a seed.
+    """
+    jaxpr = program.jaxpr
+    steps = ordered(jaxpr, found)
+    assert steps is not None
+
+    builder = Builder()
+    seed = Var(jax.typeof(jnp.uint32(0)))
+    env = builder.constants_of(program) | {v: v for v in jaxpr.invars}
+    coded: dict[Any, _Coded] = {}
+    numbers = {one: number for number, one in enumerate(found)}
+    for step in steps:
+        if isinstance(step, Recognized):
+            _take(builder, step, numbers[step], env, coded, seed)
+        elif step.primitive.name == "conv_general_dilated" and _reads_code(step, coded):
+            lhs, rhs = coded[step.invars[0]], env[step.invars[1]]
+            convolve = functools.partial(_convolve, step.params, lhs.tree)
+            (env[step.outvars[0]],) = builder.trace(convolve, lhs.leaves, rhs, at=step)
+        else:
+            builder.copy(step, env)
+    return builder.program(jaxpr, [*jaxpr.invars, seed], renamed(env, jaxpr.outvars))
+
+
+class _Coded(NamedTuple):
+    """The variables of an array, or of an `ops.CodedArray`, with the features last.
+
+    Attributes:
+        leaves: The variables.
+        tree: Their structure.
+        feature: The feature axis in the program.
+    """
+
+    leaves: list[Any]
+    tree: Any
+    feature: int
+
+
+def _convolve(params: dict[str, Any], tree: Any, leaves: list[Array], rhs: Array) -> list[Array]:
+    """A convolution whose input has a code."""
+    lhs = jax.tree.unflatten(tree, leaves)
+    last = lhs.value.ndim - 1
+    numbers = params["dimension_numbers"]
+    numbers = numbers._replace(lhs_spec=(0, last, *range(1, last)))
+    options = params | {"dimension_numbers": numbers}
+    return [ops.conv_general_dilated(lhs, rhs, **options, codec=lhs.codec)]
+
+
+def _reads_code(equation: JaxprEqn, coded: dict[Any, _Coded]) -> bool:
+    """Whether a convolution's input has a code."""
+    lhs, rhs = equation.invars
+    if lhs not in coded or rhs in coded or equation.params["batch_group_count"] != 1:
+        return False
+    batch, feature, *spatial = equation.params["dimension_numbers"].lhs_spec
+    return batch == 0 and feature == coded[lhs].feature and spatial == sorted(spatial)
+
+
+def _take(
+    builder: Builder,
+    step: Recognized,
+    number: int,
+    env: Values,
+    coded: dict[Any, _Coded],
+    seed: Any,
+) -> None:
+    """Adds a unit of some number, and sets its results."""
+    unit, codec = step.unit, step.codec
+    if isinstance(unit, Attention):
+        attention = jax.checkpoint(jaxpr_as_fun(unit.program))
+        operands = renamed(env, unit.operands)
+        (env[unit.results[0]],) = builder.trace(attention, *operands, at=unit.origin)
+        return
+    assert codec is not None
+    if isinstance(unit, MaxPool):
+        _pool(builder, unit, codec, env)
+    elif isinstance(unit, Gate):
+        _gate(builder, unit, env, coded)
+    else:
+        _norm_act(builder, unit, codec, number, env, coded, seed)
+
+
+def _pool(builder: Builder, unit: MaxPool, codec: Codec, env: Values) -> None:
+    indices: Codec = index_codec(unit.pool[0])
+    if isinstance(codec, Offload):
+        indices = dataclasses.replace(codec, codec=indices)
+
+    def pooled(x: Array) -> list[Array]:
+        y = ops.max_pool(jnp.moveaxis(x, unit.feature, -1), *unit.pool, codec=indices)
+        return [jnp.moveaxis(y, -1, unit.feature)]
+
+    (x,), (out,) = renamed(env, unit.operands), unit.results
+    (env[out],) = builder.trace(pooled, x, at=unit.origin)
+
+
+def _gate(builder: Builder, unit: Gate, env: Values, coded: dict[Any, _Coded]) -> None:
+    x = coded[unit.x]
+
+    def gated(leaves: list[Array], factor: Array) -> tuple[ops.CodedArray, list[Array]]:
+        whole = jax.tree.unflatten(x.tree, leaves)
+        return gate(whole, jnp.moveaxis(factor, x.feature, -1)), []
+
+    operands = x.leaves, env[unit.factor]
+    _set(builder, unit, gated, operands, x.feature, env, coded)
+
+
+def _norm_act(
+    builder: Builder,
+    unit: NormAct,
+    codec: Codec,
+    number: int,
+    env: Values,
+    coded: dict[Any, _Coded],
+    seed: Any,
+) -> None:
+    given = [[None if v is None else env[v] for v in (n.x, n.scale, n.bias)] for n in unit.norms]
+    before = coded.get(unit.residual)
+    if before is not None and before.feature != unit.feature:
+        before = None
+    residual = None if unit.residual is None else env[unit.residual]
+
+    def made(given: list[Any], residual: Any, seed: Array) -> tuple[ops.CodedArray, list[Array]]:
+        if before is not None:
+            added = jax.tree.unflatten(before.tree, residual)
+        else:
+            added = None if residual is None else jnp.moveaxis(residual, unit.feature, -1)
+        own = seed * jnp.uint32(noise.GOLDEN) - jnp.uint32(number + 1)  # codes of values count up
+        return _evaluate(unit, codec, given, added, own)
+
+    operands = given, residual if before is None else before.leaves, seed
+    _set(builder, unit, made, operands, unit.feature, env, coded)
+
+
+def _set(
+    builder: Builder,
+    unit: NormAct | Gate,
+    function: Callable[..., tuple[ops.CodedArray, list[Array]]],
+    operands: Sequence[Any],
+    feature: int,
+    env: Values,
+    coded: dict[Any, _Coded],
+) -> None:
+    """Adds a function that makes a unit's result, features last, and its other results."""
+    structures: list[tuple[Any, bool]] = []
+
+    def run(*operands: Any) -> list[Array]:
+        made, others = function(*operands)
+        leaves, tree = jax.tree.flatten(made)
+        structures.append((tree, made.code is not None))
+        return [jnp.moveaxis(made.value, -1, feature), *others, *leaves]
+
+    results = builder.trace(run, *operands, at=unit.origin)
+    count = len(unit.results)
+    env.update(zip(unit.results, results[:count], strict=True))
+    ((tree, has_code),) = structures
+    if has_code:
+        coded[unit.results[0]] = _Coded(results[count:], tree, feature)
+
+
+def _evaluate(
+    unit: NormAct, codec: Codec, given: list[Any], residual: Any, seed: Array
+) -> tuple[ops.CodedArray, list[Array]]:
+    """The unit's result, and the mean and variance of each of its norms."""
+    inputs = tuple(_input(unit.feature, *arrays) for arrays in given)
+    norms = tuple(norm.norm for norm in unit.norms)
+    if unit.activation is None:
+        window = None if unit.pool is None else Window(inputs[0].x.shape, *unit.pool)
+        made, means, variances = norms_act(norms, inputs, residual, unit.relu, window, codec, seed)
+    else:
+        curve, evaluate = unit.activation.curve, jaxpr_as_fun(unit.activation.program)
+
+        def activation(z: Array) -> Array:
+            return jnp.moveaxis(evaluate(jnp.moveaxis(z, -1, unit.feature))[0], unit.feature, -1)
+
+        made, *of_x = norm_curve(norms[0], inputs[0], curve, activation, codec, seed)
+        means, variances = ((a,) for a in of_x)
+    statistics = [a for pair in zip(means, variances, strict=True) for a in pair]
+    shapes = [v.aval.shape for n in unit.norms for v in (n.mean, n.variance)]
+    return made, [a.reshape(shape) for a, shape in zip(statistics, shapes, strict=True)]
+
+
+def _input(feature: int, x: Array, scale: Array | None, bias: Array | None) -> Input:
+    x = jnp.moveaxis(x, feature, -1)
+    features = x.shape[-1:]
+    return Input(
+        x,
+        jnp.ones(features) if scale is None else scale.reshape(features),
+        jnp.zeros(features) if bias is None else bias.reshape(features),
+    )
