@@ -15,6 +15,7 @@ from jaxcomp.transform._programs import CALLS, apply, avals, read, scope_of
 M = TypeVar("M", bound=nnx.Module)
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_CHECKPOINTED = os.path.join(_PACKAGE, "transform") + os.sep  # other rules have no backward pass
 
 
 def exact_copy(model: M) -> M:
@@ -61,8 +62,11 @@ def _looked_through(equation: JaxprEqn) -> Any:
     """The program that an equation calls, of a jitted function or one of this package, or None."""
     if equation.primitive.name in CALLS:
         return equation.params[CALLS[equation.primitive.name]]
-    if equation.primitive.name != "custom_vjp_call":
+    folder = {"custom_vjp_call": _PACKAGE, "custom_jvp_call": _CHECKPOINTED}.get(
+        equation.primitive.name
+    )
+    if folder is None:
         return None
     called = equation.params["call_jaxpr"]
     file = called.jaxpr.debug_info.func_filename or ""
-    return called if file.startswith(_PACKAGE) else None
+    return called if file.startswith(folder) else None

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.extend.core import InconclusiveDimensionOperation, jaxpr_as_fun
 
 from jaxcomp.codecs import noise
@@ -18,7 +19,8 @@ from jaxcomp.policies._policy import JaxPolicy, Policy
 from jaxcomp.policies._specs import PolicyLike, policy_for_function
 from jaxcomp.transform._decisions import PolicyLog
 from jaxcomp.transform._keyed import Keyed
-from jaxcomp.transform._loops import Looped, Static
+from jaxcomp.transform._linear_map import tangents_of_results
+from jaxcomp.transform._loops import Looped
 from jaxcomp.transform._plan import Plan
 from jaxcomp.transform._programs import Program, avals, closed
 from jaxcomp.transform._schedule import plain_bytes
@@ -55,7 +57,7 @@ class Checkpointed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function."""
         program, constants, leaves, coded, tree = self._trace(args, kwargs)
-        function = _with_backward_pass(program, coded, self._policy)
+        function = _with_derivative(program, coded, self._policy)
         return jax.tree.unflatten(tree, function(self._seed, *constants, *leaves))
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
@@ -154,42 +156,34 @@ def _looped_of_key(keyed: Keyed) -> Looped:
     return _looped(keyed.program, *keyed.rest)[0]
 
 
-def _with_backward_pass(
+def _with_derivative(
     program: Program, coded: list[int], policy: Policy | JaxPolicy
 ) -> Callable[..., list[Any]]:
     """The program as a function of a seed and of its arguments."""
 
-    @jax.custom_vjp
+    @jax.custom_jvp
     def function(seed: Seed, *arguments: Any) -> list[Any]:
         return list(jaxpr_as_fun(program)(*arguments))
 
-    def forward(seed: Any, *arguments: Any) -> Any:
-        values = [argument.value for argument in arguments]
+    def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        seed, *values = primals
+        moves = tangents[1:]
         # An integer that came out of another such call counts as perturbed, too.
         active = [
             i
-            for i, argument in enumerate(arguments)
-            if argument.perturbed and jnp.issubdtype(argument.value.dtype, jnp.inexact)
+            for i, value in enumerate(values)
+            if not isinstance(moves[i], SymbolicZero) and jnp.issubdtype(value.dtype, jnp.inexact)
         ]
         if not active:
-            return function(None, *values), None
+            made = function(None, *values)
+            return made, [zero_from_primal(result, symbolic_zeros=True) for result in made]
         chosen = _looped_once(program, active, coded, policy)
-        own = _seed_of_call(None if seed is None else seed.value, [values[i] for i in active])
+        own = _seed_of_call(seed, [values[i] for i in active])
         made, stored = chosen.forward(own, values)
-        return made, (Static(chosen), stored)
+        moved = [moves[i] for i in active]
+        return made, tangents_of_results(made, chosen.linear, chosen.backward, stored, moved)
 
-    def backward(residual: Any, cotangents: list[Any]) -> tuple[Any, ...]:
-        gradients = [None] * len(program.jaxpr.invars)
-        if residual is None:
-            return None, *gradients
-        static, stored = residual
-        chosen: Looped = static.value
-        made = chosen.backward(stored, cotangents)
-        for i, gradient in zip(chosen.schedule.active, made, strict=True):
-            gradients[i] = gradient
-        return None, *gradients
-
-    function.defvjp(forward, backward, symbolic_zeros=True)
+    function.defjvp(rule, symbolic_zeros=True)
     return function
 
 

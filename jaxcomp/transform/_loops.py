@@ -1,6 +1,7 @@
 """`scan` loops inside of a function: each iteration stores what the policy says of its values."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -19,6 +20,7 @@ from jaxcomp.transform._algebra import tangents_of
 from jaxcomp.transform._builder import Builder, flat
 from jaxcomp.transform._decisions import PolicyLog
 from jaxcomp.transform._graph import LOOP, Graph
+from jaxcomp.transform._linear_map import Cotangents, tangents_of_results
 from jaxcomp.transform._programs import (
     Program,
     avals,
@@ -98,27 +100,37 @@ class Looped:
         made, stored = passes.forward(self.schedule, seed, arguments)
         return made, (stored, {i: arguments[i] for i in passes.used_arguments(self.schedule)})
 
-    def backward(self, residual: Any, cotangents: Sequence[Any]) -> list[Any]:
-        """The cotangents of the active arguments, from those of all results.
+    def linear(self, residual: Any, tangents: Sequence[Any]) -> list[Any]:
+        """The tangents of the results in `schedule.smooth`, from those of the active arguments.
 
-        Only those of `schedule.smooth` are read; a `SymbolicZero` is one.
+        Raises:
+            NotImplementedError: If a value is encoded. That of a loop is told by the loop.
         """
+        if self.schedule.encodes or any(unit.codec is not None for unit in self.units):
+            raise NotImplementedError(
+                "forward mode through an encoded residual is not defined; keep it as it is, by the "
+                "codec Exact() or the policy 'exact', or take the derivative of the function "
+                "itself: __wrapped__ of a result of jaxcomp.checkpoint, or an uncompressed model"
+            )
+        stored, used = residual
+        return passes.linear(self.schedule, stored, used, tangents)
+
+    def backward(self, residual: Any, cotangents: Cotangents) -> list[Any]:
+        """The cotangents of the active arguments, from those of the results."""
         arriving = _arriving(cotangents, self.schedule.smooth, self.schedule.graph.jaxpr.outvars)
         stored, used = residual
         return passes.backward(self.schedule, stored, used, list(arriving.values()))
 
 
-def _arriving(
-    cotangents: Sequence[Any], smooth: Sequence[int], results: Sequence[Any]
-) -> dict[int, Any]:
-    """The cotangents of the results that have one, by position, with zeros as arrays.
+def _arriving(cotangents: Cotangents, smooth: Sequence[int], results: Sequence[Any]) -> Cotangents:
+    """The cotangents of the results that have one, with zeros as arrays.
 
     `jax.vjp` also takes a Python scalar for one.
     """
     return {
-        i: filled(results[i].aval, 0.0)
-        if isinstance(cotangents[i], SymbolicZero)
-        else jnp.asarray(cotangents[i], results[i].aval.dtype)
+        i: jnp.asarray(cotangents[i], results[i].aval.dtype)
+        if i in cotangents
+        else filled(results[i].aval, 0.0)
         for i in smooth
     }
 
@@ -168,7 +180,7 @@ def _coded_loop(
     coded = [i for i in range(consts, len(is_free)) if i < at_x or not is_free[i]]
     kinds = avals(body.jaxpr.invars)
 
-    @jax.custom_vjp
+    @jax.custom_jvp
     def loop(seed: Any, *values: Any) -> list[Any]:
         def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
             made = list(jaxpr_as_fun(body)(*values[:consts], *carry, *x))
@@ -178,18 +190,30 @@ def _coded_loop(
         final, ys = lax.scan(step, list(values[consts:at_x]), rest, reverse=reverse, **options)
         return [*final, *ys]
 
-    def forward(seed: Any, *operands: Any) -> tuple[list[Any], Any]:
-        values = [operand.value for operand in operands]
-        perturbed = {i for i, operand in enumerate(operands) if operand.perturbed}
-        active = _active(body.jaxpr, perturbed, consts, carries)
+    def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        seed, *values = primals
+        moves = {i: t for i, t in enumerate(tangents[1:]) if not isinstance(t, SymbolicZero)}
+        active = _active(body.jaxpr, {*moves}, consts, carries)
         chosen = Looped.of(_scoped(body, equation), active, coded, log)
         loops.append(Loop(chosen, length, f"{LOOP}{next(_numbers)}"))
+        made, residual = forward(chosen, loops[-1].name, seed, values)
+        moved = [i for i in active if i in moves]
+        return made, tangents_of_results(
+            made,
+            functools.partial(linear, chosen, moved),
+            functools.partial(backward, chosen, moved),
+            residual,
+            [moves[i] for i in moved],
+        )
 
+    def forward(
+        chosen: Looped, name: str, seed: Any, values: Sequence[Any]
+    ) -> tuple[list[Any], Any]:
         def step(carry: Any, x: list[Any]) -> tuple[Any, Any]:
             index, state = carry
-            of_iteration = noise.folded(noise.folded(seed.value, number), index)
+            of_iteration = noise.folded(noise.folded(seed, number), index)
             made, (stored, used) = chosen.forward(of_iteration, [*values[:consts], *state, *x])
-            own = {i: value for i, value in used.items() if not _is_held(i)}
+            own = {i: value for i, value in used.items() if not is_held(i)}
             return (index + jnp.uint32(1), made[:carries]), (made[carries:], (stored, own))
 
         start = jnp.uint32(0), values[consts:at_x]
@@ -197,37 +221,57 @@ def _coded_loop(
             step, start, values[at_x:], reverse=reverse, **options
         )
         # No policy decides about values that are ours by this name, such as the iteration count.
-        kept, _ = jax.tree.map(lambda leaf: checkpoint_name(leaf, loops[-1].name), (kept, count))
+        kept, _ = jax.tree.map(lambda leaf: checkpoint_name(leaf, name), (kept, count))
         used = passes.used_arguments(chosen.schedule)
-        held = {i: values[i] for i in used if _is_held(i)}
-        return [*final, *ys], (Static(chosen), kept, held)
+        return [*final, *ys], (kept, {i: values[i] for i in used if is_held(i)})
 
-    def _is_held(i: int) -> bool:
+    def is_held(i: int) -> bool:
         """Whether an argument of the body is one that the loop keeps as a whole."""
         return i < consts or at_x <= i < len(kinds)
 
-    def backward(residual: Any, cotangents: list[Any]) -> tuple[Any, ...]:
-        gradients: list[Any] = [None] * len(kinds)
-        static, kept, held = residual
-        chosen: Looped = static.value
+    def linear(
+        chosen: Looped, moved: Sequence[int], residual: Any, tangents: Sequence[Any]
+    ) -> list[Any]:
+        given = dict(zip(moved, tangents, strict=True))
+        smooth, active = chosen.schedule.smooth, chosen.schedule.active
+        kept, whole, stacked = parts(residual)
+        fixed = {i: move for i, move in given.items() if i < consts}
+        along = {i: move for i, move in given.items() if i >= at_x}
+        start = {
+            i: given[i] if i in given else filled(kinds[i], 0.0)
+            for i in active
+            if consts <= i < at_x
+        }
+
+        def step(state: Any, x: Any) -> tuple[dict[int, Any], dict[int, Any]]:
+            (stored, own), rest, moving = x
+            moves = fixed | state | moving
+            made = chosen.linear((stored, own | rest | whole), [moves[i] for i in active])
+            found = dict(zip(smooth, made, strict=True))
+            return {i: found[i - consts] for i in state}, {
+                i: move for i, move in found.items() if i >= carries
+            }
+
+        final, each = lax.scan(step, start, (kept, stacked, along), reverse=reverse, **options)
+        found = {i - consts: move for i, move in final.items()} | each
+        return [found[i] if i in found else filled(equation.outvars[i].aval, 0.0) for i in smooth]
+
+    def backward(
+        chosen: Looped, moved: Sequence[int], residual: Any, cotangents: Cotangents
+    ) -> list[Any]:
         active = chosen.schedule.active
         summed, carried, along = (
             [i for i in active if i in places]
             for places in (range(consts), range(consts, at_x), range(at_x, len(kinds)))
         )
-        stacked = {i: value for i, value in held.items() if i >= at_x}
-        whole = {i: value for i, value in held.items() if i < consts}
+        kept, whole, stacked = parts(residual)
         arriving = _arriving(cotangents, chosen.schedule.smooth, equation.outvars)
 
         def step(carry: Any, x: Any) -> tuple[Any, dict[int, Any]]:
             sums, arrived = carry
             (stored, own), rest, dys = x
-            dcarry = [
-                arrived[consts + i] if consts + i in arrived else filled(kinds[consts + i], 0.0)
-                for i in range(carries)
-            ]
-            dys = [dys.get(i) for i in range(carries, len(cotangents))]
-            made = chosen.backward((stored, own | rest | whole), [*dcarry, *dys])
+            state = {i - consts: cotangent for i, cotangent in arrived.items()}
+            made = chosen.backward((stored, own | rest | whole), state | dys)
             found = dict(zip(active, made, strict=True))
             sums = {i: sums[i] + found[i] for i in summed}
             return (sums, {i: found[i] for i in carried}), {i: found[i] for i in along}
@@ -238,11 +282,19 @@ def _coded_loop(
         )
         xs = kept, stacked, {i: c for i, c in arriving.items() if i >= carries}
         (sums, first), each = lax.scan(step, start, xs, reverse=not reverse, **options)
-        for i, gradient in (sums | first | each).items():
-            gradients[i] = gradient
-        return None, *gradients
+        found = sums | first | each
+        return [found[i] for i in moved]
 
-    loop.defvjp(forward, backward, symbolic_zeros=True)
+    def parts(residual: Any) -> tuple[Any, dict[int, Any], dict[int, Any]]:
+        """What each iteration stored, and the arguments of all and of each."""
+        kept, held = residual
+        whole, stacked = (
+            {i: value for i, value in held.items() if (i >= at_x) == of_each}
+            for of_each in (False, True)
+        )
+        return kept, whole, stacked
+
+    loop.defjvp(rule, symbolic_zeros=True)
     return loop
 
 

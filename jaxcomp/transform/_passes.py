@@ -1,4 +1,4 @@
-"""Runs a schedule: the forward pass that stores, the backward pass that rebuilds."""
+"""Runs a schedule: the forward pass that stores, and the two passes that rebuild."""
 
 import functools
 import itertools
@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import DropVar, JaxprEqn
+from jax.extend.core import DropVar, JaxprEqn, jaxpr_as_fun
 
 from jaxcomp._core import barriers
 from jaxcomp.codecs import Exact, noise
@@ -167,6 +167,25 @@ def _encode(storing: Stored, value: Any, seed: Any) -> Any:
         return barriers.name_residual(value, Exact())
     numbers = range(storing.copies)
     return tuple(storing.encode(value, seed + jnp.uint32(i)) for i in numbers)
+
+
+def linear(
+    schedule: Schedule, stored: Residual, arguments: dict[int, Any], tangents: Sequence[Any]
+) -> list[Any]:
+    """Runs the linear program.
+
+    Args:
+        schedule: What is stored.
+        stored: What `forward` returned.
+        arguments: The function's arguments that `used_arguments` lists, by position.
+        tangents: Of the arguments in `schedule.active`.
+
+    Returns:
+        The tangents of the results in `schedule.smooth`.
+    """
+    rebuild = Rebuild(schedule, stored, arguments)
+    coefficients = map(rebuild.plain, schedule.coefficients)
+    return list(jaxpr_as_fun(schedule.linear)(*coefficients, *tangents))
 
 
 def backward(

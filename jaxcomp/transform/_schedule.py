@@ -48,8 +48,9 @@ class Schedule:
         stored: What waits for the backward pass.
         decisions: What the policy said of each value.
         roles: What the backward pass does with each value.
+        linear: From coefficients and the arguments' tangents to the results' tangents.
         backward: From coefficients and cotangents to the arguments' cotangents.
-        coefficients: The backward program's coefficients.
+        coefficients: The coefficients of the linear and of the backward program.
         biased: Whether non-linear steps are computed again from codes.
     """
 
@@ -61,9 +62,15 @@ class Schedule:
     stored: dict[Any, Stored]
     decisions: dict[Any, Decision]
     roles: dict[Any, str]
+    linear: Program
     backward: Program
     coefficients: list[Coefficient]
     biased: bool
+
+    @property
+    def encodes(self) -> bool:
+        """Whether a value comes back from a code that is not exact."""
+        return any(storing.is_noisy for storing in self.stored.values())
 
 
 def schedule(
@@ -118,6 +125,7 @@ def schedule(
         stored,
         decisions,
         roles,
+        linearized.linear,
         transpose(linearized),
         coefficients,
         biased,

@@ -1,0 +1,144 @@
+"""Derivatives that are linear functions with a transpose of their own, which JAX does not derive.
+
+The rule of a `jax.custom_jvp` function returns one. So forward mode evaluates the linear function,
+and reverse mode its transpose, as that of a `jax.custom_vjp` function.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import zero_from_primal
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jaxcomp.transform._programs import filled
+
+Cotangents = dict[int, Any]  # by position, of those that are not zero
+
+_linear_map = Primitive("linear_map")
+_linear_map.multiple_results = True
+
+
+def tangents_of_results(
+    results: Sequence[Any],
+    apply: Callable[[Any, list[Any]], list[Any]],
+    transpose: Callable[[Any, Cotangents], list[Any]],
+    residual: Any,
+    tangents: Sequence[Any],
+) -> list[Any]:
+    """The tangents that the rule of a `jax.custom_jvp` function of symbolic zeros returns.
+
+    Args:
+        results: The function's results. Those of floating-point numbers have a tangent.
+        apply: From the residual and tangents of arguments to the tangents of the results.
+        transpose: From the residual and the cotangents of results to those of the arguments.
+        residual: Any pytree of arrays. It is all that waits for the backward pass.
+        tangents: Of the arguments that are differentiated.
+    """
+    leaves, tree = jax.tree.flatten(residual)
+    smooth = [i for i, r in enumerate(results) if jnp.issubdtype(r.dtype, jnp.inexact)]
+
+    def apply_flat(leaves: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
+        return apply(jax.tree.unflatten(tree, leaves), list(tangents))
+
+    def transpose_flat(leaves: Sequence[Any], cotangents: Cotangents) -> list[Any]:
+        of_results = {smooth[i]: cotangent for i, cotangent in cotangents.items()}
+        return transpose(jax.tree.unflatten(tree, leaves), of_results)
+
+    made = _linear_map.bind(
+        *leaves,
+        *tangents,
+        apply=apply_flat,
+        transpose=transpose_flat,
+        residuals=len(leaves),
+        kinds=tuple(jax.typeof(results[i]) for i in smooth),
+    )
+    moved = dict(zip(smooth, made, strict=True))
+    return [
+        moved[i] if i in moved else zero_from_primal(result, symbolic_zeros=True)
+        for i, result in enumerate(results)
+    ]
+
+
+@_linear_map.def_impl
+def _evaluate(*operands: Any, apply: Any, transpose: Any, residuals: int, kinds: Any) -> Any:
+    return apply(operands[:residuals], operands[residuals:])
+
+
+@_linear_map.def_abstract_eval
+def _(*operands: Any, apply: Any, transpose: Any, residuals: int, kinds: Any) -> Any:
+    return kinds
+
+
+def _derivative(
+    operands: Any, moves: Any, *, apply: Any, transpose: Any, residuals: int, kinds: Any
+) -> Any:
+    """The derivative by the tangents, which is the map itself, and by the residual."""
+    given, tangents = operands[:residuals], operands[residuals:]
+    call = functools.partial(
+        _linear_map.bind, apply=apply, transpose=transpose, residuals=residuals, kinds=kinds
+    )
+    parts = []
+    if not all(isinstance(move, ad.Zero) for move in moves[residuals:]):
+        parts.append(call(*given, *map(ad.instantiate_zeros, moves[residuals:])))
+    moved = [
+        i
+        for i, (value, move) in enumerate(zip(given, moves, strict=False))
+        if not isinstance(move, ad.Zero) and jnp.issubdtype(value.dtype, jnp.inexact)
+    ]
+    if moved:
+
+        def at(*chosen: Any) -> Any:
+            full = dict(enumerate(given)) | dict(zip(moved, chosen, strict=True))
+            return apply(list(full.values()), tangents)
+
+        chosen, directions = [given[i] for i in moved], [moves[i] for i in moved]
+        parts.append(jax.jvp(jax.checkpoint(at), chosen, directions)[1])
+    return call(*operands), [functools.reduce(jnp.add, terms) for terms in zip(*parts, strict=True)]
+
+
+def _transpose(
+    cotangents: Any, *operands: Any, apply: Any, transpose: Any, residuals: int, kinds: Any
+) -> Any:
+    arrived = {i: c for i, c in enumerate(cotangents) if not isinstance(c, ad.Zero)}
+    made = transpose(operands[:residuals], arrived)
+    pairs = zip(operands[residuals:], made, strict=True)
+    return [
+        *[None] * residuals,
+        *(found if ad.is_undefined_primal(tangent) else None for tangent, found in pairs),
+    ]
+
+
+def _batch(
+    axis: Any, operands: Any, axes: Any, *, apply: Any, transpose: Any, residuals: int, kinds: Any
+) -> Any:
+    options = {"axis_name": axis.name, "axis_size": axis.size, "spmd_axis_name": axis.spmd_name}
+    tangents = [
+        batching.bdim_at_front(value, at, axis.size)
+        for value, at in zip(operands[residuals:], axes[residuals:], strict=True)
+    ]
+
+    def mapped(function: Any) -> Any:
+        return jax.vmap(function, (list(axes[:residuals]), 0), **options)
+
+    def zeros(_: Any) -> list[Any]:
+        return [filled(kind, 0.0) for kind in kinds]
+
+    made = _linear_map.bind(
+        *operands[:residuals],
+        *tangents,
+        apply=lambda leaves, tangents: mapped(apply)(list(leaves), tangents),
+        transpose=lambda leaves, cotangents: mapped(transpose)(list(leaves), cotangents),
+        residuals=residuals,
+        kinds=tuple(jax.make_jaxpr(jax.vmap(zeros))(jnp.arange(axis.size)).out_avals),
+    )
+    return made, [0] * len(made)
+
+
+ad.primitive_jvps[_linear_map] = _derivative
+ad.primitive_transposes[_linear_map] = _transpose
+batching.fancy_primitive_batchers[_linear_map] = _batch
+mlir.register_lowering(_linear_map, mlir.lower_fun(_evaluate))
