@@ -169,6 +169,12 @@ class Policy:
         return "\n".join(lines)
 
 
+def has_codecs(policy: Policy | JaxPolicy) -> bool:
+    """Whether a rule of a policy encodes values."""
+    rules = policy.rules if isinstance(policy, Policy) else ()
+    return any(isinstance(rule.action, Codec) and not rule.action.is_exact for rule in rules)
+
+
 def _read_rule(fields: dict[str, typing.Any]) -> Rule:
     action = fields["action"]
     if isinstance(action, dict):

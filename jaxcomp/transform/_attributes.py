@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jaxcomp.transform._loops import Static
+from jaxcomp.transform._programs import Static
 
 Path = tuple[Any, ...]
 

@@ -9,20 +9,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.extend.core import InconclusiveDimensionOperation, jaxpr_as_fun
 
 from jaxcomp.codecs import noise
 from jaxcomp.codecs._codec import Seed
 from jaxcomp.policies import recipes
-from jaxcomp.policies._policy import JaxPolicy, Policy
+from jaxcomp.policies._policy import JaxPolicy, Policy, has_codecs
 from jaxcomp.policies._specs import PolicyLike, policy_for_function
 from jaxcomp.transform._decisions import PolicyLog
 from jaxcomp.transform._keyed import Keyed
-from jaxcomp.transform._linear_map import tangents_of_results
+from jaxcomp.transform._linear_map import ByPosition
 from jaxcomp.transform._loops import Looped
 from jaxcomp.transform._plan import Plan
 from jaxcomp.transform._programs import Program, avals, closed
+from jaxcomp.transform._rules import with_both_modes, with_reverse_mode
 from jaxcomp.transform._schedule import plain_bytes
 
 _REMEMBERED = 64  # programs
@@ -161,30 +161,34 @@ def _with_derivative(
 ) -> Callable[..., list[Any]]:
     """The program as a function of a seed and of its arguments."""
 
-    @jax.custom_jvp
     def function(seed: Seed, *arguments: Any) -> list[Any]:
         return list(jaxpr_as_fun(program)(*arguments))
 
-    def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        seed, *values = primals
-        moves = tangents[1:]
+    def forward(
+        seed: Any, values: Sequence[Any], perturbed: list[int]
+    ) -> tuple[list[Any], Looped | None, Any]:
         # An integer that came out of another such call counts as perturbed, too.
-        active = [
-            i
-            for i, value in enumerate(values)
-            if not isinstance(moves[i], SymbolicZero) and jnp.issubdtype(value.dtype, jnp.inexact)
-        ]
+        active = [i for i in perturbed if jnp.issubdtype(values[i].dtype, jnp.inexact)]
         if not active:
-            made = function(None, *values)
-            return made, [zero_from_primal(result, symbolic_zeros=True) for result in made]
+            return derived(None, *values), None, ()
         chosen = _looped_once(program, active, coded, policy)
         own = _seed_of_call(seed, [values[i] for i in active])
         made, stored = chosen.forward(own, values)
-        moved = [moves[i] for i in active]
-        return made, tangents_of_results(made, chosen.linear, chosen.backward, stored, moved)
+        return made, chosen, stored
 
-    function.defjvp(rule, symbolic_zeros=True)
-    return function
+    def backward(chosen: Looped, residual: Any, cotangents: ByPosition) -> ByPosition:
+        made = chosen.backward(residual, cotangents)
+        return dict(zip(chosen.schedule.active, made, strict=True))
+
+    def linear(chosen: Looped, residual: Any, tangents: ByPosition) -> ByPosition:
+        made = chosen.linear(residual, [tangents[i] for i in chosen.schedule.active])
+        return dict(zip(chosen.schedule.smooth, made, strict=True))
+
+    if has_codecs(policy):
+        derived = with_reverse_mode(function, forward, backward, len(program.jaxpr.invars))
+    else:
+        derived = with_both_modes(function, forward, linear, backward)
+    return derived
 
 
 def _seed_of_call(seed: Seed, arguments: list[Any]) -> Any:

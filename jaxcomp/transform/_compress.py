@@ -20,7 +20,7 @@ from jaxcomp.transform._attributes import (
 )
 from jaxcomp.transform._checkpoint import DEFAULT, Checkpointed, checkpoint
 from jaxcomp.transform._layers import LayerCodecs, check_required
-from jaxcomp.transform._loops import Static
+from jaxcomp.transform._programs import Static
 
 M = TypeVar("M", bound=nnx.Module)
 

@@ -1,7 +1,7 @@
-"""Derivatives that are linear functions with a transpose of their own, which JAX does not derive.
+"""Linear functions with a transpose of their own, which JAX does not derive.
 
-The rule of a `jax.custom_jvp` function returns one. So forward mode evaluates the linear function,
-and reverse mode its transpose, as that of a `jax.custom_vjp` function.
+Forward mode evaluates the function. Reverse mode evaluates its transpose, as that of a
+`jax.custom_vjp` function.
 """
 
 import functools
@@ -10,57 +10,56 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import zero_from_primal
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jaxcomp.transform._programs import filled
 
-Cotangents = dict[int, Any]  # by position, of those that are not zero
+ByPosition = dict[int, Any]
 
 _linear_map = Primitive("linear_map")
 _linear_map.multiple_results = True
 
 
-def tangents_of_results(
-    results: Sequence[Any],
-    apply: Callable[[Any, list[Any]], list[Any]],
-    transpose: Callable[[Any, Cotangents], list[Any]],
+def linear_map(
+    apply: Callable[[Any, ByPosition], ByPosition],
+    transpose: Callable[[Any, ByPosition], ByPosition],
     residual: Any,
-    tangents: Sequence[Any],
-) -> list[Any]:
-    """The tangents that the rule of a `jax.custom_jvp` function of symbolic zeros returns.
+    tangents: ByPosition,
+    results: ByPosition,
+) -> ByPosition:
+    """Calls a linear function of which the transpose is given.
 
     Args:
-        results: The function's results. Those of floating-point numbers have a tangent.
-        apply: From the residual and tangents of arguments to the tangents of the results.
-        transpose: From the residual and the cotangents of results to those of the arguments.
-        residual: Any pytree of arrays. It is all that waits for the backward pass.
-        tangents: Of the arguments that are differentiated.
+        apply: From the residual and tangents to the tangents of results.
+        transpose: From the residual and the cotangents of results, those that are not zero, to
+            cotangents of at least what has a tangent.
+        residual: Any pytree of arrays. It is all that waits for the transpose.
+        tangents: The tangents.
+        results: Arrays of the shapes and dtypes of the results.
     """
     leaves, tree = jax.tree.flatten(residual)
-    smooth = [i for i, r in enumerate(results) if jnp.issubdtype(r.dtype, jnp.inexact)]
+    arguments, outs = [*tangents], [*results]  # no closure holds arrays
 
-    def apply_flat(leaves: Sequence[Any], tangents: Sequence[Any]) -> list[Any]:
-        return apply(jax.tree.unflatten(tree, leaves), list(tangents))
+    def apply_flat(leaves: Sequence[Any], moves: Sequence[Any]) -> list[Any]:
+        given = dict(zip(arguments, moves, strict=True))
+        made = apply(jax.tree.unflatten(tree, leaves), given)
+        return [made[i] for i in outs]
 
-    def transpose_flat(leaves: Sequence[Any], cotangents: Cotangents) -> list[Any]:
-        of_results = {smooth[i]: cotangent for i, cotangent in cotangents.items()}
-        return transpose(jax.tree.unflatten(tree, leaves), of_results)
+    def transpose_flat(leaves: Sequence[Any], arrived: ByPosition) -> list[Any]:
+        cotangents = {i: arrived[k] for k, i in enumerate(outs) if k in arrived}
+        made = transpose(jax.tree.unflatten(tree, leaves), cotangents)
+        return [made[i] for i in arguments]
 
     made = _linear_map.bind(
         *leaves,
-        *tangents,
+        *tangents.values(),
         apply=apply_flat,
         transpose=transpose_flat,
         residuals=len(leaves),
-        kinds=tuple(jax.typeof(results[i]) for i in smooth),
+        kinds=tuple(map(jax.typeof, results.values())),
     )
-    moved = dict(zip(smooth, made, strict=True))
-    return [
-        moved[i] if i in moved else zero_from_primal(result, symbolic_zeros=True)
-        for i, result in enumerate(results)
-    ]
+    return dict(zip(results, made, strict=True))
 
 
 @_linear_map.def_impl

@@ -1,7 +1,6 @@
 """`scan` loops inside of a function: each iteration stores what the policy says of its values."""
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -10,17 +9,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import JaxprEqn, jaxpr_as_fun
 
 from jaxcomp.codecs import noise
 from jaxcomp.codecs._codec import Seed
+from jaxcomp.policies._policy import has_codecs
 from jaxcomp.transform import _passes as passes
 from jaxcomp.transform._algebra import tangents_of
 from jaxcomp.transform._builder import Builder, flat
 from jaxcomp.transform._decisions import PolicyLog
 from jaxcomp.transform._graph import LOOP, Graph
-from jaxcomp.transform._linear_map import Cotangents, tangents_of_results
+from jaxcomp.transform._linear_map import ByPosition
 from jaxcomp.transform._programs import (
     Program,
     avals,
@@ -28,20 +27,13 @@ from jaxcomp.transform._programs import (
     is_variable,
     variables,
 )
+from jaxcomp.transform._rules import with_both_modes, with_reverse_mode
 from jaxcomp.transform._schedule import Schedule, schedule
 from jaxcomp.transform._units import Recognized, recognize
 from jaxcomp.transform._with_units import with_units
 
 _SCAN = "scan"
 _numbers = itertools.count()
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, eq=False)
-class Static:
-    """What is no array, in a residual."""
-
-    value: Any
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -103,26 +95,19 @@ class Looped:
     def linear(self, residual: Any, tangents: Sequence[Any]) -> list[Any]:
         """The tangents of the results in `schedule.smooth`, from those of the active arguments.
 
-        Raises:
-            NotImplementedError: If a value is encoded. That of a loop is told by the loop.
+        For schedules that encode nothing.
         """
-        if self.schedule.encodes or any(unit.codec is not None for unit in self.units):
-            raise NotImplementedError(
-                "forward mode through an encoded residual is not defined; keep it as it is, by the "
-                "codec Exact() or the policy 'exact', or take the derivative of the function "
-                "itself: __wrapped__ of a result of jaxcomp.checkpoint, or an uncompressed model"
-            )
         stored, used = residual
         return passes.linear(self.schedule, stored, used, tangents)
 
-    def backward(self, residual: Any, cotangents: Cotangents) -> list[Any]:
+    def backward(self, residual: Any, cotangents: ByPosition) -> list[Any]:
         """The cotangents of the active arguments, from those of the results."""
         arriving = _arriving(cotangents, self.schedule.smooth, self.schedule.graph.jaxpr.outvars)
         stored, used = residual
         return passes.backward(self.schedule, stored, used, list(arriving.values()))
 
 
-def _arriving(cotangents: Cotangents, smooth: Sequence[int], results: Sequence[Any]) -> Cotangents:
+def _arriving(cotangents: ByPosition, smooth: Sequence[int], results: Sequence[Any]) -> ByPosition:
     """The cotangents of the results that have one, with zeros as arrays.
 
     `jax.vjp` also takes a Python scalar for one.
@@ -180,7 +165,6 @@ def _coded_loop(
     coded = [i for i in range(consts, len(is_free)) if i < at_x or not is_free[i]]
     kinds = avals(body.jaxpr.invars)
 
-    @jax.custom_jvp
     def loop(seed: Any, *values: Any) -> list[Any]:
         def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
             made = list(jaxpr_as_fun(body)(*values[:consts], *carry, *x))
@@ -190,25 +174,13 @@ def _coded_loop(
         final, ys = lax.scan(step, list(values[consts:at_x]), rest, reverse=reverse, **options)
         return [*final, *ys]
 
-    def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        seed, *values = primals
-        moves = {i: t for i, t in enumerate(tangents[1:]) if not isinstance(t, SymbolicZero)}
-        active = _active(body.jaxpr, {*moves}, consts, carries)
+    def forward(
+        seed: Any, values: Sequence[Any], perturbed: list[int]
+    ) -> tuple[list[Any], Looped, Any]:
+        active = _active(body.jaxpr, {*perturbed}, consts, carries)
         chosen = Looped.of(_scoped(body, equation), active, coded, log)
         loops.append(Loop(chosen, length, f"{LOOP}{next(_numbers)}"))
-        made, residual = forward(chosen, loops[-1].name, seed, values)
-        moved = [i for i in active if i in moves]
-        return made, tangents_of_results(
-            made,
-            functools.partial(linear, chosen, moved),
-            functools.partial(backward, chosen, moved),
-            residual,
-            [moves[i] for i in moved],
-        )
 
-    def forward(
-        chosen: Looped, name: str, seed: Any, values: Sequence[Any]
-    ) -> tuple[list[Any], Any]:
         def step(carry: Any, x: list[Any]) -> tuple[Any, Any]:
             index, state = carry
             of_iteration = noise.folded(noise.folded(seed, number), index)
@@ -221,18 +193,16 @@ def _coded_loop(
             step, start, values[at_x:], reverse=reverse, **options
         )
         # No policy decides about values that are ours by this name, such as the iteration count.
-        kept, _ = jax.tree.map(lambda leaf: checkpoint_name(leaf, name), (kept, count))
+        kept, _ = jax.tree.map(lambda leaf: checkpoint_name(leaf, loops[-1].name), (kept, count))
         used = passes.used_arguments(chosen.schedule)
-        return [*final, *ys], (kept, {i: values[i] for i in used if is_held(i)})
+        held = {i: values[i] for i in used if is_held(i)}
+        return [*final, *ys], chosen, (kept, held)
 
     def is_held(i: int) -> bool:
         """Whether an argument of the body is one that the loop keeps as a whole."""
         return i < consts or at_x <= i < len(kinds)
 
-    def linear(
-        chosen: Looped, moved: Sequence[int], residual: Any, tangents: Sequence[Any]
-    ) -> list[Any]:
-        given = dict(zip(moved, tangents, strict=True))
+    def linear(chosen: Looped, residual: Any, given: ByPosition) -> ByPosition:
         smooth, active = chosen.schedule.smooth, chosen.schedule.active
         kept, whole, stacked = parts(residual)
         fixed = {i: move for i, move in given.items() if i < consts}
@@ -253,12 +223,10 @@ def _coded_loop(
             }
 
         final, each = lax.scan(step, start, (kept, stacked, along), reverse=reverse, **options)
-        found = {i - consts: move for i, move in final.items()} | each
-        return [found[i] if i in found else filled(equation.outvars[i].aval, 0.0) for i in smooth]
+        still = {i: filled(equation.outvars[i].aval, 0.0) for i in smooth}
+        return still | {i - consts: move for i, move in final.items()} | each
 
-    def backward(
-        chosen: Looped, moved: Sequence[int], residual: Any, cotangents: Cotangents
-    ) -> list[Any]:
+    def backward(chosen: Looped, residual: Any, cotangents: ByPosition) -> ByPosition:
         active = chosen.schedule.active
         summed, carried, along = (
             [i for i in active if i in places]
@@ -282,10 +250,9 @@ def _coded_loop(
         )
         xs = kept, stacked, {i: c for i, c in arriving.items() if i >= carries}
         (sums, first), each = lax.scan(step, start, xs, reverse=not reverse, **options)
-        found = sums | first | each
-        return [found[i] for i in moved]
+        return sums | first | each
 
-    def parts(residual: Any) -> tuple[Any, dict[int, Any], dict[int, Any]]:
+    def parts(residual: Any) -> tuple[Any, ByPosition, ByPosition]:
         """What each iteration stored, and the arguments of all and of each."""
         kept, held = residual
         whole, stacked = (
@@ -294,8 +261,9 @@ def _coded_loop(
         )
         return kept, whole, stacked
 
-    loop.defjvp(rule, symbolic_zeros=True)
-    return loop
+    if has_codecs(log.policy):
+        return with_reverse_mode(loop, forward, backward, len(kinds))
+    return with_both_modes(loop, forward, linear, backward)
 
 
 def _scoped(program: Program, equation: JaxprEqn) -> Program:

@@ -1,5 +1,6 @@
 """Programs as flat lists of equations."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -19,6 +20,14 @@ _SIMPLE = CHEAP | HEAVY | REDUCTIONS - {"reduce"}  # without programs among thei
 
 Program: TypeAlias = Any  # a jaxpr with its constants, in whichever class this JAX has for it
 Values = dict[Any, Any]
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False)
+class Static:
+    """What is no array, in a pytree."""
+
+    value: Any
 
 
 def read(env: Values, atom: Any) -> Any:

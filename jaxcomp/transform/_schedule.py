@@ -67,11 +67,6 @@ class Schedule:
     coefficients: list[Coefficient]
     biased: bool
 
-    @property
-    def encodes(self) -> bool:
-        """Whether a value comes back from a code that is not exact."""
-        return any(storing.is_noisy for storing in self.stored.values())
-
 
 def schedule(
     program: Program,
