@@ -15,7 +15,7 @@ from jaxcomp.transform._programs import CALLS, apply, avals, read, scope_of
 M = TypeVar("M", bound=nnx.Module)
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_CHECKPOINTED = os.path.join(_PACKAGE, "transform") + os.sep  # other rules have no backward pass
+_CHECKPOINTED = os.path.join(_PACKAGE, "transform") + os.sep  # of `checkpoint`
 
 
 def exact_copy(model: M) -> M:

@@ -165,7 +165,7 @@ def _with_derivative(
         return list(jaxpr_as_fun(program)(*arguments))
 
     def forward(
-        seed: Any, values: Sequence[Any], perturbed: list[int]
+        seed: Any, values: list[Any], perturbed: list[int]
     ) -> tuple[list[Any], Looped | None, Any]:
         # An integer that came out of another such call counts as perturbed, too.
         active = [i for i in perturbed if jnp.issubdtype(values[i].dtype, jnp.inexact)]
@@ -229,9 +229,12 @@ def checkpoint(
       `jaxcomp.ops` save. The scores of an attention are recomputed.
 
     So the gradient is unbiased if the codecs are. Values that a user's `jax.custom_vjp`, an inner
-    `jax.checkpoint`, a `while` loop or a branch reads are exact. Where nothing is encoded, there
-    are second derivatives, forward over reverse (`jax.hessian`) too. Forward mode alone (`jax.jvp`)
-    is an error; the attribute `__wrapped__` is `fn`, which has it.
+    `jax.checkpoint`, a `while` loop or a branch reads are exact.
+
+    Where the policy has no codec but `Exact`, there is forward mode (`jax.jvp`), and higher
+    derivatives in any order of the modes. With a codec, forward mode is an error; the attribute
+    `__wrapped__` is `fn`, which has it. Where a codec encodes nothing after all, there are second
+    derivatives, forward over reverse (`jax.hessian`) too.
 
     Args:
         fn: A function of any pytrees. Arrays that it closes over are differentiated, too.

@@ -164,6 +164,7 @@ def _coded_loop(
     at_x = consts + carries
     coded = [i for i in range(consts, len(is_free)) if i < at_x or not is_free[i]]
     kinds = avals(body.jaxpr.invars)
+    encodes = has_codecs(log.policy)
 
     def loop(seed: Any, *values: Any) -> list[Any]:
         def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -175,7 +176,7 @@ def _coded_loop(
         return [*final, *ys]
 
     def forward(
-        seed: Any, values: Sequence[Any], perturbed: list[int]
+        seed: Any, values: list[Any], perturbed: list[int]
     ) -> tuple[list[Any], Looped, Any]:
         active = _active(body.jaxpr, {*perturbed}, consts, carries)
         chosen = Looped.of(_scoped(body, equation), active, coded, log)
@@ -183,7 +184,7 @@ def _coded_loop(
 
         def step(carry: Any, x: list[Any]) -> tuple[Any, Any]:
             index, state = carry
-            of_iteration = noise.folded(noise.folded(seed, number), index)
+            of_iteration = noise.folded(noise.folded(seed, number), index) if encodes else None
             made, (stored, used) = chosen.forward(of_iteration, [*values[:consts], *state, *x])
             own = {i: value for i, value in used.items() if not is_held(i)}
             return (index + jnp.uint32(1), made[:carries]), (made[carries:], (stored, own))
@@ -261,7 +262,7 @@ def _coded_loop(
         )
         return kept, whole, stacked
 
-    if has_codecs(log.policy):
+    if encodes:
         return with_reverse_mode(loop, forward, backward, len(kinds))
     return with_both_modes(loop, forward, linear, backward)
 

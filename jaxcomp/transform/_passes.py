@@ -156,8 +156,9 @@ def _varying(value: Any) -> Any:
 
 def _base(seed: Seed) -> Any:
     """Where the seeds of a call's codes begin."""
-    chosen = jnp.uint32(0) if seed is None else jnp.asarray(seed).astype(jnp.uint32)
-    return chosen * jnp.uint32(noise.GOLDEN)
+    if seed is None:
+        return jnp.uint32(0)
+    return jnp.asarray(seed).astype(jnp.uint32) * jnp.uint32(noise.GOLDEN)
 
 
 def _encode(storing: Stored, value: Any, seed: Any) -> Any:

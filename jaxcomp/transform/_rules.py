@@ -10,7 +10,7 @@ from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jaxcomp.transform._linear_map import ByPosition, linear_map
 from jaxcomp.transform._programs import Static
 
-Forward = Callable[[Any, Sequence[Any], list[int]], tuple[list[Any], Any, Any]]
+Forward = Callable[[Any, list[Any], list[int]], tuple[list[Any], Any, Any]]
 Linear = Callable[[Any, Any, ByPosition], ByPosition]
 
 

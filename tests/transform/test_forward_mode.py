@@ -1,0 +1,190 @@
+"""Where nothing can be encoded, every mode gives the derivatives of `jax.checkpoint`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+
+import jaxcomp as jc
+from tests.helpers import assert_close, normal
+
+POLICIES = (
+    jc.Exact(),
+    jax.checkpoint_policies.everything_saveable,
+    jax.checkpoint_policies.nothing_saveable,
+    jax.checkpoint_policies.dots_saveable,
+)
+X, T, U = (0.5 * normal((4, 6), seed=i) for i in range(3))
+W = 0.5 * normal((3, 6, 6), seed=3)
+INDEX = jnp.array([2, 0, 1, 1])
+
+
+@jax.custom_jvp
+def _straight_through(x):
+    return jnp.round(4 * x) / 4
+
+
+@_straight_through.defjvp
+def _(primals, tangents):
+    return _straight_through(*primals), tangents[0] * (1 + primals[0])
+
+
+def _block(x, index):
+    h = jnp.maximum(x @ W[0], 0.0)[index] + jnp.sin(x)
+    return jax.nn.softplus(h @ W[1]) * _straight_through(x)
+
+
+def _scans(x, index):
+    def step(carry, w):
+        state, still = carry
+        state = state + jnp.tanh(state @ w + still)
+        return (state, still), (jnp.sin(state[index]), index.sum())
+
+    (state, _), (each, _) = lax.scan(step, (jnp.zeros_like(x), x), W)
+    return state * each.sum(0) * lax.scan(lambda c, w: (jnp.cos(c @ w), None), x, W[::-1])[0]
+
+
+def _branches(x, index):
+    return lax.cond(index[0] > 0, jnp.sin, jnp.exp, x) * lax.fori_loop(0, 2, lambda i, c: c * x, x)
+
+
+def _ties(x, index):
+    return jnp.sinc(x * 0) * jnp.maximum(x, x) * jnp.clip(x, 0.0, 0.5)
+
+
+FUNCTIONS = {"block": _block, "scans": _scans, "branches": _branches, "ties": _ties}
+
+
+def _derivatives(fn):
+    """Derivatives of first, second and third order in many orders of the modes."""
+
+    def run(x):
+        return fn(x, INDEX)
+
+    def loss(x):
+        return jnp.sum(run(x) ** 2)
+
+    def along(f, t):
+        return lambda x: jax.jvp(f, (x,), (t,))[1]
+
+    slope = along(loss, T)
+    out, push = jax.linearize(run, X)
+    return {
+        "jvp": along(run, T)(X),
+        "jacfwd": jax.jacfwd(run)(X),
+        "linearize": (out, push(T), push(U)),
+        "forward over reverse": along(jax.grad(loss), T)(X),
+        "reverse over forward": jax.grad(slope)(X),
+        "forward over forward": along(slope, U)(X),
+        "reverse over the tangent": jax.grad(lambda t: jnp.sum(along(run, t)(X) ** 2))(T),
+        "third": jax.grad(along(slope, U))(X),
+        "hessian": jax.hessian(loss)(X),
+        "jvp of vmap": along(jax.vmap(lambda x: run(x[None] + X)), T)(X),
+        "vmap of jvp": jax.vmap(lambda t: along(run, t)(X))(jnp.stack([T, U])),
+        "gradient of vmap": jax.grad(lambda x: jnp.sum(jax.vmap(loss)(jnp.stack([x, T]))))(X),
+        "jvp of jit": along(jax.jit(run), T)(X),
+        "in a checkpoint": jax.grad(jax.checkpoint(slope))(X),
+    }
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_all_modes_are_those_of_jax(policy, name):
+    fn = FUNCTIONS[name]
+    got = jax.jit(lambda: _derivatives(jc.checkpoint(fn, policy)))()
+    expected = jax.jit(lambda: _derivatives(jax.checkpoint(fn)))()
+    for mode in expected:
+        assert_close(got[mode], expected[mode], 1e-5)
+
+
+def test_without_jit():
+    fn = jc.checkpoint(_scans, jc.Exact())
+    (got, moved), (expected, moves) = (
+        jax.jvp(lambda x, f=f: f(x, INDEX), (X,), (T,)) for f in (fn, _scans)
+    )
+    assert_close(got, expected, 1e-6)
+    assert_close(moved, moves, 1e-5)
+    _, (float0,) = jax.jvp(jc.checkpoint(lambda i: [i + 1], jc.Exact()), (INDEX,), (_zero(INDEX),))
+    assert float0.dtype == jax.dtypes.float0
+
+
+def _zero(integers):
+    return np.zeros(integers.shape, jax.dtypes.float0)
+
+
+def test_nested_functions_and_closures():
+    def nested(wrap, x):
+        inner = wrap(lambda h: jnp.sin(h @ W[0]) * jnp.cos(x))
+        return wrap(lambda h: jnp.exp(inner(h) @ W[1]))(x)
+
+    def derivatives(wrap):
+        def slope(x):
+            return jax.jvp(lambda x: jnp.sum(nested(wrap, x)), (x,), (T,))[1]
+
+        return slope(X), jax.grad(slope)(X)
+
+    got = derivatives(lambda f: jc.checkpoint(f, jax.checkpoint_policies.dots_saveable))
+    assert_close(got, derivatives(jax.checkpoint), 1e-5)
+
+
+def test_axis_names():
+    def centred(x):
+        return jnp.sin(x - lax.pmean(x, "rows")) @ W[0]
+
+    def derivatives(fn):
+        mapped = jax.vmap(fn, axis_name="rows")
+        tangent = jax.jvp(mapped, (X,), (T,))[1]
+        return tangent, jax.grad(lambda x: jnp.sum(mapped(x) ** 2))(X)
+
+    assert_close(derivatives(jc.checkpoint(centred, jc.Exact())), derivatives(centred), 1e-5)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_compressed_models(policy):
+    def model():
+        rngs = nnx.Rngs(0)
+        norm, dense = nnx.LayerNorm(6, rngs=rngs), nnx.Linear(6, 6, rngs=rngs)
+        return nnx.Sequential(norm, dense, nnx.gelu, nnx.BatchNorm(6, rngs=rngs))
+
+    def derivatives(model):
+        graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+        def loss(params, x):
+            return jnp.sum(nnx.merge(graph, params, rest, copy=True)(x) ** 3)
+
+        def slope(params):
+            return jax.jvp(lambda x: loss(params, x), (X,), (T,))[1]
+
+        product = jax.jvp(jax.grad(loss), (params, X), (params, T))[1]
+        return jax.tree.leaves((slope(params), jax.grad(slope)(params), product))
+
+    for got, expected in zip(
+        derivatives(jc.compress(model(), policy)), derivatives(model()), strict=True
+    ):
+        assert_close(got, expected, 1e-4)
+
+
+def test_gradients_of_gradients_save_no_more():
+    """What waits for the backward pass of a slope is what the policy saves, and tangents."""
+    w = normal((64, 64))
+
+    def deep(x):
+        for _ in range(4):
+            x = jnp.tanh(jnp.sin(x @ w) @ w)
+        return x
+
+    def waiting(fn):
+        x = normal((512, 64))
+        _, pull = jax.vjp(lambda x: jax.jvp(fn, (x,), (x,))[1], x)
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(pull))
+
+    least = jc.checkpoint(deep, jax.checkpoint_policies.nothing_saveable)
+    assert waiting(least) < waiting(deep) / 4
+
+
+def test_codecs_have_no_forward_mode():
+    policy = jc.Policy((jc.Rule(jc.Quantize(bits=4)),))
+    with pytest.raises(TypeError, match="custom_vjp"):
+        jax.jvp(jc.checkpoint(lambda x: jnp.sin(x @ W[0]), policy), (X,), (T,))
