@@ -114,9 +114,11 @@ def test_forward_mode():
 
     kept = jc.checkpoint(fn, jax.checkpoint_policies.nothing_saveable)
     assert_close(jax.hessian(kept)(X[0]), jax.hessian(fn)(X[0]))
+    assert_close(jax.jacfwd(kept)(X[0]), jax.jacfwd(fn)(X[0]))
+    coded = jc.checkpoint(fn, jc.Quantize(bits=4))
     with pytest.raises(TypeError, match="forward-mode"):
-        jax.jacfwd(kept)(X[0])
-    assert kept.__wrapped__ is fn
+        jax.jacfwd(coded)(X[0])
+    assert coded.__wrapped__ is fn
 
 
 def test_equal_programs_are_decided_about_once():
