@@ -234,7 +234,8 @@ def checkpoint(
     Where the policy has no codec but `Exact`, there is forward mode (`jax.jvp`), and higher
     derivatives in any order of the modes. With a codec, forward mode is an error; the attribute
     `__wrapped__` is `fn`, which has it. Where a codec encodes nothing after all, there are second
-    derivatives, forward over reverse (`jax.hessian`) too.
+    derivatives, forward over reverse (`jax.hessian`) too. A `while` loop that changes
+    differentiated values is an error in both modes.
 
     Args:
         fn: A function of any pytrees. Arrays that it closes over are differentiated, too.

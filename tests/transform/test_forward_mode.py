@@ -188,3 +188,11 @@ def test_codecs_have_no_forward_mode():
     policy = jc.Policy((jc.Rule(jc.Quantize(bits=4)),))
     with pytest.raises(TypeError, match="custom_vjp"):
         jax.jvp(jc.checkpoint(lambda x: jnp.sin(x @ W[0]), policy), (X,), (T,))
+
+
+def test_while_loops_are_refused():
+    def doubled(x):
+        return lax.while_loop(lambda x: x.sum() < 100, lambda x: 2 * x, x)
+
+    with pytest.raises(ValueError, match="lax.while_loop"):
+        jax.jvp(jc.checkpoint(doubled, jc.Exact()), (X,), (T,))
