@@ -162,7 +162,7 @@ def spot_check(*arrays: Inexact[Array, "..."]) -> UInt32[Array, ""]:
     """
     samples = [jnp.zeros(0)]
     for x in arrays:
-        sample = lax.stop_gradient(x)
+        sample = jnp.asarray(lax.stop_gradient(x))
         for i, n in enumerate(x.shape):
             is_last = i == x.ndim - 1
             count = _SPAN if is_last else _FIRST if i == 0 else 1
