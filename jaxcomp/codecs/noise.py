@@ -162,14 +162,14 @@ def spot_check(*arrays: Inexact[Array, "..."]) -> UInt32[Array, ""]:
     """
     samples = [jnp.zeros(0)]
     for x in arrays:
-        sample = jnp.asarray(lax.stop_gradient(x))
+        sample = lax.stop_gradient(x)
         for i, n in enumerate(x.shape):
             is_last = i == x.ndim - 1
             count = _SPAN if is_last else _FIRST if i == 0 else 1
             start = max(0, n - count) // 2
             stride = max(1, min(n, count) // _LAST) if is_last else 1
             sample = lax.slice_in_dim(sample, start, min(n, start + count), stride, i)
-        samples.append(jnp.real(sample).astype(jnp.float32).ravel())
+        samples.append(jnp.ravel(jnp.real(sample)).astype(jnp.float32))
     words = _hash(jnp.concatenate(samples), jnp.uint32(0))
     return _mix(words.sum(dtype=jnp.uint32))  # a sum, which devices can reduce
 
