@@ -54,8 +54,8 @@ def everywhere(codec: Codec) -> Policy:
 def fused(bits: int = 4, scale_source: ScaleSource = "norm") -> Policy:
     """One code for each norm, addition and ReLU, which the convolutions around them share.
 
-    For `jaxcomp.nn.ConvNormAct` and `jaxcomp.nn.NormAct`, and for stock operations: a batch norm
-    over the last axis, whoever wrote it, alone, with `jax.nn.silu`, `hard_swish` or `relu6`, or
+    For `jaxcomp.nn.ConvNormAct` and `jaxcomp.nn.NormAct`, and for stock operations: a batch norm,
+    whoever wrote it, alone, with `jax.nn.silu`, `hard_swish` or `relu6`, or
     with the skip connection, `jax.nn.relu` and max pool that follow. Max pool indices are exact and
     packed. All other values are saved as they are.
 

@@ -175,7 +175,7 @@ def _check_matched(policy: Policy, matched: set[Rule], values: list[Value]) -> N
         if not rule.is_for_values:
             raise ValueError(
                 f"{rule} matches nothing: op is for layers of jaxcomp.nn, norm_act also for stock "
-                "batch norms over the last axis, max_pool also for stock max pools; the function "
+                "batch norms, max_pool also for stock max pools; the function "
                 "or model has none that it could match"
             )
         names, primitives, roles, paths = (
