@@ -143,6 +143,33 @@ def folded(seed: Seed, number: int | Array) -> UInt32[Array, ""]:
     return _mix(_mix(base + jnp.uint32(1)) + jnp.asarray(number).astype(jnp.uint32))
 
 
+def counted(seed: Seed, count: int, step: int = 1) -> list[Array]:
+    """Derives some seeds from one, at equal distances.
+
+    Each is computed from the one before, behind a barrier. A seed of its own number would be a
+    constant of the kernel that reads it, and XLA would compile the kernels of repeated layers anew
+    for each layer.
+
+    Args:
+        seed: Integer scalar; None is 0.
+        count: Number of seeds.
+        step: Distance between them.
+
+    Returns:
+        uint32 scalars.
+
+    Example:
+        >>> len(counted(7, 3))
+        3
+    """
+    last = jnp.asarray(0 if seed is None else seed).astype(jnp.uint32) * jnp.uint32(GOLDEN)
+    made = []
+    for _ in range(count):
+        last = lax.optimization_barrier(last + jnp.uint32(step % 2**32))
+        made.append(last)
+    return made
+
+
 def spot_check(*arrays: Inexact[Array, "..."]) -> UInt32[Array, ""]:
     """Hashes a few elements of each array to a seed.
 

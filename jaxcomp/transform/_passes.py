@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.extend.core import DropVar, JaxprEqn, jaxpr_as_fun
 
 from jaxcomp._core import barriers
@@ -44,8 +43,9 @@ def forward(schedule: Schedule, seed: Seed, arguments: Sequence[Any]) -> tuple[l
     positions = {value: i for i, value in enumerate(schedule.stored)}
     env = dict(zip(jaxpr.constvars, schedule.constants, strict=True))
     env |= dict(zip(jaxpr.invars, arguments, strict=True))
-    base = _base(seed)
-    codes_before = [0, *itertools.accumulate(s.copies for s in schedule.stored.values())]
+    counts = [s.copies if s.is_noisy else 0 for s in schedule.stored.values()]
+    *first, total = itertools.accumulate(counts, initial=0)
+    seeds = noise.counted(seed, total)
     stored: Residual = {}
     waiting: dict[Any, list[Any]] = {}
 
@@ -55,9 +55,9 @@ def forward(schedule: Schedule, seed: Seed, arguments: Sequence[Any]) -> tuple[l
             if storing.codec is not None and carriers[value] is value:
                 env[value] = row_major_operand(env[value]) if value in read_by_rows else env[value]
                 env[value] = barriers.materialize(env[value])
-            stored[positions[value]] = _encode(
-                storing, env[value], base + jnp.uint32(codes_before[positions[value]])
-            )
+            number = positions[value]
+            own = seeds[first[number] : first[number] + counts[number]]
+            stored[number] = _encode(storing, env[value], own)
             waiting.setdefault(carriers[value], []).append(value)
         for other in waiting.pop(value, ()):
             codec, index = schedule.stored[other].codec, positions[other]
@@ -154,20 +154,12 @@ def _varying(value: Any) -> Any:
     return value.aval.manual_axis_type.varying
 
 
-def _base(seed: Seed) -> Any:
-    """Where the seeds of a call's codes begin."""
-    if seed is None:
-        return jnp.uint32(0)
-    return jnp.asarray(seed).astype(jnp.uint32) * jnp.uint32(noise.GOLDEN)
-
-
-def _encode(storing: Stored, value: Any, seed: Any) -> Any:
+def _encode(storing: Stored, value: Any, seeds: list[Any]) -> Any:
     if storing.offload:
         return jax.device_put(value, jax.memory.Space.Host)
     if storing.codec is None:
         return barriers.name_residual(value, Exact())
-    numbers = range(storing.copies)
-    return tuple(storing.encode(value, seed + jnp.uint32(i)) for i in numbers)
+    return tuple(storing.encode(value, seed) for seed in seeds or [None])
 
 
 def linear(

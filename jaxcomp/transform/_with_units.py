@@ -37,10 +37,12 @@ def with_units(program: Program, found: Sequence[Recognized]) -> Program:
     seed = Var(jax.typeof(jnp.uint32(0)))
     env = builder.constants_of(program) | {v: v for v in jaxpr.invars}
     coded: dict[Any, _Coded] = {}
-    numbers = {one: number for number, one in enumerate(found)}
+    # Seeds of codes of values count up, those of units down.
+    made = builder.trace(lambda seed: noise.counted(seed, len(found), -1), seed)
+    seeds = dict(zip(found, made, strict=True))
     for step in steps:
         if isinstance(step, Recognized):
-            _take(builder, step, numbers[step], env, coded, seed)
+            _take(builder, step, env, coded, seeds[step])
         elif step.primitive.name == "conv_general_dilated" and _reads_code(step, coded):
             lhs, rhs = coded[step.invars[0]], env[step.invars[1]]
             convolve = functools.partial(_convolve, step.params, lhs.tree)
@@ -86,12 +88,11 @@ def _reads_code(equation: JaxprEqn, coded: dict[Any, _Coded]) -> bool:
 def _take(
     builder: Builder,
     step: Recognized,
-    number: int,
     env: Values,
     coded: dict[Any, _Coded],
     seed: Any,
 ) -> None:
-    """Adds a unit of some number, and sets its results."""
+    """Adds a unit, and sets its results."""
     unit, codec = step.unit, step.codec
     if isinstance(unit, Attention):
         attention = jax.checkpoint(jaxpr_as_fun(unit.program))
@@ -104,7 +105,7 @@ def _take(
     elif isinstance(unit, Gate):
         _gate(builder, unit, env, coded)
     else:
-        _norm_act(builder, unit, codec, number, env, coded, seed)
+        _norm_act(builder, unit, codec, env, coded, seed)
 
 
 def _pool(builder: Builder, unit: MaxPool, codec: Codec, env: Values) -> None:
@@ -135,7 +136,6 @@ def _norm_act(
     builder: Builder,
     unit: NormAct,
     codec: Codec,
-    number: int,
     env: Values,
     coded: dict[Any, _Coded],
     seed: Any,
@@ -151,8 +151,7 @@ def _norm_act(
             added = jax.tree.unflatten(before.tree, residual)
         else:
             added = None if residual is None else jnp.moveaxis(residual, unit.feature, -1)
-        own = seed * jnp.uint32(noise.GOLDEN) - jnp.uint32(number + 1)  # codes of values count up
-        return _evaluate(unit, codec, given, added, own)
+        return _evaluate(unit, codec, given, added, seed)
 
     operands = given, residual if before is None else before.leaves, seed
     _set(builder, unit, made, operands, unit.feature, env, coded)
