@@ -4,8 +4,8 @@ r"""Training steps of the zoo's networks. One argument, a strategy, compresses t
     step, arguments = make_step(Strategy.of("quantize:bits=4"), 128)
     report = jc.memory.analyze(step, *arguments, target="h100")
 
-The networks know nothing of jaxcomp. An NNX model goes through `jaxcomp.compress`, a Linen model's
-forward pass and a loss function of parameters go through `jaxcomp.checkpoint`.
+The networks know nothing of jaxcomp. An NNX model goes through `jaxcomp.compress`. The forward pass
+of a Linen or Equinox model and a loss function of parameters go through `jaxcomp.checkpoint`.
 """
 
 import dataclasses
@@ -13,6 +13,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
@@ -26,6 +27,7 @@ from experiments.zoo import (
     gpt2,
     llama,
     mobilenet,
+    resnet_equinox,
     resnet_functions,
     resnet_linen,
     resnet_nnx,
@@ -143,6 +145,33 @@ def of_functions(module: Any, strategy: Strategy, inputs: Any) -> Built:
     return compressed, params, model_state
 
 
+def of_equinox(make: Callable[..., Any], strategy: Strategy, inputs: Any) -> Built:
+    """Builds an Equinox model of one image; `jaxcomp.checkpoint(forward, policy)` applies a policy.
+
+    Parameters are cast to the dtype of the inputs.
+    """
+    remat = functools.partial(eqx.filter_checkpoint, policy=strategy.remat_policy)
+    stateful = eqx.nn.make_with_state(
+        functools.partial(make, remat=remat) if strategy.remat else make
+    )
+    model, state = eqx.filter_eval_shape(stateful, key=jax.random.key(0))
+    params, static = eqx.partition(model, lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))
+
+    def forward(params: Any, state: Any, inputs: jax.Array) -> Any:
+        params = jax.tree.map(lambda leaf: leaf.astype(inputs.dtype), params)
+        axes = {"in_axes": (0, None), "out_axes": (0, None), "axis_name": "batch"}
+        return jax.vmap(eqx.combine(params, static), **axes)(inputs.transpose(0, 3, 1, 2), state)
+
+    apply = forward if strategy.policy is None else jc.checkpoint(forward, strategy.policy)
+
+    def loss_fn(params: Any, state: Any, inputs: Any, labels: Any) -> Any:
+        logits, state = apply(params, state, inputs)
+        loss, metrics = cross_entropy(logits, labels)
+        return loss, (jax.lax.stop_gradient(state), metrics)
+
+    return loss_fn, params, state
+
+
 def images(
     build: Callable[..., Built],
     make: Any,
@@ -182,7 +211,9 @@ NETWORKS: dict[str, Network] = {
     "resnet50_nnx": images(of_nnx, bf16(resnet_nnx.resnet50)),
     "resnet50_linen": images(of_linen, bf16(resnet_linen.ResNet50)),
     "resnet50_functions": images(of_functions, resnet_functions),
+    "resnet50_equinox": images(of_equinox, resnet_equinox.ResNet50),
     "resnet18_nnx": images(of_nnx, bf16(resnet_nnx.resnet18)),
+    "resnet18_float32": images(of_nnx, resnet_nnx.resnet18, batch=512),
     "resnet18_linen": images(of_linen, bf16(resnet_linen.ResNet18)),
     "convnext_t": images(of_nnx, bf16(convnext.convnext_tiny), optimizer=ADAMW),
     "efficientnet_b0": images(of_linen, bf16(efficientnet.EfficientNet)),
