@@ -159,8 +159,8 @@ def of_equinox(make: Callable[..., Any], strategy: Strategy, inputs: Any) -> Bui
 
     def forward(params: Any, state: Any, inputs: jax.Array) -> Any:
         params = jax.tree.map(lambda leaf: leaf.astype(inputs.dtype), params)
-        axes = {"in_axes": (0, None), "out_axes": (0, None), "axis_name": "batch"}
-        return jax.vmap(eqx.combine(params, static), **axes)(inputs.transpose(0, 3, 1, 2), state)
+        mapped = jax.vmap(eqx.combine(params, static), (0, None), (0, None), axis_name="batch")
+        return mapped(inputs.transpose(0, 3, 1, 2), state)
 
     apply = forward if strategy.policy is None else jc.checkpoint(forward, strategy.policy)
 

@@ -8,11 +8,10 @@ from typing import Any
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from jaxcomp.transform._pattern import LAYOUT, Pattern
+from jaxcomp.transform._pattern import LAYOUT, Labels, Pattern, relabelled
 from jaxcomp.transform._programs import avals, is_variable
 
 _SUMS = {"reduce_sum", "psum", "psum_invariant"}
-_Labels = list[int | None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +152,7 @@ class Means:
 
     def _checked(self, steps: list[tuple[JaxprEqn, Any]], of: Any) -> Mean | None:
         """The mean that steps take of an array; None if they take none over all other axes."""
-        labels: _Labels | None = list(range(len(self.shape)))
+        labels: Labels | None = list(range(len(self.shape)))
         count, divisor = 1, 1.0
         names: list[str] = []
         groups: list[Any] = []
@@ -173,7 +172,7 @@ class Means:
             elif name == "stack":
                 labels = [None, *labels]
             elif name in LAYOUT:
-                labels = _relabelled(labels, sizes, avals(equation.outvars)[0].shape)
+                labels = relabelled(labels, sizes, avals(equation.outvars)[0].shape)
             if labels is None:
                 return None
         groups = [g for g in groups if g is not None]
@@ -208,16 +207,6 @@ def _is_row(equation: JaxprEqn) -> bool:
         and after.shape[0] == 1
         and equation.params["strides"] is None
     )
-
-
-def _relabelled(labels: _Labels, before: tuple[int, ...], after: tuple[int, ...]) -> _Labels | None:
-    """The labels of axes once axes of size 1 are inserted or removed; None if others change."""
-    if before == after:
-        return labels
-    if [n for n in before if n != 1] != [n for n in after if n != 1]:
-        return None
-    kept = iter([label for label, n in zip(labels, before, strict=True) if n != 1])
-    return [None if n == 1 else next(kept) for n in after]
 
 
 def _replicas(names: list[str], groups: list[Any]) -> int | None:

@@ -20,6 +20,8 @@ LAYOUT = {
     "reshape",
     "squeeze",
 }
+Labels = list[int | None]
+"""Which axis of another array each axis of an array is; None for an axis of size 1 that is none."""
 
 
 class Pattern:
@@ -148,6 +150,16 @@ class Pattern:
             effects={effect for e in equations for effect in e.effects},
         )
         return closed(part, [])
+
+
+def relabelled(labels: Labels, before: tuple[int, ...], after: tuple[int, ...]) -> Labels | None:
+    """The labels of axes once axes of size 1 are inserted or removed; None if others change."""
+    if before == after:
+        return labels
+    if [n for n in before if n != 1] != [n for n in after if n != 1]:
+        return None
+    kept = iter([label for label, n in zip(labels, before, strict=True) if n != 1])
+    return [None if n == 1 else next(kept) for n in after]
 
 
 def _is_of_collective(effect: Any) -> bool:

@@ -20,7 +20,7 @@ from jaxcomp.transform._attention import Attention, attentions
 from jaxcomp.transform._batch_norms import BatchNorm, TracedNorm, batch_norm
 from jaxcomp.transform._decisions import PolicyLog
 from jaxcomp.transform._origins import module_path
-from jaxcomp.transform._pattern import Pattern
+from jaxcomp.transform._pattern import Labels, Pattern, relabelled
 from jaxcomp.transform._programs import Program, avals, variables
 
 # Of these kinds a policy's rules with `op` match stock operations, too.
@@ -40,6 +40,7 @@ class NormAct:
         equation: The equation that makes the result.
         origin: The equation that makes the result of the first norm.
         activation: An activation function other than a ReLU, or None.
+        pooled_by: The equation of the max pool, or None.
     """
 
     norms: tuple[BatchNorm, ...]
@@ -49,6 +50,7 @@ class NormAct:
     equation: JaxprEqn
     origin: JaxprEqn
     activation: Activation | None = None
+    pooled_by: JaxprEqn | None = None
     kind = "norm_act"
 
     @property
@@ -233,14 +235,15 @@ def _units(pattern: Pattern) -> list[Unit]:
             unit = _unit(pattern, norm, by_result)
             done.update(n.y for n in unit.norms)
             found.append(unit)
-    taken = {id(u.equation) for u in found}
+    taken = {id(unit.pooled_by) for unit in found if isinstance(unit, NormAct)}
     pools = [e for e in pattern.jaxpr.eqns if e.primitive.name == "reduce_window_max"]
     for equation in pools:
-        last = len(equation.params["window_dimensions"]) - 1
-        windows = {feature: _window(equation, feature) for feature in (last, 1)}
-        feature, pool = next(((f, w) for f, w in windows.items() if w is not None), (last, None))
-        if pool is not None and id(equation) not in taken:
-            found.append(MaxPool(pool, equation, feature))
+        axes: Labels = list(range(len(equation.params["window_dimensions"])))
+        for feature in (len(axes) - 1, 1):
+            pool = None if id(equation) in taken else _pool(equation, axes, feature)
+            if pool is not None:
+                found.append(MaxPool(pool, equation, feature))
+                break
     return [*found, *attentions(pattern)]
 
 
@@ -280,37 +283,51 @@ def _alike(one: TracedNorm, other: TracedNorm) -> bool:
 
 
 def _with_pool(pattern: Pattern, unit: NormAct) -> NormAct:
-    reader = pattern.only_reader(unit.equation.outvars[0])
-    pool = None if reader is None else _window(reader, unit.feature)
-    if reader is None or pool is None:
-        return unit
-    return dataclasses.replace(unit, pool=pool, equation=reader)
+    """The unit with the max pool that alone reads its result, if there is one.
+
+    The axes may be moved before the pool and back after it, as in Equinox.
+    """
+    value: Any = unit.equation.outvars[0]
+    axes: Labels = list(range(value.aval.ndim))
+    labels: Labels | None = axes
+    pool, pooled_by = None, None
+    while labels is not None and (reader := pattern.only_reader(value)) is not None:
+        before, (value,) = value, reader.outvars
+        name = reader.primitive.name
+        if name == "reduce_window_max" and pool is None:
+            pool, pooled_by = _pool(reader, labels, unit.feature), reader
+            labels = labels if pool else None
+        elif name == "transpose":
+            labels = [labels[axis] for axis in reader.params["permutation"]]
+        elif name in ("broadcast_in_dim", "reshape", "squeeze"):
+            labels = relabelled(labels, before.aval.shape, value.aval.shape)
+        else:
+            break
+        if pool is not None and labels == axes:
+            return dataclasses.replace(unit, pool=pool, equation=reader, pooled_by=pooled_by)
+    return unit
 
 
-def _window(equation: JaxprEqn, feature: int) -> tuple[Any, Any, Any] | None:
+def _pool(equation: JaxprEqn, labels: Labels, feature: int) -> tuple[Any, Any, Any] | None:
     """Shape, strides and padding of a max pool over the spatial axes; None if it is none.
 
     These are all but the first axis and the feature axis.
+
+    Args:
+        equation: An equation `reduce_window_max`.
+        labels: Which axis of the array that is pooled each axis of the operand is; None if none.
+        feature: The array's feature axis.
     """
-    if equation.primitive.name != "reduce_window_max":
-        return None
-    windows = list(
-        zip(
-            *(equation.params[n] for n in ("window_dimensions", "window_strides", "padding")),
-            *(equation.params[n] for n in ("base_dilation", "window_dilation")),
-            strict=True,
-        )
-    )
+    names = "window_dimensions", "window_strides", "padding", "base_dilation", "window_dilation"
+    windows = list(zip(labels, *(equation.params[name] for name in names), strict=True))
+    spatial = sorted(w for w in windows if w[0] not in (None, 0, feature))
+    rest = [w for w in windows if w[0] in (None, 0, feature)]
     (x, *_), (out,) = avals(equation.invars), avals(equation.outvars)
-    if len(windows) < 3 or 0 in out.shape or not jnp.issubdtype(x.dtype, jnp.floating):
+    if not spatial or 0 in out.shape or not jnp.issubdtype(x.dtype, jnp.floating):
         return None
-    nothing = (1, 1, (0, 0), 1, 1)
-    spatial = [w for i, w in enumerate(windows) if i not in (0, feature)]
-    if windows[0] != nothing or windows[feature] != nothing:
+    if any(w[1:] != (1, 1, (0, 0), 1, 1) for w in rest) or any(w[4:] != (1, 1) for w in spatial):
         return None
-    if any(window[3:] != (1, 1) for window in spatial):
-        return None
-    sizes, strides, padding, *_ = zip(*spatial, strict=True)
+    _, sizes, strides, padding, *_ = zip(*spatial, strict=True)
     if math.prod(sizes) > _LARGEST_WINDOW or min(p for pair in padding for p in pair) < 0:
         return None
     return sizes, strides, padding

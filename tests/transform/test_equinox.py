@@ -61,6 +61,7 @@ class Residual(eqx.Module):
 
     convs: list
     norms: list
+    pool: eqx.nn.MaxPool2d
 
     def __init__(self, key):
         keys = iter(jax.random.split(key, 4))
@@ -70,11 +71,12 @@ class Residual(eqx.Module):
             for i, o, n in sizes
         ]
         self.norms = [eqx.nn.BatchNorm(o, "batch", mode="batch") for _, o, _ in sizes]
+        self.pool = eqx.nn.MaxPool2d(3, 2, padding=1)
 
     def __call__(self, x, state):
         conv, norm = self.convs, self.norms
         x, state = norm[0](conv[0](x), state)
-        x = jax.nn.relu(x)
+        x = self.pool(jax.nn.relu(x))
         y, state = norm[1](conv[1](x), state)
         y, state = norm[2](conv[2](jax.nn.relu(y)), state)
         skip, state = norm[3](conv[3](x), state)
@@ -100,7 +102,7 @@ def test_batch_norms_of_channels_first():
     assert_same_bits(jax.jit(coded)(params, state, x), jax.jit(stock)(params, state, x))
     (units,) = [v for v in jc.plan(coded, params, state, x).values if v.op == "norm_act"]
     assert units.note == "3 operations"
-    assert units.saved_bytes < units.exact_bytes / 6
+    assert units.saved_bytes < units.exact_bytes / 5
     draw = jax.jit(lambda seed: gradient(jc.checkpoint(stock, policy, seed=seed)))
     draws = [jax.tree.leaves(draw(seed)) for seed in range(30)]
     for i, exact in enumerate(jax.tree.leaves(gradient(stock))):
