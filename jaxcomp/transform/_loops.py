@@ -11,6 +11,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import JaxprEqn, jaxpr_as_fun
 
+from jaxcomp._core.shard_map import match_varying
 from jaxcomp.codecs import noise
 from jaxcomp.codecs._codec import Seed
 from jaxcomp.policies._policy import has_codecs
@@ -88,7 +89,8 @@ class Looped:
     def forward(self, seed: Seed, arguments: Sequence[Any]) -> tuple[list[Any], Any]:
         """As `_passes.forward`; saved values come with the arguments that are read again."""
         if self.takes_seed:
-            arguments = [*arguments, jnp.asarray(0 if seed is None else seed).astype(jnp.uint32)]
+            own = jnp.asarray(0 if seed is None else seed).astype(jnp.uint32)
+            arguments = [*arguments, match_varying((own, *arguments))[0]]
         made, stored = passes.forward(self.schedule, seed, arguments)
         return made, (stored, {i: arguments[i] for i in passes.used_arguments(self.schedule)})
 

@@ -212,7 +212,8 @@ def _is_row(equation: JaxprEqn) -> bool:
 def _replicas(names: list[str], groups: list[Any]) -> int | None:
     """Over how many devices a mean is taken; None if it is not known."""
     if groups:
-        return len(groups[0][0]) if len(groups) == len(names) == 1 else None
+        sizes = {len(group) for group in groups[0]}
+        return sizes.pop() if len(groups) == len(names) == len(sizes) == 1 else None
     try:
         return functools.reduce(lambda count, name: count * lax.axis_size(name), names, 1)
     except NameError:  # outside of the `vmap`

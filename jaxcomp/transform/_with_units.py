@@ -11,6 +11,7 @@ from jax.extend.core import JaxprEqn, Var, jaxpr_as_fun
 from jaxtyping import Array
 
 from jaxcomp import ops
+from jaxcomp._core.shard_map import match_varying
 from jaxcomp.codecs import Codec, Offload, noise
 from jaxcomp.ops._gate import gate
 from jaxcomp.ops._norm_act import norms_act
@@ -20,7 +21,7 @@ from jaxcomp.ops._pooling import Window, index_codec
 from jaxcomp.transform._activations import Gate
 from jaxcomp.transform._attention import Attention
 from jaxcomp.transform._builder import Builder, renamed
-from jaxcomp.transform._programs import Program, Values
+from jaxcomp.transform._programs import Program, Values, avals
 from jaxcomp.transform._units import MaxPool, NormAct, Recognized, ordered
 
 
@@ -34,7 +35,7 @@ def with_units(program: Program, found: Sequence[Recognized]) -> Program:
     assert steps is not None
 
     builder = Builder()
-    seed = Var(jax.typeof(jnp.uint32(0)))
+    seed = Var(_type_of_seed(jaxpr.invars))
     env = builder.constants_of(program) | {v: v for v in jaxpr.invars}
     coded: dict[Any, _Coded] = {}
     # Seeds of codes of values count up, those of units down.
@@ -50,6 +51,16 @@ def with_units(program: Program, found: Sequence[Recognized]) -> Program:
         else:
             builder.copy(step, env)
     return builder.program(jaxpr, [*jaxpr.invars, seed], renamed(env, jaxpr.outvars))
+
+
+def _type_of_seed(arguments: Sequence[Any]) -> Any:
+    """The type of a seed that varies over all mesh axes over which an argument varies."""
+
+    def seed(*arguments: Array) -> Array:
+        return match_varying((jnp.uint32(0), *arguments))[0]
+
+    (found,) = jax.make_jaxpr(seed)(*avals(arguments)).out_avals
+    return found
 
 
 class _Coded(NamedTuple):

@@ -310,7 +310,8 @@ def test_float64_has_gradients_of_float64():
 
 
 @pytest.mark.parametrize("check", [True, False])
-def test_statistics_over_devices(check):
+@pytest.mark.parametrize("argnums", [0, 1])
+def test_statistics_over_devices(check, argnums):
     """A norm with `axis_name`, inside of `jax.shard_map` over 8 devices."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     layers = [nnx.BatchNorm(8, axis_name="data", rngs=nnx.Rngs(0)) for _ in range(2)]
@@ -324,24 +325,21 @@ def test_statistics_over_devices(check):
             x = jax.nn.relu(nnx.merge(graphdef, state, copy=True)(conv(x, k)))
         return x
 
-    def gradient(fn, kernel):
-        @functools.partial(
-            jax.shard_map,
-            mesh=mesh,
-            in_specs=(P(), P("data"), P("data")),
-            out_specs=P(),
-            check_vma=check,
-        )
-        def of_devices(kernel, x, weight):
-            def loss(kernel):
+    def gradient(fn, argnums):
+        def of_device(*arguments):
+            def loss(kernel, x, weight):
                 return lax.psum((weight * fn(kernel, x)).sum(), "data")
 
-            found = jax.grad(loss)(kernel)
-            return found if check else lax.pmean(found, "data")
+            found = jax.grad(loss, argnums)(*arguments)
+            return found if check or argnums else lax.pmean(found, "data")
 
-        return of_devices(kernel, x, weight)
+        specs = P(), P("data"), P("data")
+        run = jax.shard_map(
+            of_device, mesh=mesh, in_specs=specs, out_specs=specs[argnums], check_vma=check
+        )
+        return run(kernel, x, weight)
 
-    draw = jax.jit(lambda seed: gradient(jc.checkpoint(network, RANGE, seed=seed), kernel))
-    exact = jax.jit(functools.partial(gradient, network))(kernel)
+    draw = jax.jit(lambda seed: gradient(jc.checkpoint(network, RANGE, seed=seed), argnums))
+    exact = jax.jit(lambda: gradient(network, argnums))()
     error, chance = error_of_mean([draw(seed) for seed in range(30)], exact)
     assert 0 < error < 2.2 * chance + 1e-4 * np.linalg.norm(exact)
