@@ -205,7 +205,7 @@ def _is_row(equation: JaxprEqn) -> bool:
     return (
         before.shape[1:] == after.shape[1:]
         and after.shape[0] == 1
-        and equation.params["strides"] is None
+        and set(equation.params["strides"] or ()) <= {1}
     )
 
 
