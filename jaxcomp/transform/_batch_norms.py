@@ -215,7 +215,7 @@ def batch_norm(pattern: Pattern, equation: JaxprEqn) -> BatchNorm | None:
     wide, mean = equation.invars
     shape = out.aval.shape
     feature = None if len(shape) < 2 else pattern.feature_axis(mean, shape)
-    if not feature or avals([wide])[0].shape != shape:  # axis 0 is the batch
+    if not feature or 0 in shape or avals([wide])[0].shape != shape:  # axis 0 is the batch
         return None
     x = pattern.before_casts(wide)
     means = Means(pattern, shape, feature)

@@ -131,7 +131,9 @@ class Means:
         looked for.
         """
         name, operands = equation.primitive.name, equation.invars
-        if name in LAYOUT or name == "reduce_sum":
+        if name in LAYOUT:
+            return operands[0] if self.pattern.made(atom, name) else None
+        if name == "reduce_sum":
             return operands[0]
         if name in _SUMS:
             return operands[equation.outvars.index(atom)]

@@ -43,7 +43,14 @@ class Pattern:
         self.results = set(variables(jaxpr.outvars))
 
     def made(self, atom: Any, *primitives: str) -> JaxprEqn | None:
-        """The equation that makes a variable, if it is of one of these primitives."""
+        """The equation that makes a variable, if it is of one of these primitives.
+
+        Casts from or to integers do not count: no gradient passes them.
+        """
+        equation = self._maker(atom, *primitives)
+        return None if equation is None or _is_cast_of_integers(equation) else equation
+
+    def _maker(self, atom: Any, *primitives: str) -> JaxprEqn | None:
         equation = self.made_by.get(atom) if is_variable(atom) else None
         return equation if equation and equation.primitive.name in primitives else None
 
@@ -63,7 +70,7 @@ class Pattern:
         """The number that an atom is for every input; None if it is none."""
         if isinstance(atom, Literal):
             return float(atom.val) if np.ndim(atom.val) == 0 else None
-        equation = self.made(atom, "sub", "add", "mul", "div", "max", *LAYOUT)
+        equation = self._maker(atom, "sub", "add", "mul", "div", "max", *LAYOUT)
         if equation is None or math.prod(atom.aval.shape) != 1:
             return None
         operands = [self.constant(a) for a in equation.invars]
@@ -160,6 +167,12 @@ def relabelled(labels: Labels, before: tuple[int, ...], after: tuple[int, ...]) 
         return None
     kept = iter([label for label, n in zip(labels, before, strict=True) if n != 1])
     return [None if n == 1 else next(kept) for n in after]
+
+
+def _is_cast_of_integers(equation: JaxprEqn) -> bool:
+    dtypes = [a.dtype for a in avals([*equation.invars, *equation.outvars])]
+    floating = all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes)
+    return equation.primitive.name == "convert_element_type" and not floating
 
 
 def _is_of_collective(effect: Any) -> bool:

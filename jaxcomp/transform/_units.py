@@ -292,7 +292,7 @@ def _with_pool(pattern: Pattern, unit: NormAct) -> NormAct:
     labels: Labels | None = axes
     pool, pooled_by = None, None
     while labels is not None and (reader := pattern.only_reader(value)) is not None:
-        before, (value,) = value, reader.outvars
+        before, value = value, reader.outvars[0]
         name = reader.primitive.name
         if name == "reduce_window_max" and pool is None:
             pool, pooled_by = _pool(reader, labels, unit.feature), reader

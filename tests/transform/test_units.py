@@ -343,3 +343,31 @@ def test_statistics_over_devices(check, argnums):
     exact = jax.jit(lambda: gradient(network, argnums))()
     error, chance = error_of_mean([draw(seed) for seed in range(30)], exact)
     assert 0 < error < 2.2 * chance + 1e-4 * np.linalg.norm(exact)
+
+
+def rounded(x, scale, bias):
+    """No gradient passes the mean."""
+    mean = x.sum((0, 1, 2)).astype(jnp.int32).astype(jnp.float32) / x[..., 0].size
+    var = jnp.square(x - mean).mean((0, 1, 2))
+    return (x - mean) * lax.rsqrt(var + 1e-5) * scale + bias
+
+
+@pytest.mark.parametrize(
+    ("fn", "features", "error"),
+    [
+        (lambda *args: lax.top_k(jax.nn.relu(divided(*args)[0]), 2)[0], 4, 0.3),
+        (lambda *args: jnp.split(jax.nn.relu(divided(*args)[0]), 2, -1)[1], 4, 0.3),
+        (lambda *args: jax.nn.relu(divided(*args)[0]), 0, 0),
+        (rounded, 4, 1e-5),
+    ],
+)
+def test_what_follows_and_goes_before_a_norm(fn, features, error):
+    x = 1 + jax.random.normal(jax.random.key(1), (8, 8, 8, features))
+    args = x, jnp.ones(features), jnp.zeros(features)
+
+    def gradient(fn):
+        return jax.grad(lambda x: jnp.sin(fn(x, *args[1:])).sum())(x)
+
+    found, exact = gradient(jc.checkpoint(fn)), gradient(fn)
+    assert found.shape == exact.shape
+    assert np.linalg.norm(found - exact) <= error * np.linalg.norm(exact)
