@@ -5,6 +5,7 @@ Types carry these axes if `jax.shard_map` checks them (`check_vma=True`, the def
 """
 
 import typing
+from collections.abc import Iterable
 
 import jax
 from jax import lax
@@ -32,12 +33,18 @@ def match_varying(operands: T) -> T:
         (Array([1., 1.], dtype=float32), None)
     """
     axes = frozenset().union(*map(varying_axes, jax.tree.leaves(operands)))
+    return jax.tree.map(lambda leaf: vary(leaf, axes), operands)
 
-    def vary(leaf: jax.Array) -> jax.Array:
-        missing = tuple(sorted(axes - varying_axes(leaf)))
-        return lax.pcast(leaf, missing, to="varying") if missing else leaf
 
-    return jax.tree.map(vary, operands)
+def vary(array: jax.Array, axes: Iterable[str]) -> jax.Array:
+    """Makes an array vary over some mesh axes, besides those over which it varies."""
+    missing = tuple(sorted({*axes} - varying_axes(array)))
+    return lax.pcast(array, missing, to="varying") if missing else array
+
+
+def vary_like(array: jax.Array, others: Iterable[jax.Array]) -> jax.Array:
+    """Makes an array vary over every mesh axis over which one of other arrays varies."""
+    return vary(array, frozenset().union(*map(varying_axes, others)))
 
 
 def varying_axes(array: jax.Array) -> frozenset[str]:

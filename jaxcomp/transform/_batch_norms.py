@@ -5,11 +5,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 from jax.extend.core import JaxprEqn
 from jaxtyping import Array
 
-from jaxcomp._core.shard_map import match_varying, varying_axes
+from jaxcomp._core.shard_map import match_varying, vary
 from jaxcomp.codecs._codec import FLOATS
 from jaxcomp.ops._norm import Norm
 from jaxcomp.transform._means import Mean, Means
@@ -65,16 +64,11 @@ def _evaluated(program: Program, arguments: Sequence[Array]) -> list[Array]:
     for equation in jaxpr.eqns:
         values = [read(env, atom) for atom in equation.invars]
         if equation.primitive.name == "pvary":
-            made = [_varying(values[0], equation.params["axes"])]
+            made = [vary(values[0], equation.params["axes"])]
         else:
             made = apply(jaxpr, equation, match_varying(values))
         env.update(zip(equation.outvars, made, strict=True))
     return [read(env, atom) for atom in jaxpr.outvars]
-
-
-def _varying(value: Array, axes: Sequence[str]) -> Array:
-    missing = tuple(a for a in axes if a not in varying_axes(value))
-    return lax.pcast(value, missing, to="varying") if missing else value
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

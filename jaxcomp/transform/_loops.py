@@ -11,7 +11,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import JaxprEqn, jaxpr_as_fun
 
-from jaxcomp._core.shard_map import match_varying
+from jaxcomp._core.shard_map import vary_like
 from jaxcomp.codecs import noise
 from jaxcomp.codecs._codec import Seed
 from jaxcomp.policies._policy import has_codecs
@@ -25,6 +25,7 @@ from jaxcomp.transform._programs import (
     Program,
     avals,
     filled,
+    is_of_collective,
     is_variable,
     variables,
 )
@@ -90,7 +91,7 @@ class Looped:
         """As `_passes.forward`; saved values come with the arguments that are read again."""
         if self.takes_seed:
             own = jnp.asarray(0 if seed is None else seed).astype(jnp.uint32)
-            arguments = [*arguments, match_varying((own, *arguments))[0]]
+            arguments = [*arguments, vary_like(own, arguments)]
         made, stored = passes.forward(self.schedule, seed, arguments)
         return made, (stored, {i: arguments[i] for i in passes.used_arguments(self.schedule)})
 
@@ -124,8 +125,7 @@ def _arriving(cotangents: ByPosition, smooth: Sequence[int], results: Sequence[A
 
 def _is_loop(equation: JaxprEqn) -> bool:
     """Whether it is a `scan` whose only effects, if any, are those of collectives."""
-    pure = all(type(effect).__name__ == "NamedAxisEffect" for effect in equation.effects)
-    return equation.primitive.name == _SCAN and pure
+    return equation.primitive.name == _SCAN and all(map(is_of_collective, equation.effects))
 
 
 def _with_coded_loops(

@@ -9,7 +9,14 @@ import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Literal
 
-from jaxcomp.transform._programs import Program, avals, closed, is_variable, variables
+from jaxcomp.transform._programs import (
+    Program,
+    avals,
+    closed,
+    is_of_collective,
+    is_variable,
+    variables,
+)
 
 # What rearranges values, casts them, or changes no more than their type.
 LAYOUT = {
@@ -138,7 +145,7 @@ class Pattern:
                 continue
             known.add(value)
             equation = self.made_by.get(value)
-            if equation is None or not all(map(_is_of_collective, equation.effects)):
+            if equation is None or not all(map(is_of_collective, equation.effects)):
                 return None
             taken[id(equation)] = equation
             wanted += variables(equation.invars)
@@ -173,10 +180,6 @@ def _is_cast_of_integers(equation: JaxprEqn) -> bool:
     dtypes = [a.dtype for a in avals([*equation.invars, *equation.outvars])]
     floating = all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes)
     return equation.primitive.name == "convert_element_type" and not floating
-
-
-def _is_of_collective(effect: Any) -> bool:
-    return type(effect).__name__ == "NamedAxisEffect"
 
 
 def _keeps_values(cast: JaxprEqn) -> bool:

@@ -100,3 +100,8 @@ def filled(aval: Any, value: float) -> Array:
 def is_variable(atom: Any) -> bool:
     """Whether an operand is a variable, not a literal."""
     return isinstance(atom, Var)
+
+
+def is_of_collective(effect: Any) -> bool:
+    """Whether an effect is that of a collective, which names an axis and changes nothing."""
+    return type(effect).__name__ == "NamedAxisEffect"

@@ -11,7 +11,7 @@ from jax.extend.core import JaxprEqn, Var, jaxpr_as_fun
 from jaxtyping import Array
 
 from jaxcomp import ops
-from jaxcomp._core.shard_map import match_varying
+from jaxcomp._core.shard_map import vary_like
 from jaxcomp.codecs import Codec, Offload, noise
 from jaxcomp.ops._gate import gate
 from jaxcomp.ops._norm_act import norms_act
@@ -57,7 +57,7 @@ def _type_of_seed(arguments: Sequence[Any]) -> Any:
     """The type of a seed that varies over all mesh axes over which an argument varies."""
 
     def seed(*arguments: Array) -> Array:
-        return match_varying((jnp.uint32(0), *arguments))[0]
+        return vary_like(jnp.uint32(0), arguments)
 
     (found,) = jax.make_jaxpr(seed)(*avals(arguments)).out_avals
     return found
