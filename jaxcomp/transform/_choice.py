@@ -146,6 +146,7 @@ class _Choice:
         self._biased = biased
         self._exact: set[Any] = set()  # what can be had exactly
         self._lossy: dict[Any, bool] = {}
+        self._behind_products = self._made_by_products()
 
     def store(self, demand: Demand) -> dict[Any, Stored]:
         """How each value that is stored waits for the backward pass."""
@@ -196,11 +197,28 @@ class _Choice:
                 found.add(value)
         return found
 
+    def _made_by_products(self) -> set[Any]:
+        """The values that are computed again only if a product is, those to keep left out."""
+        found: set[Any] = set()
+        for value in self._graph.order:
+            defined = self._graph.defining_equation(value)
+            if defined is None or value not in self._decisions:
+                continue
+            action = self._decisions[value].action
+            if action == "recompute" and not is_cheap(defined[0]):
+                found.add(value)
+            elif action != "keep" and not found.isdisjoint(self._graph.operands(value)):
+                found.add(value)
+        return found
+
     def _may_recompute(self, value: Any) -> bool:
         defined = self._graph.defining_equation(value)
         if defined is None or defined[0].effects or self._graph.is_own(value):
             return False
-        return is_cheap(defined[0]) or self._decisions[value].action in ("recompute", "cheapest")
+        action = self._decisions[value].action
+        if action == "keep" and not self._behind_products.isdisjoint(self._graph.operands(value)):
+            return False
+        return is_cheap(defined[0]) or action in ("recompute", "cheapest")
 
     def _recompute_cost(self, value: Any) -> int:
         """What it costs to make a product again where the policy leaves that open, in bytes."""

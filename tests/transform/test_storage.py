@@ -160,6 +160,17 @@ def test_jax_policies_keep_and_recompute():
         assert_close(got, exact, 1e-5)
 
 
+def test_a_sum_to_keep_is_kept_where_its_products_are_recomputed():
+    def blocks(x, w1, w2):
+        for _ in range(3):
+            x = checkpoint_name(x + jax.nn.gelu(x @ w1) @ w2, "sum")
+        return x
+
+    f = jc.checkpoint(blocks, jax.checkpoint_policies.save_only_these_names("sum"))
+    plan = f.plan(X, W1, W2)
+    assert [(value.shape, value.decision) for value in plan.values] == 2 * [(X.shape, "exact")]
+
+
 def test_products_are_made_again_where_that_takes_fewer_bytes():
     def read(*values):
         return jax.checkpoint(lambda *v: sum(jnp.sum(jnp.sin(x)) for x in v))(*values)
