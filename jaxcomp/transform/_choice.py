@@ -205,9 +205,9 @@ class _Choice:
             if defined is None or value not in self._decisions:
                 continue
             action = self._decisions[value].action
-            if action == "recompute" and not is_cheap(defined[0]):
-                found.add(value)
-            elif action != "keep" and not found.isdisjoint(self._graph.operands(value)):
+            is_product = action == "recompute" and not is_cheap(defined[0])
+            follows = action != "keep" and not found.isdisjoint(self._graph.operands(value))
+            if is_product or follows:
                 found.add(value)
         return found
 
