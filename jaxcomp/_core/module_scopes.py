@@ -46,13 +46,18 @@ def with_module_scopes(model: nnx.Module, called: dict[str, int]) -> nnx.Module:
         The copy.
     """
     model = nnx.clone(model)
+    add_module_scopes(model, called)
+    return model
+
+
+def add_module_scopes(model: nnx.Module, called: dict[str, int]) -> None:
+    """Changes a model so that its modules run in name scopes, as `with_module_scopes`."""
     callers: list[str] = []
     for path, module in list(nnx.iter_modules(model)):
         if callable(module):
             name = "/".join(map(str, path))
             kind = getattr(type(module), "unscoped_class", type(module))
             set_class(module, _scoped(kind, name, callers, called))
-    return model
 
 
 def _scoped(

@@ -146,7 +146,6 @@ class _Choice:
         self._biased = biased
         self._exact: set[Any] = set()  # what can be had exactly
         self._lossy: dict[Any, bool] = {}
-        self._behind_products = self._made_by_products()
 
     def store(self, demand: Demand) -> dict[Any, Stored]:
         """How each value that is stored waits for the backward pass."""
@@ -197,26 +196,12 @@ class _Choice:
                 found.add(value)
         return found
 
-    def _made_by_products(self) -> set[Any]:
-        """The values that are computed again only if a product is, those to keep left out."""
-        found: set[Any] = set()
-        for value in self._graph.order:
-            defined = self._graph.defining_equation(value)
-            if defined is None or value not in self._decisions:
-                continue
-            action = self._decisions[value].action
-            is_product = action == "recompute" and not is_cheap(defined[0])
-            follows = action != "keep" and not found.isdisjoint(self._graph.operands(value))
-            if is_product or follows:
-                found.add(value)
-        return found
-
     def _may_recompute(self, value: Any) -> bool:
         defined = self._graph.defining_equation(value)
         if defined is None or defined[0].effects or self._graph.is_own(value):
             return False
         action = self._decisions[value].action
-        if action == "keep" and not self._behind_products.isdisjoint(self._graph.operands(value)):
+        if action == "keep" and value not in self._graph.free:
             return False
         return is_cheap(defined[0]) or action in ("recompute", "cheapest")
 

@@ -16,7 +16,7 @@ from jaxcomp.transform._algebra import HEAVY
 from jaxcomp.transform._choice import Stored
 from jaxcomp.transform._graph import needed
 from jaxcomp.transform._late_constants import apply_after
-from jaxcomp.transform._programs import apply, is_variable, read, variables
+from jaxcomp.transform._programs import apply, is_variable, read, scope_of, variables
 from jaxcomp.transform._rebuild import Rebuild, Residual
 from jaxcomp.transform._schedule import Coefficient, Schedule
 
@@ -69,8 +69,9 @@ def forward(schedule: Schedule, seed: Seed, arguments: Sequence[Any]) -> tuple[l
     for equation in equations:
         values = [read(env, atom) for atom in equation.invars]
         env |= dict(zip(equation.outvars, apply(jaxpr, equation, values), strict=True))
-        for out in equation.outvars:
-            settle(out)
+        with scope_of(equation):
+            for out in equation.outvars:
+                settle(out)
     return [read(env, atom) for atom in results], stored
 
 

@@ -1,5 +1,6 @@
 """Coefficients of the backward pass, made of what is stored."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from jaxcomp._core import barriers, platforms
 from jaxcomp._core.shard_map import varying_axes
 from jaxcomp.codecs import Encoded
 from jaxcomp.transform._algebra import is_cheap, is_cheap_rule
-from jaxcomp.transform._programs import apply, is_variable, variables
+from jaxcomp.transform._programs import apply, is_variable, scope_of, variables
 from jaxcomp.transform._schedule import Coefficient, Schedule
 from jaxcomp.transform._segments import Segments
 
@@ -190,7 +191,9 @@ class Rebuild:
         if storing.codec is None:
             return residual
         (code,) = [residual] if isinstance(residual, Encoded) else residual
-        return storing.codec.decode(barriers.on_device(code))
+        equation = self._scheme.graph.made_by.get(value)
+        with contextlib.nullcontext() if equation is None else scope_of(equation):
+            return storing.codec.decode(barriers.on_device(code))
 
 
 def _joining(cotangent: Any, inputs: dict[Any, Any]) -> dict[Any, Any]:
