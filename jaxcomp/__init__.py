@@ -2,7 +2,7 @@
 
 - `compress` and `uncompress`: Flax NNX models; `checkpoint`: any JAX function.
 - `plan`: what is saved for the backward pass; `check_gradients`: bias and noise of the gradient;
-  `compare`: the memory of a training step by several strategies.
+  `compare`: the memory of a training step by several strategies; `fit`: a strategy for a budget.
 - `Policy` and `Rule`: what is saved, and how; `recipes`: policies for whole models.
 - Codecs: `Quantize`, `SignAware`, `AvgPool`, `DualPrecision`, `BlockSparse`, `Cast`, `Offload`, ...
 - `nn`, `ops`: layers and operations; `memory`: what XLA needs for a step; `models`: networks.
@@ -23,7 +23,7 @@ from jaxcomp.codecs import (
     SignAware,
 )
 from jaxcomp.diagnostics import check_gradients, plan
-from jaxcomp.planning import compare
+from jaxcomp.planning import compare, fit
 from jaxcomp.policies import Policy, Rule, recipes
 from jaxcomp.transform import checkpoint, compress, uncompress
 
@@ -47,6 +47,7 @@ __all__ = (
     "compare",
     "compress",
     "diagnostics",
+    "fit",
     "memory",
     "models",
     "nn",

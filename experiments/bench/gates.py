@@ -159,7 +159,7 @@ def measure(gate: Gate, codec: jc.Codec, target: str | None) -> dict[str, Any]:
         step = jax.grad(loss, (0, 1))
         where = resolve(target)
         traced = trace(step, weights, bfloat16(shape), mixing, target=where)
-        report, timeline = analyze_step(traced, where, None, xla_remat=False, with_timeline=True)
+        report, timeline, _ = analyze_step(traced, where, None, xla_remat=False, with_timeline=True)
         assert timeline is not None and report.argument_bytes is not None  # since it fits
         return {
             "declared_bytes": report.declared_residual_bytes,

@@ -69,7 +69,7 @@ def measure(network: str, target: str, way: str, batch: int) -> dict[str, Any]:
         "trace_seconds": traced_at - start,
         "lower_seconds": time.perf_counter() - traced_at,
     }
-    report, _ = analyze_step(traced, where, None, xla_remat=True)
+    report = analyze_step(traced, where, None, xla_remat=True).report
     figures = dataclasses.asdict(report)
     total, given = report.total_bytes, report.argument_bytes
     figures["activation_bytes"] = None if total is None or given is None else total - given

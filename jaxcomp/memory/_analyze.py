@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from ._compiling import CompiledStep, CompileError, compile_step
 from ._declared import NotDifferentiableError, declared_residuals
@@ -90,7 +90,22 @@ def analyze(
         static_argnums=static_argnums,
         target=where,
     )
-    return analyze_step(step, where, capacity, xla_remat)[0]
+    return analyze_step(step, where, capacity, xla_remat).report
+
+
+class Analysis(NamedTuple):
+    """What `analyze_step` finds.
+
+    Attributes:
+        report: the report.
+        timeline: the timeline, if it was asked for; `None` where the compiler rejects the program
+            for lack of memory.
+        hlo_text: the text of the compiled module; "" where the compiler rejects the program.
+    """
+
+    report: MemoryReport
+    timeline: Timeline | None
+    hlo_text: str
 
 
 def analyze_step(
@@ -99,7 +114,7 @@ def analyze_step(
     capacity: int | None,
     xla_remat: bool,
     with_timeline: bool = False,
-) -> tuple[MemoryReport, Timeline | None]:
+) -> Analysis:
     """Analyzes a traced function, and reads its timeline from the same compilation.
 
     Args:
@@ -110,8 +125,7 @@ def analyze_step(
         with_timeline: whether to read the timeline.
 
     Returns:
-        The report and the timeline. The timeline is `None` without `with_timeline`, and where
-        the compiler rejects the program for lack of memory.
+        The report, the timeline and the text of the compiled module.
 
     Raises:
         ValueError: if `capacity` is not a positive integer, or if the arguments do not match
@@ -128,12 +142,13 @@ def analyze_step(
         "capacity_bytes": where.capacity_bytes,
         "usable_bytes": usable,
     }
-    timeline = None
+    timeline, hlo_text = None, ""
     try:
         if with_timeline:
             compiled, timeline = compile_with_timeline(step, where, xla_remat=xla_remat)
         else:
             compiled = compile_step(step, where, xla_remat=xla_remat)
+        hlo_text = compiled.hlo_text
         figures |= _compiled_figures(compiled, where)
         if usable is not None:
             headroom = usable - figures["total_bytes"]
@@ -146,7 +161,7 @@ def analyze_step(
         short = None if total is None or usable is None or total <= usable else usable - total
         figures |= {"total_bytes": total, "headroom_bytes": short, "fits": False}
     figures["roofline_seconds"] = _roofline(figures["hbm_traffic_bytes"], figures["flops"], where)
-    return MemoryReport(**figures), timeline
+    return Analysis(MemoryReport(**figures), timeline, hlo_text)
 
 
 def usable_bytes(target: Target, capacity: int | None) -> int | None:

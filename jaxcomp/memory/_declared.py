@@ -184,7 +184,7 @@ def declared_residuals(program: ClosedJaxpr | Jaxpr) -> list[Residual]:
         >>> [residual.nbytes for residual in memory.declared_residuals(jax.make_jaxpr(step)(x))]
         [128, 128]
     """
-    if not _takes_gradient(open_jaxpr(program)):
+    if not takes_gradient(open_jaxpr(program)):
         try:
             program = _pullback(program)
         except (ValueError, TypeError, NotImplementedError) as error:
@@ -217,9 +217,10 @@ def _pullback(program: Any) -> Any:
     return jax.make_jaxpr(gradients)(arguments, [results[i] for i in outputs])
 
 
-def _takes_gradient(jaxpr: Jaxpr) -> bool:
+def takes_gradient(jaxpr: Jaxpr) -> bool:
+    """Whether a program has a backward pass."""
     return any(
-        _is_backward(equation) or any(map(_takes_gradient, inner_jaxprs(equation)))
+        _is_backward(equation) or any(map(takes_gradient, inner_jaxprs(equation)))
         for equation in jaxpr.eqns
     )
 

@@ -33,6 +33,7 @@ class Tpu:
         tensor_tflops: the peak throughput of bfloat16 matrix products of one device, in 10^12
             operations per second.
         devices_per_chip: the number of JAX devices on one chip.
+        clock_ghz: the published clock rate in GHz; `None` if it is not known.
         options: further options of the topology.
     """
 
@@ -43,6 +44,7 @@ class Tpu:
     bandwidth: int
     tensor_tflops: float
     devices_per_chip: int = 1
+    clock_ghz: float | None = None
     options: tuple[tuple[str, str], ...] = ()
 
 
@@ -54,10 +56,11 @@ TPUS = (
         30.75,
         1228 * 10**9,
         275.0,
+        clock_ghz=1.05,
         options=(("chip_config_name", "megacore"),),
     ),
-    Tpu("v5e", "1x1", 16 * 2**30, 15.75, 819 * 10**9, 197.0),
-    Tpu("v5p", "1x1x1", 96 * 2**30, 95.73, 2765 * 10**9, 459.0),
+    Tpu("v5e", "1x1", 16 * 2**30, 15.75, 819 * 10**9, 197.0, clock_ghz=1.5),
+    Tpu("v5p", "1x1x1", 96 * 2**30, 95.73, 2765 * 10**9, 459.0, clock_ghz=1.75),
     Tpu("v6e", "1x1", 32 * 2**30, 31.24, 1640 * 10**9, 918.0),
     Tpu("tpu7x", "1x1x1", 96 * 2**30, 94.74, 3690 * 10**9, 1153.5, devices_per_chip=2),
 )
@@ -83,6 +86,7 @@ class Target:
         flops_per_second: the peak throughput of bfloat16 matrix products of one device in FLOPs
             per second; `None` if it is not known.
         device_kind: the name that the driver of an absent GPU would report.
+        clock: the clock rate of an absent TPU in cycles per second; `None` if it is not known.
     """
 
     name: str
@@ -95,6 +99,7 @@ class Target:
     bandwidth: int | None = None
     flops_per_second: float | None = None
     device_kind: str | None = None
+    clock: float | None = None
 
 
 def targets() -> list[str]:
@@ -254,6 +259,7 @@ def _tpu(name: str, tpu: Tpu, topology: str | None = None) -> Target:
         usable_bytes=int(tpu.usable_gib * 2**30),
         bandwidth=tpu.bandwidth,
         flops_per_second=tpu.tensor_tflops * 1e12,
+        clock=None if tpu.clock_ghz is None else tpu.clock_ghz * 1e9,
     )
 
 

@@ -1,7 +1,7 @@
 """Counts HBM traffic and XLA's cycle estimate from the text of an optimized HLO module."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from ._hlo import Array, Computation, Instruction, Module, parse
 from ._loops import trip_count
@@ -99,6 +99,39 @@ def estimated_cycles(hlo_text: str) -> int | None:
     """
     module = parse(hlo_text)
     return _total(module, module.entry, lambda c, i: _cycles(i)) or None
+
+
+def costs(hlo_text: str) -> Iterator[tuple[Computation, Instruction, int, int]]:
+    """Lists what each instruction of a compiled module costs in one run.
+
+    The instructions of a loop cost as often as it runs, or once if its trip count depends on data.
+    Those of all branches of a conditional are listed.
+
+    Args:
+        hlo_text: the text of a compiled module, `compiled.as_text()`.
+
+    Yields:
+        The computation, the instruction, its HBM traffic in bytes and XLA's estimate of its cycles.
+    """
+    module = parse(hlo_text)
+    yield from _costs(module, module.entry, 1)
+
+
+def _costs(
+    module: Module, computation: Computation, times: int
+) -> Iterator[tuple[Computation, Instruction, int, int]]:
+    for instruction in computation.instructions.values():
+        called = [module.computations[c] for names in instruction.called.values() for c in names]
+        if instruction.opcode == "while":
+            count = trip_count(module, computation, instruction) or 1
+            for inner in called:
+                yield from _costs(module, inner, times * count)
+        elif instruction.opcode == "conditional" or instruction.opcode in _CALLS:
+            for inner in called:
+                yield from _costs(module, inner, times)
+        else:
+            moved = times * _instruction_traffic(module, computation, instruction)
+            yield computation, instruction, moved, times * _cycles(instruction)
 
 
 def _cycles(instruction: Instruction) -> int:

@@ -3,11 +3,9 @@
 import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
-
-from flax import nnx
+from typing import Any
 
 from jaxcomp.memory._analyze import analyze_step, usable_bytes
 from jaxcomp.memory._batch import max_batch
@@ -15,12 +13,10 @@ from jaxcomp.memory._compiling import CompileError
 from jaxcomp.memory._live_bytes import Timeline, format_bytes
 from jaxcomp.memory._report import NOT_GIVEN, MemoryReport, format_seconds, known
 from jaxcomp.memory._targets import resolve
-from jaxcomp.memory._tracing import trace
 from jaxcomp.planning._strategies import Strategy
+from jaxcomp.planning._watched import MakeStep, trace_step
 from jaxcomp.policies import PolicyLike
 
-MakeStep = Callable[[Strategy, int], tuple[Callable[..., Any], tuple[Any, ...]]]
-M = TypeVar("M", bound=nnx.Module | Callable[..., Any])
 HEADER = (
     "row",
     "declared",
@@ -225,12 +221,8 @@ def compare(
         raise ValueError(f"target={where.name!r}: its memory is not known; give a capacity")
 
     def row(strategy: Strategy) -> Row:
-        copied = {f.name: getattr(strategy, f.name) for f in fields(strategy)}
-        watched = _Watched(**copied, strategy=strategy)
-        step, arguments = make_step(watched, batch)
-        watched.check()
-        traced = trace(step, *arguments, target=where)
-        report, timeline = analyze_step(traced, where, capacity, xla_remat, timelines)
+        traced, _ = trace_step(make_step, strategy, batch, where)
+        report, timeline, _ = analyze_step(traced, where, capacity, xla_remat, timelines)
         largest = None
         if largest_batch:
             make = partial(make_step, strategy)
@@ -243,7 +235,7 @@ def compare(
             )
         undisturbed = None
         if strategy.is_plain and report.xla_recomputes:
-            undisturbed, _ = analyze_step(traced, where, capacity, xla_remat=False)
+            undisturbed = analyze_step(traced, where, capacity, xla_remat=False).report
         return Row(strategy.spec, batch, report, largest, timeline, undisturbed=undisturbed)
 
     done: list[Row] = []
@@ -256,45 +248,6 @@ def compare(
         if save is not None:
             save(Comparison(where.name, usable, tuple(_without_copies(strategies, done))))
     return Comparison(where.name, usable, tuple(_without_copies(strategies, done)))
-
-
-@dataclass(frozen=True)
-class _Watched(Strategy):
-    """A strategy that knows the models that it was applied to, and what was asked of it."""
-
-    strategy: Strategy = field(kw_only=True)
-    models: list[Any] = field(default_factory=list)
-    read: set[str] = field(default_factory=set)
-
-    def __getattribute__(self, name: str) -> Any:
-        if name in ("spec", "policy", "remat", "remat_policy", "micro_batches"):
-            self.read.add(name)
-        return super().__getattribute__(name)
-
-    def __call__(self, model: M) -> M:
-        self.models.append(model)
-        return self.strategy(model)
-
-    def check(self) -> None:
-        """Raises a ValueError if a step factory did not do what the strategy asks for."""
-
-        def has_read(*names: str) -> bool:
-            return not self.read.isdisjoint((*names, "spec"))
-
-        asked = self.strategy
-        if not self.models and not has_read("policy" if asked.policy is not None else "remat"):
-            raise ValueError("make_step is expected to call transform(model)")
-        of_nnx = any(isinstance(model, nnx.Module) for model in self.models)
-        if asked.remat and not of_nnx and not has_read("remat", "remat_policy"):
-            raise ValueError(
-                "make_step is expected to apply jax.checkpoint to its blocks where transform.remat "
-                "is true: it called transform with no Flax NNX model"
-            )
-        if asked.micro_batches > 1 and not has_read("micro_batches"):
-            raise ValueError(
-                "make_step is expected to split the batch into transform.micro_batches parts; it "
-                "did not ask for them"
-            )
 
 
 def _without_copies(strategies: Sequence[Strategy], rows: Sequence[Row]) -> list[Row]:

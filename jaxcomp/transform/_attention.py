@@ -103,7 +103,7 @@ def _attention(pattern: Pattern, first: JaxprEqn, constants: set[Any]) -> Attent
     (scores,) = first.outvars
     if scores.aval.size <= sum(v.aval.size for v in ends):  # type: ignore[attr-defined]
         return None
-    program = pattern.slice(operands, last.outvars)
+    program = pattern.slice(operands, last.outvars, scoped=True)
     return None if program is None else Attention(operands, last, scores, program)
 
 

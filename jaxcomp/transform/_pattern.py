@@ -135,8 +135,14 @@ class Pattern:
             atom = operand
         return atom
 
-    def slice(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> Program | None:
-        """The part of the program from some variables to others; None if it reads more."""
+    def slice(
+        self, inputs: Sequence[Any], outputs: Sequence[Any], scoped: bool = False
+    ) -> Program | None:
+        """The part of the program from some variables to others; None if it reads more.
+
+        Its equations have their own name scopes if `scoped`; else they have none, and take the
+        scope of the operation that evaluates them.
+        """
         known = set(inputs)
         wanted, taken = list(outputs), dict[int, JaxprEqn]()
         while wanted:
@@ -149,13 +155,12 @@ class Pattern:
                 return None
             taken[id(equation)] = equation
             wanted += variables(equation.invars)
-        # They take the scope of the operation that evaluates them.
-        nowhere = source_info_util.NameStack()
-        equations = [
-            e.replace(source_info=e.source_info.replace(name_stack=nowhere))
-            for e in self.jaxpr.eqns
-            if id(e) in taken
-        ]
+        equations = [e for e in self.jaxpr.eqns if id(e) in taken]
+        if not scoped:
+            nowhere = source_info_util.NameStack()
+            equations = [
+                e.replace(source_info=e.source_info.replace(name_stack=nowhere)) for e in equations
+            ]
         part = self.jaxpr.replace(
             constvars=[],
             invars=list(inputs),

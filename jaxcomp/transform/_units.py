@@ -209,10 +209,10 @@ def _without_cycles(jaxpr: Any, found: list[Recognized]) -> list[Recognized]:
 
 
 def is_for_units(rule: Rule) -> bool:
-    """Whether a rule names stock operations that are recognized, and has a codec for them."""
+    """Whether a rule names stock operations that are recognized."""
     anywhere = dataclasses.replace(rule, path="")
-    named = bool(rule.op) and isinstance(rule.action, Codec)
-    return named and any(anywhere.matches_layer("", kind) for kind in KINDS)
+    kinds = (*KINDS, Attention.kind)
+    return bool(rule.op) and any(anywhere.matches_layer("", kind) for kind in kinds)
 
 
 def _fits(unit: Unit, codec: Codec) -> bool:

@@ -108,7 +108,7 @@ def _take(
     if isinstance(unit, Attention):
         attention = jax.checkpoint(jaxpr_as_fun(unit.program))
         operands = renamed(env, unit.operands)
-        (env[unit.results[0]],) = builder.trace(attention, *operands, at=unit.origin)
+        (env[unit.results[0]],) = builder.trace(attention, *operands)
         return
     assert codec is not None
     if isinstance(unit, MaxPool):

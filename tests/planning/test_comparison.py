@@ -72,8 +72,8 @@ def test_no_row_fits_or_nobody_knows():
 
 def test_rows_that_need_a_flag_have_a_line(monkeypatch):
     def flagged(*args, **kwargs):
-        report, timeline = analyze_step(*args, **kwargs)
-        return replace(report, xla_flag="--xla_flag=1"), timeline
+        found = analyze_step(*args, **kwargs)
+        return found._replace(report=replace(found.report, xla_flag="--xla_flag=1"))
 
     analyze_step = comparison.analyze_step
     monkeypatch.setattr(comparison, "analyze_step", flagged)
@@ -83,8 +83,8 @@ def test_rows_that_need_a_flag_have_a_line(monkeypatch):
 
 def test_a_row_fits_whose_traffic_is_not_known(monkeypatch):
     def unknown(*args, **kwargs):
-        report, timeline = analyze_step(*args, **kwargs)
-        return replace(report, hbm_traffic_bytes=None), timeline
+        found = analyze_step(*args, **kwargs)
+        return found._replace(report=replace(found.report, hbm_traffic_bytes=None))
 
     analyze_step = comparison.analyze_step
     monkeypatch.setattr(comparison, "analyze_step", unknown)

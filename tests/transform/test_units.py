@@ -247,6 +247,17 @@ def test_attention_saves_no_scores(stop):
     assert error < 0.05
 
 
+def test_a_rule_keeps_the_attention_of_a_part_of_a_model():
+    def attention():
+        return nnx.MultiHeadAttention(4, 32, decode=False, rngs=nnx.Rngs(0))
+
+    model = nnx.Sequential(attention(), attention())
+    kept = jc.Rule("keep", op="attention", path="layers/0", required=False)
+    jc.compress(model, jc.Policy((kept,)) + jc.recipes.automatic())
+    values = jc.plan(model, jnp.ones((8, 128, 32))).values
+    assert [v.path for v in values if v.op == "attention"] == ["layers/1"]
+
+
 def feature_map(seed=1):
     return 0.3 + jax.random.normal(jax.random.key(seed), (4, 4, 4, 4))
 

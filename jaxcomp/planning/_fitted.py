@@ -1,0 +1,203 @@
+"""What `fit` returns: a compiled strategy that fits a budget, and the others that were compiled."""
+
+import collections
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxcomp._core import table
+from jaxcomp.memory._analyze import analyze_step
+from jaxcomp.memory._live_bytes import format_bytes
+from jaxcomp.memory._report import MemoryReport
+from jaxcomp.memory._targets import resolve
+from jaxcomp.planning._groups import Groups
+from jaxcomp.planning._probe import declared_bytes, trace_scoped
+from jaxcomp.planning._strategies import Strategy
+from jaxcomp.planning._watched import MakeStep
+from jaxcomp.policies._policy import Policy
+
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One strategy that was compiled.
+
+    Attributes:
+        name: The strategy's spec, or "plan N".
+        total_bytes: What XLA needs, arguments included.
+        milliseconds: The estimated step time.
+        fits: Whether it fits the budget.
+    """
+
+    name: str
+    total_bytes: int
+    milliseconds: float
+    fits: bool
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a plan does with a group of modules.
+
+    Attributes:
+        group: The path of the group, "" for what no module computes.
+        action: "keep", "recompute" or "quantize:bits=N".
+        saved_bytes: Estimated bytes that wait for the backward pass.
+        milliseconds: Its estimated part of the step time.
+    """
+
+    group: str
+    action: str
+    saved_bytes: int
+    milliseconds: float
+
+
+@dataclass(frozen=True)
+class FittedPlan:
+    """A strategy that fits a budget of memory, as compiled; prints as a table.
+
+    Attributes:
+        target: The target's name.
+        batch: The batch size.
+        budget_bytes: The budget.
+        name: The name of the chosen one among `frontier`.
+        policy: What `compress` and `checkpoint` take; None if an exact strategy is chosen.
+        spec: The spec of the exact strategy that is chosen, such as "plain" or "remat"; ""
+            for a policy.
+        total_bytes: What XLA needs on the target, arguments included.
+        milliseconds: The estimated step time.
+        parts: What the policy does with each group; empty for an exact strategy.
+        frontier: All strategies that were compiled, the fastest first.
+        binding: The moment at which memory is highest.
+        errors: The error of the estimated bytes of each plan that was compiled, as a fraction.
+        compiler: The version of JAX.
+        notes: Remarks.
+    """
+
+    target: str
+    batch: int
+    budget_bytes: int
+    name: str
+    policy: Policy | None
+    spec: str
+    total_bytes: int
+    milliseconds: float
+    parts: tuple[Part, ...]
+    frontier: tuple[Compiled, ...]
+    binding: str
+    errors: tuple[float, ...] = ()
+    compiler: str = f"JAX {jax.__version__}"
+    notes: tuple[str, ...] = ()
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy, as a step factory takes it."""
+        return Strategy.parse(self.spec) if self.policy is None else Strategy.of(self.policy)
+
+    def __str__(self) -> str:
+        """A table of the groups, those of repeated blocks in one row, and of what was compiled."""
+        lines = [
+            f"{self.name}: {self.compiler} lays the step out in {format_bytes(self.total_bytes)} "
+            f"of {format_bytes(self.budget_bytes)} on {self.target}, batch {self.batch}"
+        ]
+        if self.parts:
+            lines += ["", *table.lines(_rows(self.parts), right=(2, 3, 4))]
+        rows = [("compiled", "bytes", "estimate", "fits")]
+        rows += [
+            (c.name, format_bytes(c.total_bytes), f"{c.milliseconds:.2f} ms", "yes" * c.fits)
+            for c in self.frontier
+        ]
+        return "\n".join([*lines, "", *table.lines(rows, right=(1, 2)), self.binding, *self.notes])
+
+    def to_json(self) -> str:
+        """The plan as JSON text, which `from_json` reads."""
+        fields = asdict(self) | {"policy": self.policy and self.policy.to_json()}
+        return json.dumps({"version": _VERSION} | fields, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "FittedPlan":
+        """Reads what `to_json` wrote.
+
+        Raises:
+            ValueError: If `text` is not such JSON.
+        """
+        try:
+            fields: dict[str, Any] = json.loads(text)
+            if fields.pop("version") != _VERSION:
+                raise ValueError(f"expected version {_VERSION}")
+            fields["policy"] = fields["policy"] and Policy.from_json(fields["policy"])
+            fields["parts"] = tuple(Part(**part) for part in fields["parts"])
+            fields["frontier"] = tuple(Compiled(**point) for point in fields["frontier"])
+            fields["errors"], fields["notes"] = tuple(fields["errors"]), tuple(fields["notes"])
+            return cls(**fields)
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"text: expected JSON of FittedPlan.to_json: {error!r}") from error
+
+    def save(self, file: str | Path) -> None:
+        """Writes the plan to a JSON file."""
+        Path(file).write_text(self.to_json() + "\n")
+
+    @classmethod
+    def load(cls, file: str | Path) -> "FittedPlan":
+        """Reads a plan from a JSON file.
+
+        Raises:
+            OSError: If the file cannot be read.
+            ValueError: If it holds no plan.
+        """
+        return cls.from_json(Path(file).read_text())
+
+    def verify(
+        self, make_step: MakeStep, *, batch: int | None = None, target: str | None = None
+    ) -> MemoryReport:
+        """Compiles the step by this plan again, for this or another batch or target.
+
+        Args:
+            make_step: The step factory, as `compare` takes it.
+            batch: The batch size; by default, the plan's.
+            target: The target; by default, the plan's.
+
+        Returns:
+            The report of the compiled step.
+
+        Raises:
+            ValueError: If the model has other groups of modules than the plan, which are named.
+        """
+        where = resolve(target or self.target)
+        traced, models = trace_scoped(make_step, self.strategy, batch or self.batch, where)
+        if self.parts:
+            groups = Groups.of(models)
+            known = {part.group for part in self.parts}
+            there = {groups.group_of(path) for path in groups.paths}
+            gone = sorted(known - there - {""})
+            new = sorted(set(declared_bytes(traced, groups)) - known - {""})
+            if gone or new:
+                raise ValueError(
+                    f"make_step: expected the model of the plan; groups that are gone: "
+                    f"{', '.join(gone) or 'none'}; new: {', '.join(new) or 'none'}"
+                )
+        return analyze_step(traced, where, None, xla_remat=True).report
+
+
+def _rows(parts: Sequence[Part]) -> list[tuple[str, ...]]:
+    alike: dict[tuple[str, str], list[Part]] = collections.defaultdict(list)
+    for part in parts:
+        alike[re.sub(r"\b\d+\b", "*", part.group), part.action].append(part)
+    rows: list[tuple[str, ...]] = [("modules", "action", "number", "saved", "estimate")]
+    rows += [
+        (
+            group or "(no module)",
+            action,
+            str(len(those)),
+            format_bytes(sum(part.saved_bytes for part in those)),
+            f"{sum(part.milliseconds for part in those):.2f} ms",
+        )
+        for (group, action), those in sorted(alike.items())
+    ]
+    return rows

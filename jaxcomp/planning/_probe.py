@@ -1,0 +1,174 @@
+"""A compiled step as a plan sees it: bytes and seconds of each group, and its moments."""
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+from flax import nnx
+
+from jaxcomp._core.module_scopes import add_module_scopes, scope_path
+from jaxcomp.memory import declared_residuals
+from jaxcomp.memory._analyze import analyze_step
+from jaxcomp.memory._live_bytes import Buffer, Timeline
+from jaxcomp.memory._origin import split_op_name
+from jaxcomp.memory._report import MemoryReport
+from jaxcomp.memory._targets import Target
+from jaxcomp.memory._traffic import costs
+from jaxcomp.planning._groups import Groups
+from jaxcomp.planning._solver import Moment
+from jaxcomp.planning._strategies import Strategy
+from jaxcomp.planning._watched import MakeStep, trace_step
+
+_ANY_BANDWIDTH = 10**12  # orders plans for a device whose bandwidth is not known
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A step, compiled.
+
+    Attributes:
+        report: Its memory and its work.
+        seconds: Its estimated time.
+        declared: Bytes that the program intends to save, by group.
+        saved: Bytes that XLA saves for the backward pass, by group.
+        seconds_of: The part of the time, by group.
+        moments: Points at which much memory is alive; empty where the step is rejected for lack of
+            memory.
+    """
+
+    report: MemoryReport
+    seconds: float
+    declared: dict[str, int]
+    saved: dict[str, int]
+    seconds_of: dict[str, float]
+    moments: tuple[Moment, ...]
+
+
+def trace_scoped(
+    make_step: MakeStep, strategy: Strategy, batch: int, target: Target
+) -> tuple[Any, list[Any]]:
+    """As `trace_step`; the modules of the model run in name scopes of their paths."""
+
+    def apply(model: Any) -> Any:
+        applied = strategy(model)
+        if isinstance(applied, nnx.Module):
+            add_module_scopes(applied, {})
+        return applied
+
+    return trace_step(make_step, strategy, batch, target, apply)
+
+
+def declared_bytes(traced: Any, groups: Groups) -> dict[str, int]:
+    """Bytes that a traced step intends to save, by group."""
+    found: Counter[str] = Counter()
+    for residual in declared_residuals(traced.traced.jaxpr):
+        path = scope_path(residual.scopes)
+        found[groups.group_of(path) if path else ""] += residual.nbytes
+    return dict(found)
+
+
+def probe(
+    traced: Any, target: Target, capacity: int | None, groups: Groups, *, xla_remat: bool
+) -> Probe:
+    """Compiles a traced step.
+
+    Args:
+        traced: The step, from `trace_scoped`.
+        target: What it is compiled for.
+        capacity: Bytes that it may use, as in `analyze`.
+        groups: The model's groups.
+        xla_remat: Whether XLA may recompute values on its own.
+
+    Raises:
+        CompileError: If the compilation fails for another reason than lack of memory.
+    """
+    report, timeline, hlo_text = analyze_step(traced, target, capacity, xla_remat, True)
+    saved: dict[str, int] = {}
+    moments: tuple[Moment, ...] = ()
+    if timeline is not None and timeline.backward_start is not None:
+        saved, moments = _moments(timeline, groups)
+    seconds = estimated_seconds(report, target)
+    return Probe(
+        report,
+        seconds,
+        declared_bytes(traced, groups),
+        saved,
+        _seconds_of(hlo_text, seconds, groups),
+        moments,
+    )
+
+
+def estimated_seconds(report: MemoryReport, target: Target) -> float:
+    """The estimated time of a step: of its HBM traffic, and of its FLOPs.
+
+    The two add up, since elementwise kernels wait for memory while matrix units are idle. On a TPU
+    whose clock is known it is XLA's own estimate of the cycles.
+    """
+    if report.estimated_cycles is not None and target.clock is not None:
+        return report.estimated_cycles / target.clock
+    traffic = report.hbm_traffic_bytes or 0
+    seconds = traffic / (target.bandwidth or _ANY_BANDWIDTH)
+    if target.flops_per_second and report.flops:
+        seconds += report.flops / target.devices / target.flops_per_second
+    return seconds
+
+
+def _seconds_of(hlo_text: str, seconds: float, groups: Groups) -> dict[str, float]:
+    """Divides the time of a step among groups, by their traffic, or by their cycles."""
+    traffic: dict[str, int] = defaultdict(int)
+    cycles: dict[str, int] = defaultdict(int)
+    group_of: dict[str, str] = {}
+    for computation, instruction, moved, spent in costs(hlo_text) if hlo_text else ():
+        scope = split_op_name(instruction.op_name)[0] if "/" in instruction.op_name else ""
+        group = groups.group_in(scope) if scope else ""
+        if not group:  # that of what it reads
+            names = (computation.name + "/" + operand for operand in instruction.operands)
+            group = next(filter(None, (group_of.get(name, "") for name in names)), "")
+        group_of[computation.name + "/" + instruction.name] = group
+        traffic[group] += moved
+        cycles[group] += spent
+    parts = cycles if any(cycles.values()) else traffic
+    total = sum(parts.values())
+    return {group: seconds * part / total for group, part in parts.items()} if total else {}
+
+
+def _moments(timeline: Timeline, groups: Groups) -> tuple[dict[str, int], tuple[Moment, ...]]:
+    """Saved bytes by group; and for each number of saved buffers alive the highest point."""
+    start = timeline.backward_start
+    assert start is not None
+
+    def is_saved(buffer: Buffer) -> bool:
+        is_read = bool(buffer.reads) and buffer.reads[-1] >= start
+        return buffer.start < start <= buffer.end and is_read and buffer.origin.phase != "argument"
+
+    group_of = {id(b): groups.group_in(b.origin.scope) for b in timeline.buffers if is_saved(b)}
+    saved = [buffer for buffer in timeline.buffers if id(buffer) in group_of]
+    totals: Counter[str] = Counter()
+    begins: dict[int, list[Buffer]] = defaultdict(list)
+    ends: dict[int, list[Buffer]] = defaultdict(list)
+    for buffer in saved:
+        totals[group_of[id(buffer)]] += buffer.bytes
+        begins[buffer.start].append(buffer)
+        ends[buffer.end + 1].append(buffer)
+    alive: Counter[str] = Counter()
+    highest: dict[tuple[bool, int], tuple[int, int, dict[str, int]]] = {}
+    count = 0
+    for point, live in enumerate(timeline.live_bytes):
+        for buffer in begins[point]:
+            alive[group_of[id(buffer)]] += buffer.bytes
+        for buffer in ends[point]:
+            alive[group_of[id(buffer)]] -= buffer.bytes
+        count += len(begins[point]) - len(ends[point])
+        rest = live - sum(alive.values())
+        key = point >= start, count
+        if key not in highest or highest[key][0] < rest:
+            highest[key] = rest, point, dict(alive)
+    moments = [
+        Moment(
+            f"{'backward' if is_backward else 'forward'} pass, point {point}",
+            rest,
+            {group: alive / totals[group] for group, alive in counts.items() if alive},
+        )
+        for (is_backward, _), (rest, point, counts) in highest.items()
+    ]
+    return dict(totals), tuple(moments)

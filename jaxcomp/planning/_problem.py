@@ -1,0 +1,99 @@
+"""The integer program of a plan, from steps that were compiled."""
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+from jaxcomp.memory._targets import Target
+from jaxcomp.planning._groups import block_of
+from jaxcomp.planning._probe import Probe
+from jaxcomp.planning._solver import Choice, Moment, Problem
+
+Action = Literal["keep", "quantize", "recompute", "accumulate"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Known:
+    """What was compiled and traced of a model.
+
+    Attributes:
+        plain: The plain step.
+        quantized: The step with all values quantized to `bits`; None if that is not allowed.
+        bits: The bits of `quantized`.
+        declared: Bytes that the step intends to save with other bits, by bits and group.
+        recomputed: The step with each block recomputed; None if that is not allowed.
+    """
+
+    plain: Probe
+    quantized: Probe | None
+    bits: int
+    declared: Mapping[int, Mapping[str, int]]
+    recomputed: Probe | None
+
+
+def make_problem(known: Known, pinned: Mapping[str, str], target: Target) -> Problem:
+    """The choices of each group, and the moments of the compiled steps.
+
+    Args:
+        known: What was compiled.
+        pinned: Choices that are given, by group.
+        target: What the steps are compiled for.
+    """
+    probes = [p for p in (known.plain, known.quantized, known.recomputed) if p is not None]
+    names = sorted({g for p in probes for g in (*p.saved, *p.seconds_of)})
+    blocks: dict[str, list[str]] = collections.defaultdict(list)
+    for group in names:
+        if block := block_of(group):
+            blocks[block].append(group)
+
+    def choices(group: str) -> dict[str, Choice]:
+        found = {"keep": _choice(known.plain, group)}
+        if known.quantized is not None:
+            for bits in {known.bits, *known.declared}:
+                found[f"quantize:bits={bits}"] = _of_bits(known, group, bits, target)
+        if known.recomputed is not None and block_of(group):
+            found["recompute"] = _choice(known.recomputed, group)
+        if group in pinned:
+            found = {pinned[group]: found[pinned[group]]}
+        return found
+
+    options = {group: choices(group) for group in names}
+    free = [b for b in blocks.values() if all("recompute" in options[group] for group in b)]
+    for group, named in options.items():
+        if not any(group in b for b in free):
+            named.pop("recompute", None)
+    of_plain = [p for p in (known.plain, known.quantized) if p is not None]
+    moments = [m for p in of_plain for m in _with_all_groups(p.moments, names)]
+    return Problem(options, moments, {"recompute": free})
+
+
+def _choice(probe: Probe, group: str) -> Choice:
+    return Choice(probe.saved.get(group, 0), probe.seconds_of.get(group, 0.0))
+
+
+def _of_bits(known: Known, group: str, bits: int, target: Target) -> Choice:
+    """What other bits make of a group: bytes in proportion to those that the program declares."""
+    quantized = known.quantized
+    assert quantized is not None
+    choice = _choice(quantized, group)
+    before = quantized.declared.get(group, 0)
+    if bits == known.bits or not before:
+        return choice
+    size = choice.bytes * known.declared[bits].get(group, 0) / before
+    moved = 2 * (size - choice.bytes)  # a code is written once and read once
+    return Choice(size, choice.seconds + moved / (target.bandwidth or 10**12))
+
+
+def _with_all_groups(moments: Iterable[Moment], names: Iterable[str]) -> Iterable[Moment]:
+    """Moments with a fraction for groups that their step saves nothing of, as their block's."""
+    for moment in moments:
+        of_block: dict[str, list[float]] = collections.defaultdict(list)
+        for group, fraction in moment.alive.items():
+            of_block[block_of(group)].append(fraction)
+        alive = dict(moment.alive)
+        for group in names:
+            fractions = of_block.get(block_of(group), [])
+            if group not in alive and block_of(group) and fractions:
+                alive[group] = max(fractions)
+        yield dataclasses.replace(moment, alive=alive)

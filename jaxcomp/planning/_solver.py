@@ -1,0 +1,125 @@
+"""The integer program of a plan: a choice for each group, within a budget at every moment."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import optimize, sparse
+
+_MIB = 2**20
+_GAP = 1e-3  # relative, of the time that is minimized
+_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One thing that may be done with a group.
+
+    Attributes:
+        bytes: Bytes that it saves for the backward pass.
+        seconds: Its estimated part of the step time. Differences alone count.
+    """
+
+    bytes: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A point of a compiled step at which much memory is alive.
+
+    Attributes:
+        where: What computes there.
+        rest: Bytes alive besides saved activations.
+        alive: The fraction of its saved bytes that is alive, by group; 0 for other groups.
+    """
+
+    where: str
+    rest: float
+    alive: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a plan decides.
+
+    Attributes:
+        choices: What may be done with each group, by name.
+        moments: Where memory may not exceed the budget.
+        together: Groups that have a choice of this name all or none.
+    """
+
+    choices: Mapping[str, Mapping[str, Choice]]
+    moments: Sequence[Moment]
+    together: Mapping[str, Sequence[Collection[str]]]
+
+    def peak(self, assignment: Mapping[str, str]) -> tuple[float, Moment]:
+        """The most bytes at a moment, and the moment."""
+
+        def alive(moment: Moment) -> float:
+            saved = (
+                fraction * self.choices[group][assignment[group]].bytes
+                for group, fraction in moment.alive.items()
+            )
+            return moment.rest + sum(saved)
+
+        most = max(self.moments, key=alive)
+        return alive(most), most
+
+    def seconds(self, assignment: Mapping[str, str]) -> float:
+        """The sum of the estimated times."""
+        return sum(self.choices[group][name].seconds for group, name in assignment.items())
+
+
+def solve(problem: Problem, budget: float) -> dict[str, str] | None:
+    """The choices of the least time within a budget of bytes; None if there are none.
+
+    The time is minimal within a thousandth, or what the solver found in ten seconds.
+
+    Example:
+        >>> choices = {"a": {"keep": Choice(4.0, 0.0), "code": Choice(1.0, 1.0)}}
+        >>> problem = Problem(choices, [Moment("backward", 1.0, {"a": 1.0})], {})
+        >>> solve(problem, 5.0), solve(problem, 2.0), solve(problem, 1.0)
+        ({'a': 'keep'}, {'a': 'code'}, None)
+    """
+    columns = [(group, name) for group, named in problem.choices.items() for name in named]
+    number = {column: i for i, column in enumerate(columns)}
+    rows: list[dict[int, float]] = []
+    low: list[float] = []
+    high: list[float] = []
+
+    def add(row: dict[int, float], least: float, most: float) -> None:
+        rows.append(row)
+        low.append(least)
+        high.append(most)
+
+    for group, named in problem.choices.items():
+        add({number[group, name]: 1.0 for name in named}, 1.0, 1.0)
+    for name, sets in problem.together.items():
+        for first, *others in map(sorted, sets):
+            for other in others:
+                add({number[first, name]: 1.0, number[other, name]: -1.0}, 0.0, 0.0)
+    for moment in problem.moments:
+        row = {
+            number[group, name]: fraction * choice.bytes / _MIB
+            for group, fraction in moment.alive.items()
+            for name, choice in problem.choices[group].items()
+        }
+        add(row, -np.inf, (budget - moment.rest) / _MIB)
+    matrix = sparse.lil_matrix((len(rows), len(columns)))
+    for i, row in enumerate(rows):
+        for column, value in row.items():
+            matrix[i, column] = value
+    seconds = np.array([problem.choices[group][name].seconds for group, name in columns])
+    scale = max(np.abs(seconds).max(), 1e-30)
+    result = optimize.milp(
+        seconds / scale,
+        integrality=np.ones(len(columns)),
+        bounds=optimize.Bounds(0, 1),
+        constraints=optimize.LinearConstraint(matrix.tocsr(), np.array(low), np.array(high)),
+        options={"mip_rel_gap": _GAP, "time_limit": _SECONDS},
+    )
+    if result.x is None:
+        return None
+    chosen = np.round(result.x).astype(bool)
+    return {columns[i][0]: columns[i][1] for i in np.flatnonzero(chosen)}

@@ -1,0 +1,222 @@
+"""`fit`: what it returns was compiled and fits, and bad input is refused before any compilation."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import jaxcomp as jc
+from jaxcomp.planning import DoesNotFitError, FittedPlan, fit
+from jaxcomp.planning._budget import bytes_of
+from jaxcomp.planning._groups import Groups, pattern_of, policy_of
+
+WIDTH, BATCH = 64, 2048
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.mlp = nnx.Sequential(
+            nnx.Linear(WIDTH, 4 * WIDTH, rngs=rngs),
+            nnx.gelu,
+            nnx.Linear(4 * WIDTH, WIDTH, rngs=rngs),
+        )
+        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.mlp(self.norm(x))
+
+
+class Net(nnx.Module):
+    def __init__(self, depth, rngs):
+        self.blocks = nnx.List(Block(rngs) for _ in range(depth))
+        self.head = nnx.Linear(WIDTH, 8, rngs=rngs)
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def make_step(transform, batch, depth=4):
+    model = transform(nnx.eval_shape(lambda: Net(depth, nnx.Rngs(0))))
+    return _step(transform, model), (model, jax.ShapeDtypeStruct((batch, WIDTH), jnp.float32))
+
+
+def _step(transform, model):
+    graphdef, _ = nnx.split(model)
+
+    def step(model, x):
+        def gradient(total, x):
+            def loss(state):
+                return jnp.square(nnx.merge(graphdef, state)(x)).mean()
+
+            return jax.tree.map(jnp.add, total, jax.grad(loss)(state)), None
+
+        _, state = nnx.split(model)
+        zeros = jax.tree.map(jnp.zeros_like, state)
+        if transform.micro_batches == 1:
+            return gradient(zeros, x)[0]
+        return jax.lax.scan(gradient, zeros, x.reshape(transform.micro_batches, -1, WIDTH))[0]
+
+    return jax.jit(step, compiler_options=jc.memory.compiler_options())
+
+
+def _total(strategy, target="cpu"):
+    step, arguments = make_step(strategy, BATCH)
+    return jc.memory.analyze(step, *arguments, target=target).total_bytes
+
+
+def test_plans_fit_and_are_never_slower_than_a_smaller_budgets():
+    plain = _total(jc.planning.Strategy.parse("plain"))
+    before = 0.0
+    for fraction in (1.1, 0.8, 0.6, 0.45):
+        budget = int(fraction * plain)
+        actions = ("keep", "quantize", "recompute")
+        plan = fit(make_step, batch=BATCH, budget=budget, target="cpu", actions=actions)
+        assert _total(plan.strategy) == plan.total_bytes <= budget
+        assert plan.milliseconds >= before
+        before = plan.milliseconds
+        fitting = [c.milliseconds for c in plan.frontier if c.fits]
+        assert plan.milliseconds == min(fitting)
+        assert len(plan.frontier) <= 8
+        assert (plan.name == "plain") == (fraction > 1)
+
+
+def test_a_plan_is_mixed_saved_and_verified(tmp_path):
+    budget = int(0.6 * _total(jc.planning.Strategy.parse("plain")))
+    plan = fit(
+        make_step,
+        batch=BATCH,
+        budget=budget,
+        target="cpu",
+        actions=("keep", "quantize"),
+        pin={"blocks/0/.*": "keep", "blocks/3/.*": "quantize:bits=8"},
+    )
+    chosen = {part.group: part.action for part in plan.parts}
+    assert chosen["blocks/0/mlp"] == "keep"
+    assert chosen["blocks/3/mlp"] == "quantize:bits=8"
+    plan.save(tmp_path / "plan.json")
+    loaded = FittedPlan.load(tmp_path / "plan.json")
+    assert loaded == plan
+    assert loaded.verify(make_step).total_bytes == plan.total_bytes
+    model = jc.compress(Net(4, nnx.Rngs(0)), loaded.policy)
+    listed = {v.path: v.decision for v in jc.plan(model, jnp.ones((BATCH, WIDTH))).values}
+    assert "bits=8" in listed["blocks/3/mlp"]
+    assert listed["blocks/0/mlp"] == "exact"
+    with pytest.raises(ValueError, match=r"gone: blocks/3, blocks/3/mlp; new: none"):
+        loaded.verify(lambda transform, batch: make_step(transform, batch, depth=3))
+    with pytest.raises(ValueError, match="expected JSON"):
+        FittedPlan.from_json("{}")
+    assert "blocks/*/mlp" in str(plan)
+
+
+def test_micro_batches_fit_where_nothing_else_is_allowed():
+    budget = int(0.7 * _total(jc.planning.Strategy.parse("plain")))
+    plan = fit(make_step, batch=BATCH, budget=budget, target="cpu", actions=("keep", "accumulate"))
+    assert plan.spec.startswith("accumulate:")
+    assert plan.strategy.micro_batches >= 2
+
+
+def test_micro_batches_are_not_for_batch_norms():
+    def normed(transform, batch):
+        model = nnx.Sequential(
+            nnx.Linear(WIDTH, 512, rngs=nnx.Rngs(0)),
+            nnx.BatchNorm(512, use_running_average=False, rngs=nnx.Rngs(0)),
+            nnx.Linear(512, 4, rngs=nnx.Rngs(0)),
+        )
+        model = transform(model)
+        return _step(transform, model), (model, jax.ShapeDtypeStruct((batch, WIDTH), "f4"))
+
+    with pytest.raises(DoesNotFitError, match="the least is plain"):
+        fit(normed, batch=BATCH, budget="4MiB", target="cpu", actions=("accumulate",))
+    plan = fit(
+        normed,
+        batch=BATCH,
+        budget="6MiB",
+        target="cpu",
+        actions=("accumulate",),
+        split_batch_statistics=True,
+    )
+    assert plan.strategy.micro_batches > 1
+
+
+def test_nothing_fits():
+    with pytest.raises(DoesNotFitError, match=r"nothing fits; the least is .* are arguments"):
+        fit(make_step, batch=BATCH, budget="1.2MiB", target="cpu", compiles=3)
+
+
+def test_interrupting_returns_the_best_so_far():
+    names = []
+
+    def progress(name):
+        names.append(name)
+        if len(names) == 3:
+            raise KeyboardInterrupt
+        return jax.ensure_compile_time_eval()
+
+    budget = int(0.6 * _total(jc.planning.Strategy.parse("plain")))
+    plan = fit(make_step, batch=BATCH, budget=budget, target="cpu", progress=progress)
+    assert plan.name == names[1] == "quantize:bits=4"
+    assert plan.notes == ("stopped early: the best that was compiled until then",)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"budget": "11"}, "a number with a unit"),
+        ({"budget": "0GiB"}, "a positive number of bytes"),
+        ({"budget": -1}, "a positive number of bytes"),
+        ({"budget": "100KiB"}, "the arguments of the step alone"),
+        ({"budget": None}, "memory of target='cpu' is not known"),
+        ({"actions": ("keep", "guess")}, "expected some of"),
+        ({"actions": "keep"}, "expected some of"),
+        ({"bits": (5,)}, "expected some of"),
+        ({"compiles": 0}, "expected a positive integer"),
+        ({"pin": {"tail": "keep"}}, "matches no module"),
+        ({"pin": {"head": "drop"}}, "expected one of"),
+        ({"batch": 0}, "expected a multiple of 1"),
+        ({"target": "h100:x"}, "expected h100:COUNT"),
+    ],
+)
+def test_bad_input_is_told_before_any_compilation(changed, message):
+    def progress(name):
+        raise AssertionError(f"{name} is compiled")
+
+    given = {"batch": BATCH, "budget": "8MiB", "target": "cpu", "progress": progress} | changed
+    with pytest.raises(ValueError, match=message):
+        fit(make_step, **given)
+
+
+def test_a_step_without_a_gradient():
+    def forward(transform, batch):
+        model = transform(nnx.eval_shape(lambda: Net(1, nnx.Rngs(0))))
+        return lambda model, x: model(x), (model, jax.ShapeDtypeStruct((batch, WIDTH), "f4"))
+
+    with pytest.raises(ValueError, match="expected a step that takes a gradient"):
+        fit(forward, batch=8, budget="1GiB", target="cpu")
+    with pytest.raises(TypeError, match="expected bytes"):
+        bytes_of(1.5)
+
+
+def test_groups_and_their_patterns():
+    groups = Groups.of([nnx.eval_shape(lambda: Net(12, nnx.Rngs(0)))])
+    assert groups.group_of("blocks/11/mlp/layers/0") == "blocks/11/mlp"
+    assert groups.group_of("blocks/3/norm") == "blocks/3"
+    assert groups.group_in("jit/Net/blocks/10/mlp/layers/2/dot") == "blocks/10/mlp"
+    assert groups.group_in("vmap/other") == ""
+    assert pattern_of(["blocks/10/mlp", "blocks/2/mlp"]) == "(blocks/(2|10))/mlp(/.*)?"
+    assert pattern_of(["head"]) == "head(/.*)?"
+    policy = policy_of({"blocks/0": "keep", "blocks/0/mlp": "quantize:bits=4", "": "keep"}, False)
+    paths = list(dict.fromkeys(rule.path for rule in policy.rules))
+    assert paths == ["(blocks/(0))/mlp(/.*)?", "(blocks/(0))(/.*)?", ""]
+
+
+def test_a_plan_prints_its_frontier():
+    plan = FittedPlan(
+        "h100", 8, 2**30, "plan 1", jc.Policy(()), "", 2**29, 1.5, (), (), "the peak is here"
+    )
+    assert str(plan).startswith("plan 1: JAX")
+    assert "512.0 MiB of 1.0 GiB on h100, batch 8" in str(plan)
+    assert dataclasses.replace(plan, policy=None, spec="remat").strategy.remat
