@@ -1,5 +1,6 @@
 """`fit`: a budget of bytes in, a strategy out that was compiled and fits."""
 
+import functools
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -28,6 +29,7 @@ ACTIONS: tuple[Action, ...] = get_args(Action)
 BITS = (8, 4, 3, 2)
 _SLACK = 0.015  # of the budget: less is not worth another compilation
 _MARGIN = 0.002  # of the budget, after a plan that did not fit
+_REMEMBERED = 64  # steps, for further budgets
 
 
 class DoesNotFitError(ValueError):
@@ -57,23 +59,18 @@ class _Search:
     groups: Groups
     found: list[_Candidate] = field(default_factory=list)
 
-    def traced(self, strategy: Strategy) -> Any:
-        return trace_scoped(self.make_step, strategy, self.batch, self.target)[0]
-
     def compile(
-        self,
-        name: str,
-        strategy: Strategy,
-        assignment: Mapping[str, str] | None = None,
-        traced: Any = None,
+        self, name: str, strategy: Strategy, assignment: Mapping[str, str] | None = None
     ) -> Probe:
         """Compiles a strategy and remembers it."""
         with self.progress(name):
-            traced = self.traced(strategy) if traced is None else traced
-            xla_remat = not strategy.is_plain or self.target.platform == "tpu"
-            result = probe(traced, self.target, None, self.groups, xla_remat=xla_remat)
+            result = _compiled(self.make_step, strategy, self.batch, self.target, self.groups)
         self.found.append(_Candidate(name, strategy, result, assignment))
         return result
+
+    def declared(self, strategy: Strategy) -> Mapping[str, int]:
+        """Bytes that a step intends to save, by group."""
+        return _declared(self.make_step, strategy, self.batch, self.target, self.groups)
 
     @property
     def left(self) -> int:
@@ -88,6 +85,23 @@ class _Search:
         """The fastest that fits; of equally fast ones the exact one, which comes first."""
         fitting = [c for c in self.found if self.fits(c.result)]
         return min(fitting, key=lambda c: c.result.seconds) if fitting else None
+
+
+@functools.lru_cache(_REMEMBERED)
+def _compiled(
+    make_step: MakeStep, strategy: Strategy, batch: int, target: Target, groups: Groups
+) -> Probe:
+    traced, _ = trace_scoped(make_step, strategy, batch, target)
+    # The plain step is planned from: it is compiled as if it fitted. TPU compilers refuse that.
+    xla_remat = not strategy.is_plain or target.platform == "tpu"
+    return probe(traced, target, None, groups, xla_remat=xla_remat)
+
+
+@functools.lru_cache(_REMEMBERED)
+def _declared(
+    make_step: MakeStep, strategy: Strategy, batch: int, target: Target, groups: Groups
+) -> Mapping[str, int]:
+    return declared_bytes(trace_scoped(make_step, strategy, batch, target)[0], groups)
 
 
 def fit(
@@ -112,6 +126,8 @@ def fit(
     least and no moment of the step exceeds the budget. Its plan is compiled, the estimate is
     corrected, and the program is solved again. Nothing is run. Only what was compiled and fits is
     returned, and an exact strategy wins where it is estimated to be as fast.
+
+    Compiled steps are remembered for the same factory, so that further budgets take less time.
 
     The time is that of the HBM traffic and of the FLOPs at the target's peak rates; on a TPU it is
     XLA's estimate of the cycles. It ranks strategies and is no prediction of the step time.
@@ -181,7 +197,7 @@ def fit(
     notes: list[str] = []
     errors: list[float] = []
     try:
-        _run(search, traced, models, actions, bits, biased, pinned, split_batch_statistics, errors)
+        _run(search, models, actions, bits, biased, pinned, split_batch_statistics, errors)
     except KeyboardInterrupt:
         if search.best() is None:
             raise
@@ -191,7 +207,6 @@ def fit(
 
 def _run(
     search: _Search,
-    traced: Any,
     models: list[Any],
     actions: Collection[Action],
     bits: Sequence[int],
@@ -201,7 +216,7 @@ def _run(
     errors: list[float],
 ) -> None:
     """Compiles the exact strategies, then plans."""
-    plain = search.compile("plain", Strategy.parse("plain"), traced=traced)
+    plain = search.compile("plain", Strategy.parse("plain"))
     if search.fits(plain) and not pinned:
         return
     quantized = recomputed = None
@@ -210,10 +225,7 @@ def _run(
     if "quantize" in actions and bits and search.left:
         uniform = {b: Strategy.of(Policy(rules_of(f"quantize:bits={b}", biased))) for b in bits}
         quantized = search.compile(f"quantize:bits={middle}", uniform[middle])
-        declared = {
-            b: declared_bytes(search.traced(strategy), search.groups)
-            for b, strategy in uniform.items()
-        }
+        declared = {b: search.declared(strategy) for b, strategy in uniform.items()}
     if "recompute" in actions and search.left:
         try:
             recomputed = search.compile("remat", Strategy.parse("remat"))
