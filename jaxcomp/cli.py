@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, cast
 
 import typer
 from rich.console import Console
@@ -19,10 +19,32 @@ from jaxcomp.memory._live_bytes import format_bytes
 from jaxcomp.memory._report import known
 from jaxcomp.models import steps
 from jaxcomp.planning import MakeStep
+from jaxcomp.planning._fit import ACTIONS, BITS
 
 app = typer.Typer(add_completion=False)
 ROWS = ("plain", "remat", "remat:dots", "accumulate:4", "quantize:bits=4", "quantize:bits=2")
 ROWS_OF_ANY_MODEL = ("plain", "remat", "remat:dots", "quantize:bits=4")
+
+_Model = Annotated[
+    str,
+    typer.Argument(
+        help="The name of a model (resnet50, resmlp_s24, ...), or MODULE:FUNCTION for a step "
+        "factory of your own."
+    ),
+]
+_Batch = Annotated[int, typer.Option(help="Examples in a batch.")]
+_Image = Annotated[int, typer.Option(help="Height and width of the images, for a model by name.")]
+_Dtype = Annotated[
+    Literal["float32", "bfloat16", "float16"],
+    typer.Option(help="Dtype of the computation, for a model by name."),
+]
+_Target = Annotated[
+    str | None,
+    typer.Option(
+        help="Device to compile for: cpu, h100, rtx3090, v5e, ... It need not be attached. "
+        "Default: the attached device."
+    ),
+]
 
 
 def _print_version(asked: bool) -> None:
@@ -45,13 +67,7 @@ def _commands(
 
 @app.command("memory")
 def memory_command(
-    model: Annotated[
-        str,
-        typer.Argument(
-            help="The name of a model (resnet50, resmlp_s24, ...), or MODULE:FUNCTION for a step "
-            "factory of your own."
-        ),
-    ],
+    model: _Model,
     rows: Annotated[
         list[str] | None,
         typer.Argument(
@@ -62,21 +78,10 @@ def memory_command(
             f"Default: {' '.join(ROWS)}; for your own step factory {' '.join(ROWS_OF_ANY_MODEL)}.",
         ),
     ] = None,
-    batch: Annotated[int, typer.Option(help="Examples in a batch.")] = 128,
-    image: Annotated[
-        int, typer.Option(help="Height and width of the images, for a model by name.")
-    ] = 224,
-    dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"],
-        typer.Option(help="Dtype of the computation, for a model by name."),
-    ] = "bfloat16",
-    target: Annotated[
-        str | None,
-        typer.Option(
-            help="Device to compile for: cpu, h100, rtx3090, v5e, ... It need not be attached. "
-            "Default: the attached device."
-        ),
-    ] = None,
+    batch: _Batch = 128,
+    image: _Image = 224,
+    dtype: _Dtype = "bfloat16",
+    target: _Target = None,
     capacity: Annotated[
         float | None,
         typer.Option(help="Memory that the step may use, in GiB. Default: that of the target."),
@@ -142,6 +147,98 @@ def memory_command(
         raise typer.Exit(130)
     if not any(row.report for row in tables[-1].rows):
         raise typer.Exit(1)
+
+
+@app.command("fit")
+def fit_command(
+    model: _Model,
+    batch: _Batch = 128,
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help="What the step may need in all, such as 11GiB. Default: what it may use of the "
+            "target's memory."
+        ),
+    ] = None,
+    image: _Image = 224,
+    dtype: _Dtype = "bfloat16",
+    target: _Target = None,
+    action: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"What the plan may do; repeatable. Default: {', '.join(ACTIONS)}."
+        ),
+    ] = None,
+    bits: Annotated[
+        list[int] | None,
+        typer.Option(help="Bits of an element that the plan may use; repeatable. Default: all."),
+    ] = None,
+    biased: Annotated[
+        bool, typer.Option("--biased", help="Also allow codes of batch norms that clip.")
+    ] = False,
+    pin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATH=CHOICE",
+            help="keep, recompute or quantize:bits=N for the modules of a path, a regular "
+            "expression; repeatable.",
+        ),
+    ] = None,
+    split_batch_statistics: Annotated[
+        bool,
+        typer.Option(
+            "--split-batch-statistics",
+            help="Also allow micro-batches where batch norms then see fewer images.",
+        ),
+    ] = False,
+    compiles: Annotated[int, typer.Option(help="The largest number of compilations.")] = 8,
+    json: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
+    png: Annotated[
+        Path | None, typer.Option(help="Draw what was compiled: bytes against estimated time.")
+    ] = None,
+) -> None:
+    """Find the fastest way to fit a training step into a budget of memory.
+
+    Steps are compiled ahead of time. Nothing is run. After Ctrl-C the best that was compiled until
+    then is shown.
+    """
+    interrupted = threading.Event()
+    try:
+        for file in (json, png):
+            _check_writable(file)
+        with _recorded_interrupt(interrupted):
+            plan = planning.fit(
+                _make_step(model, image, dtype),
+                batch=batch,
+                budget=budget,
+                target=target,
+                actions=cast(Any, action or ACTIONS),
+                bits=bits or BITS,
+                biased=biased,
+                pin=dict(_pinned(text) for text in pin or ()),
+                split_batch_statistics=split_batch_statistics,
+                compiles=compiles,
+                progress=_progress,
+            )
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    except planning.DoesNotFitError as error:
+        print(error, file=sys.stderr)
+        raise typer.Exit(1) from None
+    except (ValueError, ImportError, OSError) as error:
+        raise typer.BadParameter(str(error)) from error
+    print(plan)
+    if json is not None:
+        plan.save(json)
+    if png is not None:
+        plan.draw(png)
+
+
+def _pinned(text: str) -> tuple[str, str]:
+    path, found, choice = text.partition("=")
+    if not found:
+        raise ValueError(f"--pin={text}: expected PATH=CHOICE, such as head=keep")
+    return path, choice
 
 
 def _make_step(model: str, image: int, dtype: str) -> MakeStep:

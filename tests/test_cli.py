@@ -28,7 +28,7 @@ number = 1
 def run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_factory.py").write_text(FACTORY)
-    return lambda *args: CliRunner().invoke(app, ["memory", *args])
+    return lambda *args, command="memory": CliRunner().invoke(app, [command, *args])
 
 
 def test_a_factory_of_ones_own(run, tmp_path):
@@ -89,6 +89,29 @@ def test_version():
     result = CliRunner().invoke(app, ["--version"])
     assert result.exit_code == 0
     assert result.output == importlib.metadata.version("jaxcomp") + "\n"
+
+
+def test_fit_writes_a_plan(run, tmp_path):
+    options = ["--batch", "4096", "--target", "cpu", "--budget", "3MiB", "--json", "plan.json"]
+    result = run("my_factory:make_step", *options, "--action", "recompute", command="fit")
+    assert result.exit_code == 0, result.output
+    assert "plain: JAX" in result.output
+    assert planning.FittedPlan.load(tmp_path / "plan.json").spec == "plain"
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (["--budget", "3"], "a number with a unit"),
+        (["--budget", "1GiB", "--pin", "head"], "expected PATH=CHOICE"),
+        (["--budget", "1GiB", "--action", "guess"], "expected some of"),
+    ],
+)
+def test_bad_input_of_fit(run, options, error):
+    result = run("my_factory:make_step", "--target", "cpu", *options, command="fit")
+    assert result.exit_code == 2
+    words = " ".join(result.output.replace("│", " ").split())
+    assert error in words
 
 
 def test_a_model_by_name(run):

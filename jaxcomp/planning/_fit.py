@@ -306,7 +306,11 @@ def _plan(search: _Search, errors: list[float], notes: list[str]) -> FittedPlan:
         raise _does_not_fit(search)
     frontier = [
         Compiled(
-            c.name, c.result.report.total_bytes or 0, 1e3 * c.result.seconds, search.fits(c.result)
+            c.name,
+            c.result.report.total_bytes or 0,
+            1e3 * c.result.seconds,
+            search.fits(c.result),
+            c.strategy.policy is None,
         )
         for c in sorted(search.found, key=lambda c: c.result.seconds)
     ]

@@ -33,12 +33,14 @@ class Compiled:
         total_bytes: What XLA needs, arguments included.
         milliseconds: The estimated step time.
         fits: Whether it fits the budget.
+        is_exact: Whether its gradient is exact.
     """
 
     name: str
     total_bytes: int
     milliseconds: float
     fits: bool
+    is_exact: bool
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,21 @@ class FittedPlan:
             ValueError: If it holds no plan.
         """
         return cls.from_json(Path(file).read_text())
+
+    def draw(self, file: str | Path) -> None:
+        """Draws the bytes and the estimated time of all that was compiled.
+
+        Args:
+            file: The picture; its suffix is the format, such as ".png".
+
+        Raises:
+            ImportError: If matplotlib is not installed.
+        """
+        try:
+            from jaxcomp.planning import _frontier
+        except ImportError as error:
+            raise ImportError(f"{error}; install it with: pip install 'jaxcomp[plot]'") from error
+        _frontier.draw(self, file)
 
     def verify(
         self, make_step: MakeStep, *, batch: int | None = None, target: str | None = None

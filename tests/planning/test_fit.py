@@ -110,6 +110,8 @@ def test_a_plan_is_mixed_saved_and_verified(tmp_path):
     with pytest.raises(ValueError, match="expected JSON"):
         FittedPlan.from_json("{}")
     assert "blocks/*/mlp" in str(plan)
+    plan.draw(tmp_path / "plan.png")
+    assert (tmp_path / "plan.png").stat().st_size > 10_000
 
 
 def test_micro_batches_fit_where_nothing_else_is_allowed():
