@@ -165,9 +165,7 @@ def fit_command(
     target: _Target = None,
     action: Annotated[
         list[str] | None,
-        typer.Option(
-            help=f"What the plan may do; repeatable. Default: {', '.join(ACTIONS)}."
-        ),
+        typer.Option(help=f"What the plan may do; repeatable. Default: {', '.join(ACTIONS)}."),
     ] = None,
     bits: Annotated[
         list[int] | None,

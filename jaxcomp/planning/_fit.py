@@ -1,6 +1,7 @@
 """`fit`: a budget of bytes in, a strategy out that was compiled and fits."""
 
 import functools
+import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -18,17 +19,16 @@ from jaxcomp.memory._targets import Target, resolve
 from jaxcomp.planning._budget import bytes_of
 from jaxcomp.planning._fitted import Compiled, FittedPlan, Part
 from jaxcomp.planning._groups import Groups, policy_of, rules_of
+from jaxcomp.planning._improve import Variant, improve
 from jaxcomp.planning._probe import Probe, declared_bytes, probe, trace_scoped
 from jaxcomp.planning._problem import Action, Known, make_problem
-from jaxcomp.planning._solver import Problem, solve
+from jaxcomp.planning._solver import Problem
 from jaxcomp.planning._strategies import Strategy
 from jaxcomp.planning._watched import MakeStep
 from jaxcomp.policies._policy import Policy
 
 ACTIONS: tuple[Action, ...] = get_args(Action)
 BITS = (8, 4, 3, 2)
-_SLACK = 0.015  # of the budget: less is not worth another compilation
-_MARGIN = 0.002  # of the budget, after a plan that did not fit
 _REMEMBERED = 64  # steps, for further budgets
 
 
@@ -237,8 +237,20 @@ def _run(
         return
     layers = search.groups.has_layers
     known = Known(plain, quantized, middle, declared, None if layers else recomputed)
-    problem = make_problem(known, pinned, search.target)
-    _improve(search, problem, biased, errors)
+    variants = _variants(search, make_problem(known, pinned, search.target))
+
+    def compile_plan(assignment: Mapping[str, str], micro_batches: int) -> Probe:
+        number = sum(candidate.assignment is not None for candidate in search.found) + 1
+        strategy = Strategy.of(policy_of(assignment, biased))
+        spec = f"plan {number}" + (f", accumulate:{micro_batches}" if micro_batches > 1 else "")
+        strategy = replace(strategy, micro_batches=micro_batches)
+        return search.compile(spec, strategy, assignment)
+
+    def best_seconds() -> float:
+        best = search.best()
+        return math.inf if best is None else best.result.seconds
+
+    errors += improve(variants, search.budget, compile_plan, lambda: search.left, best_seconds)
 
 
 def _accumulate(search: _Search, plain: Probe) -> None:
@@ -253,51 +265,26 @@ def _accumulate(search: _Search, plain: Probe) -> None:
         count *= 2
 
 
-def _improve(search: _Search, problem: Problem, biased: bool, errors: list[float]) -> None:
-    """Solves, compiles, corrects the estimate of the bytes, and solves again."""
-    correction = 0.0
-    tried: list[Mapping[str, str]] = []
-    margin = 0.0
-    while search.left:
-        assignment = _with_most_bits(problem, search.budget - correction - margin)
-        if assignment is None or assignment in tried:
-            return
-        best = search.best()
-        if best is not None and problem.seconds(assignment) >= best.result.seconds and tried:
-            return
-        tried.append(assignment)
-        name = f"plan {len(tried)}"
-        strategy = Strategy.of(policy_of(assignment, biased))
-        result = search.compile(name, strategy, assignment)
-        total = result.report.total_bytes
-        if total is None:
-            return
-        expected, _ = problem.peak(assignment)
-        errors.append((expected + correction - total) / total)
-        correction = total - expected
-        if total > search.budget:
-            margin += _MARGIN * search.budget
-        elif total > (1 - _SLACK) * search.budget:
-            return
-
-
-def _with_most_bits(problem: Problem, budget: float) -> dict[str, str] | None:
-    """The choices of the least time; fewer than four bits only where there is no other way."""
-    for least in (4, 3, 2):
-        choices = {
-            group: {name: choice for name, choice in named.items() if _bits(name) >= least}
-            for group, named in problem.choices.items()
-        }
-        if all(choices.values()):
-            found = solve(replace(problem, choices=choices), budget)
-            if found is not None:
-                return found
-    return None
-
-
-def _bits(choice: str) -> int:
-    """The bits of a choice; those of an exact one count as many."""
-    return int(choice.rpartition("=")[2]) if "=" in choice else 32
+def _variants(search: _Search, problem: Problem) -> list[Variant]:
+    """Plans for the whole batch, and for fewer micro-batches than were compiled to fit."""
+    plain, *others = search.found
+    split = [c for c in others if c.strategy.micro_batches > 1]
+    found = [Variant(1, problem)]
+    if not split:
+        return found
+    given = plain.result.report.argument_bytes or 0
+    keep = dict.fromkeys(problem.choices, "keep")
+    most = split[-1]
+    count = most.strategy.micro_batches
+    more_seconds = (most.result.seconds - plain.result.seconds) / (count - 1)
+    expected, _ = problem.split(count, given).peak(keep)
+    more_bytes = (most.result.report.total_bytes or 0) - expected
+    number = 2
+    while number <= count:
+        part = problem.split(number, given)
+        found.append(Variant(number, part, more_bytes, more_seconds * (number - 1)))
+        number *= 2
+    return found
 
 
 def _plan(search: _Search, errors: list[float], notes: list[str]) -> FittedPlan:
@@ -335,6 +322,7 @@ def _plan(search: _Search, errors: list[float], notes: list[str]) -> FittedPlan:
         best.name,
         policy,
         "" if policy is not None else best.strategy.spec,
+        best.strategy.micro_batches,
         total,
         1e3 * result.seconds,
         parts,

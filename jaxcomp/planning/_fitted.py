@@ -4,7 +4,7 @@ import collections
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,7 @@ class FittedPlan:
         policy: What `compress` and `checkpoint` take; None if an exact strategy is chosen.
         spec: The spec of the exact strategy that is chosen, such as "plain" or "remat"; ""
             for a policy.
+        micro_batches: The number of parts that the batch is split into.
         total_bytes: What XLA needs on the target, arguments included.
         milliseconds: The estimated step time.
         parts: What the policy does with each group; empty for an exact strategy.
@@ -88,6 +89,7 @@ class FittedPlan:
     name: str
     policy: Policy | None
     spec: str
+    micro_batches: int
     total_bytes: int
     milliseconds: float
     parts: tuple[Part, ...]
@@ -100,7 +102,9 @@ class FittedPlan:
     @property
     def strategy(self) -> Strategy:
         """The strategy, as a step factory takes it."""
-        return Strategy.parse(self.spec) if self.policy is None else Strategy.of(self.policy)
+        if self.policy is None:
+            return Strategy.parse(self.spec)
+        return replace(Strategy.of(self.policy), micro_batches=self.micro_batches)
 
     def __str__(self) -> str:
         """A table of the groups, those of repeated blocks in one row, and of what was compiled."""

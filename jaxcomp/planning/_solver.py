@@ -1,7 +1,7 @@
 """The integer program of a plan: a choice for each group, within a budget at every moment."""
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy import optimize, sparse
@@ -65,6 +65,20 @@ class Problem:
 
         most = max(self.moments, key=alive)
         return alive(most), most
+
+    def split(self, count: int, given: float) -> "Problem":
+        """The same for a part of the batch; `given` are bytes of arguments, which stay."""
+        choices = {
+            group: {
+                name: replace(choice, bytes=choice.bytes / count) for name, choice in named.items()
+            }
+            for group, named in self.choices.items()
+        }
+        moments = [
+            replace(moment, rest=min(moment.rest, given + (moment.rest - given) / count))
+            for moment in self.moments
+        ]
+        return replace(self, choices=choices, moments=moments)
 
     def seconds(self, assignment: Mapping[str, str]) -> float:
         """The sum of the estimated times."""

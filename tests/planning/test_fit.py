@@ -121,6 +121,20 @@ def test_micro_batches_fit_where_nothing_else_is_allowed():
     assert plan.strategy.micro_batches >= 2
 
 
+def test_a_plan_may_split_the_batch_too():
+    budget = int(0.5 * _total(jc.planning.Strategy.parse("plain")))
+    plan = fit(
+        make_step,
+        batch=BATCH,
+        budget=budget,
+        target="cpu",
+        actions=("keep", "quantize", "accumulate"),
+    )
+    assert any(point.name.endswith("accumulate:2") for point in plan.frontier)
+    assert _total(plan.strategy) == plan.total_bytes <= budget
+    assert FittedPlan.from_json(plan.to_json()).strategy == plan.strategy
+
+
 def test_micro_batches_are_not_for_batch_norms():
     def normed(transform, batch):
         model = nnx.Sequential(
@@ -217,7 +231,7 @@ def test_groups_and_their_patterns():
 
 def test_a_plan_prints_its_frontier():
     plan = FittedPlan(
-        "h100", 8, 2**30, "plan 1", jc.Policy(()), "", 2**29, 1.5, (), (), "the peak is here"
+        "h100", 8, 2**30, "plan 1", jc.Policy(()), "", 1, 2**29, 1.5, (), (), "the peak is here"
     )
     assert str(plan).startswith("plan 1: JAX")
     assert "512.0 MiB of 1.0 GiB on h100, batch 8" in str(plan)
