@@ -24,7 +24,7 @@ from jaxcomp.planning._probe import Probe, declared_bytes, probe, trace_scoped
 from jaxcomp.planning._problem import Action, Known, make_problem
 from jaxcomp.planning._solver import Problem
 from jaxcomp.planning._strategies import Strategy
-from jaxcomp.planning._watched import MakeStep
+from jaxcomp.planning._watched import MakeStep, NoMicroBatchesError
 from jaxcomp.policies._policy import Policy
 
 ACTIONS: tuple[Action, ...] = get_args(Action)
@@ -58,6 +58,7 @@ class _Search:
     progress: Callable[[str], AbstractContextManager[Any]]
     groups: Groups
     found: list[_Candidate] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def compile(
         self, name: str, strategy: Strategy, assignment: Mapping[str, str] | None = None
@@ -178,6 +179,10 @@ def fit(
     _check(actions, bits, compiles)
     where = resolve(target)
     room = usable_bytes(where, None) if budget is None else bytes_of(budget)
+    if room is not None and where.capacity_bytes is not None and room > where.capacity_bytes:
+        raise ValueError(
+            f"budget={format_bytes(room)}: {where.name} has {format_bytes(where.capacity_bytes)}"
+        )
     if room is None:
         raise ValueError(f"budget=None: the memory of target={where.name!r} is not known")
     plain = Strategy.parse("plain")
@@ -194,15 +199,14 @@ def fit(
             f"batch) take {format_bytes(given)}"
         )
     search = _Search(make_step, batch, where, room, compiles, progress, groups)
-    notes: list[str] = []
     errors: list[float] = []
     try:
         _run(search, models, actions, bits, biased, pinned, split_batch_statistics, errors)
     except KeyboardInterrupt:
         if search.best() is None:
             raise
-        notes.append("stopped early: the best that was compiled until then")
-    return _plan(search, errors, notes)
+        search.notes.append("stopped early: the best that was compiled until then")
+    return _plan(search, errors)
 
 
 def _run(
@@ -229,10 +233,18 @@ def _run(
     if "recompute" in actions and search.left:
         try:
             recomputed = search.compile("remat", Strategy.parse("remat"))
-        except (ValueError, CompileError):  # no blocks in a list
-            recomputed = None
-    if "accumulate" in actions and (split_batch_statistics or _has_no_statistics(models)):
-        _accumulate(search, plain)
+        except (ValueError, CompileError) as error:  # such as: no blocks in a list
+            search.notes.append(f"nothing is recomputed: {error}")
+    if "accumulate" in actions and not (split_batch_statistics or _has_no_statistics(models)):
+        search.notes.append(
+            "no micro-batches: batch norms would see fewer images (or the model is a function, of "
+            "which that is not known); split_batch_statistics=True allows them"
+        )
+    elif "accumulate" in actions:
+        try:
+            _accumulate(search, plain)
+        except NoMicroBatchesError as error:
+            search.notes.append(f"no micro-batches: {error}")
     if quantized is None and recomputed is None:
         return
     layers = search.groups.has_layers
@@ -287,7 +299,7 @@ def _variants(search: _Search, problem: Problem) -> list[Variant]:
     return found
 
 
-def _plan(search: _Search, errors: list[float], notes: list[str]) -> FittedPlan:
+def _plan(search: _Search, errors: list[float]) -> FittedPlan:
     best = search.best()
     if best is None:
         raise _does_not_fit(search)
@@ -329,7 +341,7 @@ def _plan(search: _Search, errors: list[float], notes: list[str]) -> FittedPlan:
         tuple(frontier),
         binding,
         tuple(errors),
-        notes=tuple(notes),
+        notes=tuple(search.notes),
     )
 
 
@@ -356,7 +368,7 @@ def _does_not_fit(search: _Search) -> DoesNotFitError:
         f"{format_bytes(round(saved))} saved activations and "
         f"{format_bytes(round(max(0, highest.rest - given)))} other temporary memory. A smaller "
         "batch, more micro-batches (accumulate:N), an optimizer with less state or a loss that is "
-        "computed in parts takes less"
+        f"computed in parts takes less{''.join(f'; {note}' for note in search.notes)}"
     )
 
 

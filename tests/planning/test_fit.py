@@ -145,7 +145,7 @@ def test_micro_batches_are_not_for_batch_norms():
         model = transform(model)
         return _step(transform, model), (model, jax.ShapeDtypeStruct((batch, WIDTH), "f4"))
 
-    with pytest.raises(DoesNotFitError, match="the least is plain"):
+    with pytest.raises(DoesNotFitError, match=r"the least is plain .* split_batch_statistics"):
         fit(normed, batch=BATCH, budget="4MiB", target="cpu", actions=("accumulate",))
     plan = fit(
         normed,
@@ -194,6 +194,7 @@ def test_interrupting_returns_the_best_so_far():
         ({"pin": {"head": "drop"}}, "expected one of"),
         ({"batch": 0}, "expected a multiple of 1"),
         ({"target": "h100:x"}, "expected h100:COUNT"),
+        ({"target": "rtx3060-12gb", "budget": "13GiB"}, "rtx3060-12gb has 11.8 GiB"),
     ],
 )
 def test_bad_input_is_told_before_any_compilation(changed, message):
