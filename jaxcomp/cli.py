@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -190,6 +190,10 @@ def fit_command(
         ),
     ] = False,
     compiles: Annotated[int, typer.Option(help="The largest number of compilations.")] = 8,
+    max_batch: Annotated[
+        bool,
+        typer.Option("--max-batch", help="Plan for the largest batch that can be made to fit."),
+    ] = False,
     json: Annotated[Path | None, typer.Option(help="Write the plan to this file.")] = None,
     png: Annotated[
         Path | None, typer.Option(help="Draw what was compiled: bytes against estimated time.")
@@ -204,19 +208,25 @@ def fit_command(
     try:
         for file in (json, png):
             _check_writable(file)
+        allowed: dict[str, Any] = {
+            "budget": budget,
+            "target": target,
+            "actions": action or ACTIONS,
+            "bits": bits or BITS,
+            "biased": biased,
+            "progress": _progress,
+        }
+        make_step = _make_step(model, image, dtype)
         with _recorded_interrupt(interrupted):
+            if max_batch:
+                batch = planning.largest_batch(make_step, **allowed)
             plan = planning.fit(
-                _make_step(model, image, dtype),
+                make_step,
                 batch=batch,
-                budget=budget,
-                target=target,
-                actions=cast(Any, action or ACTIONS),
-                bits=bits or BITS,
-                biased=biased,
+                **allowed,
                 pin=dict(_pinned(text) for text in pin or ()),
                 split_batch_statistics=split_batch_statistics,
                 compiles=compiles,
-                progress=_progress,
             )
     except KeyboardInterrupt:
         raise typer.Exit(130) from None

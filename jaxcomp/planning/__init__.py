@@ -6,5 +6,6 @@ from jaxcomp.planning._comparison import compare as compare
 from jaxcomp.planning._fit import DoesNotFitError as DoesNotFitError
 from jaxcomp.planning._fit import fit as fit
 from jaxcomp.planning._fitted import FittedPlan as FittedPlan
+from jaxcomp.planning._largest import largest_batch as largest_batch
 from jaxcomp.planning._strategies import Strategy as Strategy
 from jaxcomp.planning._watched import MakeStep as MakeStep

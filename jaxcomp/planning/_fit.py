@@ -176,15 +176,9 @@ def fit(
         >>> plan.spec
         'plain'
     """
-    _check(actions, bits, compiles)
+    check(actions, bits, compiles)
     where = resolve(target)
-    room = usable_bytes(where, None) if budget is None else bytes_of(budget)
-    if room is not None and where.capacity_bytes is not None and room > where.capacity_bytes:
-        raise ValueError(
-            f"budget={format_bytes(room)}: {where.name} has {format_bytes(where.capacity_bytes)}"
-        )
-    if room is None:
-        raise ValueError(f"budget=None: the memory of target={where.name!r} is not known")
+    room = room_of(budget, target)
     plain = Strategy.parse("plain")
     plain.check_batch(batch)
     traced, models = trace_scoped(make_step, plain, batch, where)
@@ -313,6 +307,10 @@ def _plan(search: _Search, errors: list[float]) -> FittedPlan:
         )
         for c in sorted(search.found, key=lambda c: c.result.seconds)
     ]
+    if best.strategy.policy is not None:
+        search.notes.append(
+            "the gradient is noisier than the plain one; jaxcomp.check_gradients measures it"
+        )
     result = best.result
     highest = max(result.moments, key=lambda m: _alive(result, m))
     alive = {g: f * result.saved.get(g, 0) for g, f in highest.alive.items()}
@@ -372,6 +370,23 @@ def _does_not_fit(search: _Search) -> DoesNotFitError:
     )
 
 
+def room_of(budget: int | str | None, target: str | None) -> int:
+    """The bytes of a budget; by default, what a step may use of the target's memory.
+
+    Raises:
+        ValueError: If they are not known, or more than the target has.
+    """
+    where = resolve(target)
+    room = usable_bytes(where, None) if budget is None else bytes_of(budget)
+    if room is None:
+        raise ValueError(f"budget=None: the memory of target={where.name!r} is not known")
+    if where.capacity_bytes is not None and room > where.capacity_bytes:
+        raise ValueError(
+            f"budget={format_bytes(room)}: {where.name} has {format_bytes(where.capacity_bytes)}"
+        )
+    return room
+
+
 def _has_no_statistics(models: Sequence[Any]) -> bool:
     """Whether all models are of Flax NNX and have no batch norm."""
     return all(
@@ -380,7 +395,8 @@ def _has_no_statistics(models: Sequence[Any]) -> bool:
     )
 
 
-def _check(actions: Sequence[Action], bits: Sequence[int], compiles: int) -> None:
+def check(actions: Sequence[Action], bits: Sequence[int], compiles: int) -> None:
+    """Raises a ValueError for an argument of `fit` that is not what it should be."""
     if isinstance(actions, str) or not actions or set(actions) - set(ACTIONS):
         raise ValueError(f"actions={actions!r}: expected some of {ACTIONS}")
     if not isinstance(bits, Sequence) or set(bits) - set(BITS):

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 import jaxcomp as jc
-from jaxcomp.planning import DoesNotFitError, FittedPlan, fit
+from jaxcomp.planning import DoesNotFitError, FittedPlan, fit, largest_batch
 from jaxcomp.planning._budget import bytes_of
 from jaxcomp.planning._groups import Groups, pattern_of, policy_of
 
@@ -175,7 +175,7 @@ def test_interrupting_returns_the_best_so_far():
     budget = int(0.6 * _total(jc.planning.Strategy.parse("plain")))
     plan = fit(make_step, batch=BATCH, budget=budget, target="cpu", progress=progress)
     assert plan.name == names[1] == "quantize:bits=4"
-    assert plan.notes == ("stopped early: the best that was compiled until then",)
+    assert plan.notes[0] == "stopped early: the best that was compiled until then"
 
 
 @pytest.mark.parametrize(
@@ -204,6 +204,16 @@ def test_bad_input_is_told_before_any_compilation(changed, message):
     given = {"batch": BATCH, "budget": "8MiB", "target": "cpu", "progress": progress} | changed
     with pytest.raises(ValueError, match=message):
         fit(make_step, **given)
+
+
+def test_the_largest_batch_has_a_plan():
+    budget = _total(jc.planning.Strategy.parse("plain"))
+    given = {"budget": budget, "target": "cpu", "actions": ("keep", "quantize")}
+    batch = largest_batch(make_step, **given, multiple=64)
+    assert batch > 1.3 * BATCH
+    assert fit(make_step, batch=batch, **given).total_bytes <= budget
+    with pytest.raises(DoesNotFitError):
+        fit(make_step, batch=batch + 128, **given)
 
 
 def test_a_step_without_a_gradient():
