@@ -1,108 +1,27 @@
 """`fit`: a budget of bytes in, a strategy out that was compiled and fits."""
 
-import functools
-import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
-import jax
-from flax import nnx
-
 from jaxcomp.memory._analyze import usable_bytes
-from jaxcomp.memory._compiling import CompileError
 from jaxcomp.memory._declared import takes_gradient
 from jaxcomp.memory._live_bytes import format_bytes
-from jaxcomp.memory._targets import Target, resolve
+from jaxcomp.memory._targets import resolve
+from jaxcomp.planning._answer import answer
 from jaxcomp.planning._budget import bytes_of
-from jaxcomp.planning._fitted import Compiled, FittedPlan, Part
-from jaxcomp.planning._groups import Groups, policy_of, rules_of
-from jaxcomp.planning._improve import Variant, improve
-from jaxcomp.planning._probe import Probe, declared_bytes, probe, trace_scoped
-from jaxcomp.planning._problem import Action, Known, make_problem
-from jaxcomp.planning._solver import Problem
+from jaxcomp.planning._fitted import FittedPlan
+from jaxcomp.planning._groups import Groups
+from jaxcomp.planning._plans import Allowed, run
+from jaxcomp.planning._probe import trace_scoped
+from jaxcomp.planning._problem import Action
+from jaxcomp.planning._search import Search
 from jaxcomp.planning._strategies import Strategy
-from jaxcomp.planning._watched import MakeStep, NoMicroBatchesError
-from jaxcomp.policies._policy import Policy
+from jaxcomp.planning._watched import MakeStep
 
 ACTIONS: tuple[Action, ...] = get_args(Action)
 BITS = (8, 4, 3, 2)
-_REMEMBERED = 64  # steps, for further budgets
-
-
-class DoesNotFitError(ValueError):
-    """No strategy that was compiled fits the budget."""
-
-
-@dataclass
-class _Candidate:
-    """A strategy that was compiled, and for a plan what it does with each group."""
-
-    name: str
-    strategy: Strategy
-    result: Probe
-    assignment: Mapping[str, str] | None = None
-
-
-@dataclass
-class _Search:
-    """Compiles strategies, at most so many."""
-
-    make_step: MakeStep
-    batch: int
-    target: Target
-    budget: int
-    compiles: int
-    progress: Callable[[str], AbstractContextManager[Any]]
-    groups: Groups
-    found: list[_Candidate] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    def compile(
-        self, name: str, strategy: Strategy, assignment: Mapping[str, str] | None = None
-    ) -> Probe:
-        """Compiles a strategy and remembers it."""
-        with self.progress(name):
-            result = _compiled(self.make_step, strategy, self.batch, self.target, self.groups)
-        self.found.append(_Candidate(name, strategy, result, assignment))
-        return result
-
-    def declared(self, strategy: Strategy) -> Mapping[str, int]:
-        """Bytes that a step intends to save, by group."""
-        return _declared(self.make_step, strategy, self.batch, self.target, self.groups)
-
-    @property
-    def left(self) -> int:
-        """How many more may be compiled."""
-        return self.compiles - len(self.found)
-
-    def fits(self, result: Probe) -> bool:
-        total = result.report.total_bytes
-        return bool(result.moments) and total is not None and total <= self.budget
-
-    def best(self) -> _Candidate | None:
-        """The fastest that fits; of equally fast ones the exact one, which comes first."""
-        fitting = [c for c in self.found if self.fits(c.result)]
-        return min(fitting, key=lambda c: c.result.seconds) if fitting else None
-
-
-@functools.lru_cache(_REMEMBERED)
-def _compiled(
-    make_step: MakeStep, strategy: Strategy, batch: int, target: Target, groups: Groups
-) -> Probe:
-    traced, _ = trace_scoped(make_step, strategy, batch, target)
-    # The plain step is planned from: it is compiled as if it fitted. TPU compilers refuse that.
-    xla_remat = not strategy.is_plain or target.platform == "tpu"
-    return probe(traced, target, None, groups, xla_remat=xla_remat)
-
-
-@functools.lru_cache(_REMEMBERED)
-def _declared(
-    make_step: MakeStep, strategy: Strategy, batch: int, target: Target, groups: Groups
-) -> Mapping[str, int]:
-    return declared_bytes(trace_scoped(make_step, strategy, batch, target)[0], groups)
 
 
 def fit(
@@ -139,7 +58,7 @@ def fit(
         budget: Bytes, or text such as "11GiB". By default, what a step may use of the target's
             memory.
         target: The target's name, as in `analyze`. By default, the attached device.
-        actions: What a plan may do: "keep" a value, "quantize" it, "recompute" blocks, or
+        actions: What a plan may do: "keep" values, "quantize" them, "recompute" blocks, or
             "accumulate" gradients of micro-batches.
         bits: Bits of a quantized element that a plan may use, of 8, 4, 3 and 2. Fewer than 4 are
             used only where a plan without them does not fit.
@@ -165,7 +84,8 @@ def fit(
         CompileError: If the plain step does not compile.
 
     Example:
-        >>> import jax.numpy as jnp
+        >>> import jax, jax.numpy as jnp
+        >>> from flax import nnx
         >>> def make_step(transform, batch):
         ...     def block():
         ...         return nnx.Sequential(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), jnp.sin)
@@ -192,182 +112,15 @@ def fit(
             f"budget={format_bytes(room)}: the arguments of the step alone (parameters, state and "
             f"batch) take {format_bytes(given)}"
         )
-    search = _Search(make_step, batch, where, room, compiles, progress, groups)
-    errors: list[float] = []
+    allowed = Allowed(actions, bits, biased, pinned, split_batch_statistics)
+    search = Search(make_step, batch, where, room, compiles, progress, groups, allowed.admits)
     try:
-        _run(search, models, actions, bits, biased, pinned, split_batch_statistics, errors)
+        run(search, models, allowed)
     except KeyboardInterrupt:
         if search.best() is None:
             raise
         search.notes.append("stopped early: the best that was compiled until then")
-    return _plan(search, errors)
-
-
-def _run(
-    search: _Search,
-    models: list[Any],
-    actions: Collection[Action],
-    bits: Sequence[int],
-    biased: bool,
-    pinned: Mapping[str, str],
-    split_batch_statistics: bool,
-    errors: list[float],
-) -> None:
-    """Compiles the exact strategies, then plans."""
-    plain = search.compile("plain", Strategy.parse("plain"))
-    if search.fits(plain) and not pinned:
-        return
-    quantized = recomputed = None
-    middle = min(bits, key=lambda b: abs(b - 4)) if bits else 4
-    declared: dict[int, Mapping[str, int]] = {}
-    if "quantize" in actions and bits and search.left:
-        uniform = {b: Strategy.of(Policy(rules_of(f"quantize:bits={b}", biased))) for b in bits}
-        quantized = search.compile(f"quantize:bits={middle}", uniform[middle])
-        declared = {b: search.declared(strategy) for b, strategy in uniform.items()}
-    if "recompute" in actions and search.left:
-        try:
-            recomputed = search.compile("remat", Strategy.parse("remat"))
-        except (ValueError, CompileError) as error:  # such as: no blocks in a list
-            search.notes.append(f"nothing is recomputed: {error}")
-    if "accumulate" in actions and not (split_batch_statistics or _has_no_statistics(models)):
-        search.notes.append(
-            "no micro-batches: batch norms would see fewer images (or the model is a function, of "
-            "which that is not known); split_batch_statistics=True allows them"
-        )
-    elif "accumulate" in actions:
-        try:
-            _accumulate(search, plain)
-        except NoMicroBatchesError as error:
-            search.notes.append(f"no micro-batches: {error}")
-    if quantized is None and recomputed is None:
-        return
-    layers = search.groups.has_layers
-    known = Known(plain, quantized, middle, declared, None if layers else recomputed)
-    variants = _variants(search, make_problem(known, pinned, search.target))
-
-    def compile_plan(assignment: Mapping[str, str], micro_batches: int) -> Probe:
-        number = sum(candidate.assignment is not None for candidate in search.found) + 1
-        strategy = Strategy.of(policy_of(assignment, biased))
-        spec = f"plan {number}" + (f", accumulate:{micro_batches}" if micro_batches > 1 else "")
-        strategy = replace(strategy, micro_batches=micro_batches)
-        return search.compile(spec, strategy, assignment)
-
-    def best_seconds() -> float:
-        best = search.best()
-        return math.inf if best is None else best.result.seconds
-
-    errors += improve(variants, search.budget, compile_plan, lambda: search.left, best_seconds)
-
-
-def _accumulate(search: _Search, plain: Probe) -> None:
-    """Compiles the fewest micro-batches that are estimated to fit."""
-    saved, total = sum(plain.saved.values()), plain.report.total_bytes or 0
-    count = 2
-    while search.batch % count == 0 and search.left > 1:
-        if total - saved * (1 - 1 / count) <= search.budget:
-            result = search.compile(f"accumulate:{count}", Strategy.parse(f"accumulate:{count}"))
-            if search.fits(result):
-                return
-        count *= 2
-
-
-def _variants(search: _Search, problem: Problem) -> list[Variant]:
-    """Plans for the whole batch, and for fewer micro-batches than were compiled to fit."""
-    plain, *others = search.found
-    split = [c for c in others if c.strategy.micro_batches > 1]
-    found = [Variant(1, problem)]
-    if not split:
-        return found
-    given = plain.result.report.argument_bytes or 0
-    keep = dict.fromkeys(problem.choices, "keep")
-    most = split[-1]
-    count = most.strategy.micro_batches
-    more_seconds = (most.result.seconds - plain.result.seconds) / (count - 1)
-    expected, _ = problem.split(count, given).peak(keep)
-    more_bytes = (most.result.report.total_bytes or 0) - expected
-    number = 2
-    while number <= count:
-        part = problem.split(number, given)
-        found.append(Variant(number, part, more_bytes, more_seconds * (number - 1)))
-        number *= 2
-    return found
-
-
-def _plan(search: _Search, errors: list[float]) -> FittedPlan:
-    best = search.best()
-    if best is None:
-        raise _does_not_fit(search)
-    frontier = [
-        Compiled(
-            c.name,
-            c.result.report.total_bytes or 0,
-            1e3 * c.result.seconds,
-            search.fits(c.result),
-            c.strategy.policy is None,
-        )
-        for c in sorted(search.found, key=lambda c: c.result.seconds)
-    ]
-    if best.strategy.policy is not None:
-        search.notes.append(
-            "the gradient is noisier than the plain one; jaxcomp.check_gradients measures it"
-        )
-    result = best.result
-    highest = max(result.moments, key=lambda m: _alive(result, m))
-    alive = {g: f * result.saved.get(g, 0) for g, f in highest.alive.items()}
-    binding = (
-        f"the peak is in the {highest.where}: {format_bytes(round(sum(alive.values())))} of saved "
-        f"activations, {format_bytes(round(highest.rest))} of all else"
-    )
-    policy = best.strategy.policy if isinstance(best.strategy.policy, Policy) else None
-    parts = tuple(
-        Part(group, action, result.saved.get(group, 0), 1e3 * result.seconds_of.get(group, 0.0))
-        for group, action in sorted((best.assignment or {}).items())
-    )
-    total = result.report.total_bytes
-    assert total is not None
-    return FittedPlan(
-        search.target.name,
-        search.batch,
-        search.budget,
-        best.name,
-        policy,
-        "" if policy is not None else best.strategy.spec,
-        best.strategy.micro_batches,
-        total,
-        1e3 * result.seconds,
-        parts,
-        tuple(frontier),
-        binding,
-        tuple(errors),
-        notes=tuple(search.notes),
-    )
-
-
-def _alive(result: Probe, moment: Any) -> float:
-    saved = (f * result.saved.get(g, 0) for g, f in moment.alive.items())
-    return float(moment.rest + sum(saved))
-
-
-def _does_not_fit(search: _Search) -> DoesNotFitError:
-    reached = [
-        c for c in search.found if c.result.report.total_bytes is not None and c.result.moments
-    ]
-    if not reached:
-        return DoesNotFitError(f"budget={format_bytes(search.budget)}: nothing could be compiled")
-    least = min(reached, key=lambda c: c.result.report.total_bytes or 0)
-    report, result = least.result.report, least.result
-    highest = max(result.moments, key=lambda m: _alive(result, m))
-    saved = sum(f * result.saved.get(g, 0) for g, f in highest.alive.items())
-    given = report.argument_bytes or 0
-    return DoesNotFitError(
-        f"budget={format_bytes(search.budget)}: nothing fits; the least is {least.name} with "
-        f"{format_bytes(report.total_bytes or 0)}, of which {format_bytes(given)} are arguments "
-        f"(parameters, optimizer state, batch) and at the peak, in the {highest.where}, "
-        f"{format_bytes(round(saved))} saved activations and "
-        f"{format_bytes(round(max(0, highest.rest - given)))} other temporary memory. A smaller "
-        "batch, more micro-batches (accumulate:N), an optimizer with less state or a loss that is "
-        f"computed in parts takes less{''.join(f'; {note}' for note in search.notes)}"
-    )
+    return answer(search)
 
 
 def room_of(budget: int | str | None, target: str | None) -> int:
@@ -385,14 +138,6 @@ def room_of(budget: int | str | None, target: str | None) -> int:
             f"budget={format_bytes(room)}: {where.name} has {format_bytes(where.capacity_bytes)}"
         )
     return room
-
-
-def _has_no_statistics(models: Sequence[Any]) -> bool:
-    """Whether all models are of Flax NNX and have no batch norm."""
-    return all(
-        isinstance(model, nnx.Module) and not jax.tree.leaves(nnx.state(model, nnx.BatchStat))
-        for model in models
-    )
 
 
 def check(actions: Sequence[Action], bits: Sequence[int], compiles: int) -> None:

@@ -11,7 +11,7 @@ _MARGIN = 0.002  # of the budget, after a plan that did not fit
 _BITS = (4, 3, 2)  # fewer are used only where there is no other way
 
 Assignment = Mapping[str, str]
-Compile = Callable[[Assignment, int], Probe]
+Compile = Callable[[Assignment, int], Probe | None]
 
 
 @dataclasses.dataclass
@@ -69,7 +69,8 @@ def improve(
     Args:
         variants: The plans to choose from.
         budget: In bytes.
-        compile_plan: Compiles the choices for each group, with a number of micro-batches.
+        compile_plan: Compiles the choices for each group, with a number of micro-batches; None if
+            that fails.
         left: How many more may be compiled.
         best_seconds: The least estimated time of what was compiled and fits.
 
@@ -85,7 +86,7 @@ def improve(
         if seconds >= best_seconds():
             break
         result = compile_plan(assignment, variant.micro_batches)
-        if result.report.total_bytes is None:
+        if result is None or result.report.total_bytes is None:
             break
         errors.append(variant.learn(assignment, result, budget))
         if (1 - _SLACK) * budget < result.report.total_bytes <= budget:

@@ -43,6 +43,15 @@ class Probe:
     seconds_of: dict[str, float]
     moments: tuple[Moment, ...]
 
+    def peak(self) -> tuple[str, int, int]:
+        """The moment of the most bytes: where it is, saved bytes, and all other bytes."""
+
+        def saved(moment: Moment) -> float:
+            return sum(part * self.saved.get(group, 0) for group, part in moment.alive.items())
+
+        highest = max(self.moments, key=lambda moment: moment.rest + saved(moment))
+        return highest.where, round(saved(highest)), round(highest.rest)
+
 
 def trace_scoped(
     make_step: MakeStep, strategy: Strategy, batch: int, target: Target

@@ -23,6 +23,7 @@ class Known:
         bits: The bits of `quantized`.
         declared: Bytes that the step intends to save with other bits, by bits and group.
         recomputed: The step with each block recomputed; None if that is not allowed.
+        keeps: Whether a group may be kept that could be quantized.
     """
 
     plain: Probe
@@ -30,6 +31,7 @@ class Known:
     bits: int
     declared: Mapping[int, Mapping[str, int]]
     recomputed: Probe | None
+    keeps: bool
 
 
 def make_problem(known: Known, pinned: Mapping[str, str], target: Target) -> Problem:
@@ -39,6 +41,9 @@ def make_problem(known: Known, pinned: Mapping[str, str], target: Target) -> Pro
         known: What was compiled.
         pinned: Choices that are given, by group.
         target: What the steps are compiled for.
+
+    Raises:
+        ValueError: If a group cannot have the choice that is given.
     """
     probes = [p for p in (known.plain, known.quantized, known.recomputed) if p is not None]
     names = sorted({g for p in probes for g in (*p.saved, *p.seconds_of)})
@@ -55,7 +60,13 @@ def make_problem(known: Known, pinned: Mapping[str, str], target: Target) -> Pro
         if known.recomputed is not None and block_of(group):
             found["recompute"] = _choice(known.recomputed, group)
         if group in pinned:
-            found = {pinned[group]: found[pinned[group]]}
+            if pinned[group] not in found:
+                raise ValueError(
+                    f"pin: {group or 'the model'} cannot have {pinned[group]!r}, but {list(found)}"
+                )
+            return {pinned[group]: found[pinned[group]]}
+        if not known.keeps and len(found) > 1:
+            del found["keep"]
         return found
 
     options = {group: choices(group) for group in names}

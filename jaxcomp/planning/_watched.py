@@ -14,10 +14,6 @@ MakeStep = Callable[[Strategy, int], tuple[Callable[..., Any], tuple[Any, ...]]]
 M = TypeVar("M", bound=nnx.Module | Callable[..., Any])
 
 
-class NoMicroBatchesError(ValueError):
-    """A step factory does not split the batch."""
-
-
 @dataclass(frozen=True)
 class _Watched(Strategy):
     """A strategy that knows the models that it was applied to, and what was asked of it."""
@@ -51,7 +47,7 @@ class _Watched(Strategy):
                 "is true: it called transform with no Flax NNX model"
             )
         if asked.micro_batches > 1 and not has_read("micro_batches"):
-            raise NoMicroBatchesError(
+            raise ValueError(
                 "make_step is expected to split the batch into transform.micro_batches parts; it "
                 "did not ask for them"
             )

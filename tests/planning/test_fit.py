@@ -158,6 +158,16 @@ def test_micro_batches_are_not_for_batch_norms():
     assert plan.strategy.micro_batches > 1
 
 
+def test_pins_and_actions_hold_where_the_plain_step_fits():
+    given = {"batch": BATCH, "budget": "1GiB", "target": "cpu"}
+    plan = fit(make_step, **given, pin={"blocks/1/mlp": "quantize:bits=3"})
+    assert {p.group for p in plan.parts if p.action == "quantize:bits=3"} == {"blocks/1/mlp"}
+    plan = fit(make_step, **given, pin={"head": "keep"})
+    assert plan.spec == "plain"
+    plan = fit(make_step, **given, actions=("quantize",), bits=(4,))
+    assert plan.name == "quantize:bits=4"
+
+
 def test_nothing_fits():
     with pytest.raises(DoesNotFitError, match=r"nothing fits; the least is .* are arguments"):
         fit(make_step, batch=BATCH, budget="1.2MiB", target="cpu", compiles=3)

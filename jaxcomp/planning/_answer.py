@@ -1,0 +1,82 @@
+"""What `fit` answers, from the strategies that were compiled."""
+
+from jaxcomp.memory._live_bytes import format_bytes
+from jaxcomp.planning._fitted import Compiled, FittedPlan, Part
+from jaxcomp.planning._search import Search
+from jaxcomp.policies._policy import Policy
+
+
+class DoesNotFitError(ValueError):
+    """No strategy that was compiled fits the budget."""
+
+
+def answer(search: Search) -> FittedPlan:
+    """The fastest strategy that was compiled and fits.
+
+    Raises:
+        DoesNotFitError: If nothing fits.
+    """
+    best = search.best()
+    if best is None:
+        raise _does_not_fit(search)
+    strategy, result = best.strategy, best.result
+    policy = strategy.policy if isinstance(strategy.policy, Policy) else None
+    notes = list(search.notes)
+    if policy is not None:
+        notes.append(
+            "the gradient is noisier than the plain one; jaxcomp.check_gradients measures it"
+        )
+    where, saved, rest = result.peak()
+    total = result.report.total_bytes
+    assert total is not None
+    return FittedPlan(
+        target=search.target.name,
+        batch=search.batch,
+        budget_bytes=search.budget,
+        name=best.name,
+        policy=policy,
+        spec="" if policy is not None else strategy.spec,
+        micro_batches=strategy.micro_batches,
+        total_bytes=total,
+        milliseconds=1e3 * result.seconds,
+        parts=tuple(
+            Part(group, action, result.saved.get(group, 0), 1e3 * result.seconds_of.get(group, 0.0))
+            for group, action in sorted((best.assignment or {}).items())
+        ),
+        frontier=tuple(
+            Compiled(
+                c.name,
+                c.result.report.total_bytes or 0,
+                1e3 * c.result.seconds,
+                search.fits(c.result),
+                c.strategy.policy is None,
+            )
+            for c in sorted(search.found, key=lambda c: c.result.seconds)
+        ),
+        binding=(
+            f"the peak is in the {where}: {format_bytes(saved)} of saved activations, "
+            f"{format_bytes(rest)} of all else"
+        ),
+        errors=tuple(search.errors),
+        notes=tuple(notes),
+    )
+
+
+def _does_not_fit(search: Search) -> DoesNotFitError:
+    budget = f"budget={format_bytes(search.budget)}"
+    reached = [c for c in search.found if c.result.report.total_bytes and c.result.moments]
+    if not reached:
+        return DoesNotFitError(f"{budget}: nothing could be compiled")
+    least = min(reached, key=lambda c: c.result.report.total_bytes or 0)
+    report = least.result.report
+    where, saved, rest = least.result.peak()
+    given = report.argument_bytes or 0
+    return DoesNotFitError(
+        f"{budget}: nothing fits; the least is {least.name} with "
+        f"{format_bytes(report.total_bytes or 0)}, of which {format_bytes(given)} are arguments "
+        f"(parameters, optimizer state, batch) and at the peak, in the {where}, "
+        f"{format_bytes(saved)} saved activations and {format_bytes(max(0, rest - given))} other "
+        "temporary memory. A smaller batch, more micro-batches (accumulate:N), an optimizer with "
+        "less state or a loss that is computed in parts takes less"
+        f"{''.join(f'; {note}' for note in search.notes)}"
+    )

@@ -1,0 +1,149 @@
+"""Compiles the exact strategies and the quantized step, then plans."""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxcomp.memory._compiling import CompileError
+from jaxcomp.planning._groups import policy_of, rules_of
+from jaxcomp.planning._improve import Variant, improve
+from jaxcomp.planning._probe import Probe
+from jaxcomp.planning._problem import Action, Known, make_problem
+from jaxcomp.planning._search import Search
+from jaxcomp.planning._solver import Problem
+from jaxcomp.planning._strategies import Strategy
+from jaxcomp.policies._policy import Policy
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """What a plan may do.
+
+    Attributes:
+        actions: Its kinds of choices.
+        bits: Bits of a quantized element.
+        biased: Whether batch norms may have codes that clip.
+        pinned: Choices that are given, by group.
+        split_batch_statistics: Whether batch norms may see fewer images.
+    """
+
+    actions: Collection[Action]
+    bits: Sequence[int]
+    biased: bool
+    pinned: Mapping[str, str]
+    split_batch_statistics: bool
+
+    def admits(self, strategy: Strategy) -> bool:
+        """Whether a strategy of all values alike does what is pinned."""
+        keeps = strategy.policy is None and not strategy.remat
+        if keeps and strategy.micro_batches == 1 and "keep" not in self.actions:
+            return False
+        return not self.pinned or (keeps and set(self.pinned.values()) == {"keep"})
+
+
+def run(search: Search, models: Sequence[Any], allowed: Allowed) -> None:
+    """Compiles the plain step, and if that does not fit all else that is allowed."""
+    plain = search.compile("plain", Strategy.parse("plain"))
+    if search.best() is not None:
+        return
+    quantized = recomputed = None
+    bits, biased = allowed.bits, allowed.biased
+    uniform = {b: Strategy.of(Policy(rules_of(f"quantize:bits={b}", biased))) for b in bits}
+    middle = min(bits, key=lambda b: abs(b - 4), default=4)
+    if "quantize" in allowed.actions and bits and search.left:
+        quantized = _tried(search, f"quantize:bits={middle}", uniform[middle])
+    if "recompute" in allowed.actions and search.left:
+        recomputed = _tried(search, "remat", Strategy.parse("remat"))
+    if "accumulate" in allowed.actions:
+        if allowed.split_batch_statistics or _have_no_statistics(models):
+            _accumulate(search, plain)
+        else:
+            search.notes.append(
+                "no micro-batches: batch norms would see fewer images (or the model is a function, "
+                "of which that is not known); split_batch_statistics=True allows them"
+            )
+    if quantized is None and recomputed is None:
+        return
+    declared = {} if quantized is None else {b: search.declared(uniform[b]) for b in bits}
+    of_blocks = None if search.groups.has_layers else recomputed
+    known = Known(plain, quantized, middle, declared, of_blocks, "keep" in allowed.actions)
+    variants = _variants(search, make_problem(known, allowed.pinned, search.target))
+
+    def compile_plan(assignment: Mapping[str, str], micro_batches: int) -> Probe | None:
+        number = sum(candidate.assignment is not None for candidate in search.found) + 1
+        name = f"plan {number}" + (f", accumulate:{micro_batches}" if micro_batches > 1 else "")
+        strategy = Strategy.of(policy_of(assignment, biased))
+        return _tried(search, name, replace(strategy, micro_batches=micro_batches), assignment)
+
+    def best_seconds() -> float:
+        best = search.best()
+        return math.inf if best is None else best.result.seconds
+
+    search.errors += improve(
+        variants, search.budget, compile_plan, lambda: search.left, best_seconds
+    )
+
+
+def _tried(
+    search: Search,
+    name: str,
+    strategy: Strategy,
+    assignment: Mapping[str, str] | None = None,
+) -> Probe | None:
+    """Compiles a strategy; None, with a note, where the model or the compiler refuses it."""
+    try:
+        return search.compile(name, strategy, assignment)
+    except (ValueError, CompileError) as error:  # such as: no blocks in a list
+        search.notes.append(f"not tried: {name}: {str(error).splitlines()[0]}")
+        return None
+
+
+def _accumulate(search: Search, plain: Probe) -> None:
+    """Compiles the fewest micro-batches that are estimated to fit."""
+    saved, total = sum(plain.saved.values()), plain.report.total_bytes or 0
+    count, tries = 2, 2
+    while search.batch % count == 0 and search.left and tries:
+        if total - saved * (1 - 1 / count) <= search.budget:
+            name = f"accumulate:{count}"
+            result = _tried(search, name, Strategy.parse(name))
+            if result is None or search.fits(result):
+                return
+            tries -= 1
+        count *= 2
+
+
+def _variants(search: Search, problem: Problem) -> list[Variant]:
+    """Plans for the whole batch, and for fewer micro-batches than were compiled to fit."""
+    plain, *others = search.found
+    split = [c for c in others if c.strategy.micro_batches > 1]
+    found = [Variant(1, problem)]
+    if not split:
+        return found
+    given = plain.result.report.argument_bytes or 0
+    most_bytes = {
+        group: max(named, key=lambda name: named[name].bytes)
+        for group, named in problem.choices.items()
+    }
+    most = split[-1]
+    count = most.strategy.micro_batches
+    more_seconds = (most.result.seconds - plain.result.seconds) / (count - 1)
+    expected, _ = problem.split(count, given).peak(most_bytes)
+    more_bytes = (most.result.report.total_bytes or 0) - expected
+    number = 2
+    while number <= count:
+        part = problem.split(number, given)
+        found.append(Variant(number, part, more_bytes, more_seconds * (number - 1)))
+        number *= 2
+    return found
+
+
+def _have_no_statistics(models: Sequence[Any]) -> bool:
+    """Whether all models are of Flax NNX and have no batch norm."""
+    return all(
+        isinstance(model, nnx.Module) and not jax.tree.leaves(nnx.state(model, nnx.BatchStat))
+        for model in models
+    )

@@ -1,0 +1,112 @@
+"""The strategies that were compiled on the way to a plan."""
+
+import functools
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxcomp.memory._targets import Target
+from jaxcomp.planning._groups import Groups
+from jaxcomp.planning._probe import Probe, declared_bytes, probe, trace_scoped
+from jaxcomp.planning._strategies import Strategy
+from jaxcomp.planning._watched import MakeStep
+
+_REMEMBERED = 64  # steps, for further budgets
+
+
+@dataclass
+class Candidate:
+    """A strategy that was compiled.
+
+    Attributes:
+        name: What it is called.
+        strategy: The strategy.
+        result: What the compiler made of it.
+        assignment: What a plan does with each group; None for other strategies.
+    """
+
+    name: str
+    strategy: Strategy
+    result: Probe
+    assignment: Mapping[str, str] | None = None
+
+
+@dataclass
+class Search:
+    """Compiles strategies, at most so many.
+
+    Attributes:
+        make_step: The step factory.
+        batch: The batch size.
+        target: What is compiled for.
+        budget: Bytes that a step may need.
+        compiles: How many strategies may be compiled.
+        progress: Is entered with a strategy's name while it is compiled.
+        groups: The groups of the model.
+        admits: Whether a strategy of all values alike may be the answer.
+        found: What was compiled.
+        errors: The error of the estimated bytes of each plan, as a fraction.
+        notes: What was not tried, and why.
+    """
+
+    make_step: MakeStep
+    batch: int
+    target: Target
+    budget: int
+    compiles: int
+    progress: Callable[[str], AbstractContextManager[Any]]
+    groups: Groups
+    admits: Callable[[Strategy], bool]
+    found: list[Candidate] = field(default_factory=list)
+    errors: list[float] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def compile(
+        self, name: str, strategy: Strategy, assignment: Mapping[str, str] | None = None
+    ) -> Probe:
+        """Compiles a strategy and remembers it."""
+        with self.progress(name):
+            result = _compiled(self.make_step, strategy, self.batch, self.target, self.groups)
+        self.found.append(Candidate(name, strategy, result, assignment))
+        return result
+
+    def declared(self, strategy: Strategy) -> Mapping[str, int]:
+        """Bytes that a step intends to save, by group."""
+        return _declared(self.make_step, strategy, self.batch, self.target, self.groups)
+
+    @property
+    def left(self) -> int:
+        """How many more may be compiled."""
+        return self.compiles - len(self.found)
+
+    def fits(self, result: Probe) -> bool:
+        """Whether a compiled step fits the budget."""
+        total = result.report.total_bytes
+        return bool(result.moments) and total is not None and total <= self.budget
+
+    def best(self) -> Candidate | None:
+        """The fastest that fits; of equally fast ones the exact one, which comes first."""
+        fitting = [
+            c
+            for c in self.found
+            if self.fits(c.result) and (c.assignment is not None or self.admits(c.strategy))
+        ]
+        return min(fitting, key=lambda c: c.result.seconds) if fitting else None
+
+
+@functools.lru_cache(_REMEMBERED)
+def _compiled(
+    make_step: MakeStep, strategy: Strategy, batch: int, target: Target, groups: Groups
+) -> Probe:
+    traced, _ = trace_scoped(make_step, strategy, batch, target)
+    # The plain step is planned from: it is compiled as if it fitted. TPU compilers refuse that.
+    xla_remat = not strategy.is_plain or target.platform == "tpu"
+    return probe(traced, target, None, groups, xla_remat=xla_remat)
+
+
+@functools.lru_cache(_REMEMBERED)
+def _declared(
+    make_step: MakeStep, strategy: Strategy, batch: int, target: Target, groups: Groups
+) -> Mapping[str, int]:
+    return declared_bytes(trace_scoped(make_step, strategy, batch, target)[0], groups)
