@@ -204,7 +204,7 @@ def _planned(looped: Looped) -> Iterator[SavedValue]:
             (sum(aval.size for aval in arrays),),
             dtype="",
             role="",
-            decision=", ".join(sorted({str(unit.codec or "recompute") for unit in units})),
+            decision=", ".join(sorted({unit.decision for unit in units})),
             exact_bytes=sum(map(plain_nbytes, arrays)),
             saved_bytes=saved_bytes,
             note="" if len(units) == 1 else f"{len(units)} operations",

@@ -19,6 +19,7 @@ from jaxcomp.transform._algebra import tangents_of
 from jaxcomp.transform._attention import Attention, attentions
 from jaxcomp.transform._batch_norms import BatchNorm, TracedNorm, batch_norm
 from jaxcomp.transform._decisions import PolicyLog
+from jaxcomp.transform._layer_scale import LayerScale, layer_scales
 from jaxcomp.transform._origins import module_path
 from jaxcomp.transform._pattern import Labels, Pattern, relabelled
 from jaxcomp.transform._programs import Program, avals, variables
@@ -117,7 +118,7 @@ class MaxPool:
         return list(self.equation.outvars)
 
 
-Unit = NormAct | MaxPool | Gate | Attention
+Unit = NormAct | MaxPool | Gate | Attention | LayerScale
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -126,7 +127,7 @@ class Recognized:
 
     Attributes:
         unit: The unit.
-        codec: Its codec; None if it is recomputed.
+        codec: Its codec; None if it has none.
     """
 
     unit: Unit
@@ -136,6 +137,12 @@ class Recognized:
     def path(self) -> str:
         """Path of the norm's or the pool's module."""
         return module_path(self.unit.origin)
+
+    @property
+    def decision(self) -> str:
+        """How what it saves is saved, as plans list it."""
+        without = "recompute" if isinstance(self.unit, Attention) else "not needed"
+        return without if self.codec is None else str(self.codec)
 
     @property
     def source(self) -> str:
@@ -167,7 +174,7 @@ def recognize(program: Program, active: Sequence[int], log: PolicyLog) -> list[R
         rule = next(
             (r for r in log.policy.rules if r.op and r.matches_layer(path, unit.kind)), None
         )
-        if isinstance(unit, Attention):
+        if isinstance(unit, Attention | LayerScale):
             if rule is None:
                 found.append(Recognized(unit, None))
             else:
@@ -211,7 +218,7 @@ def _without_cycles(jaxpr: Any, found: list[Recognized]) -> list[Recognized]:
 def is_for_units(rule: Rule) -> bool:
     """Whether a rule names stock operations that are recognized."""
     anywhere = dataclasses.replace(rule, path="")
-    kinds = (*KINDS, Attention.kind)
+    kinds = (*KINDS, Attention.kind, LayerScale.kind)
     return bool(rule.op) and any(anywhere.matches_layer("", kind) for kind in kinds)
 
 
@@ -244,7 +251,7 @@ def _units(pattern: Pattern) -> list[Unit]:
             if pool is not None:
                 found.append(MaxPool(pool, equation, feature))
                 break
-    return [*found, *attentions(pattern)]
+    return [*found, *attentions(pattern), *layer_scales(pattern)]
 
 
 def _unit(pattern: Pattern, norm: BatchNorm, norms: dict[Any, BatchNorm]) -> NormAct:

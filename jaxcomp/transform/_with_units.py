@@ -21,6 +21,7 @@ from jaxcomp.ops._pooling import Window, index_codec
 from jaxcomp.transform._activations import Gate
 from jaxcomp.transform._attention import Attention
 from jaxcomp.transform._builder import Builder, renamed
+from jaxcomp.transform._layer_scale import LayerScale
 from jaxcomp.transform._programs import Program, Values, avals
 from jaxcomp.transform._units import MaxPool, NormAct, Recognized, ordered
 
@@ -109,6 +110,10 @@ def _take(
         attention = jax.checkpoint(jaxpr_as_fun(unit.program))
         operands = renamed(env, unit.operands)
         (env[unit.results[0]],) = builder.trace(attention, *operands)
+        return
+    if isinstance(unit, LayerScale):
+        operands = renamed(env, unit.operands)
+        (env[unit.results[0]],) = builder.trace(unit.evaluate, *operands)
         return
     assert codec is not None
     if isinstance(unit, MaxPool):

@@ -247,6 +247,60 @@ def test_attention_saves_no_scores(stop):
     assert error < 0.05
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_a_scale_of_features_saves_nothing(dtype, has_bias):
+    shapes = {"x": (8, 64, 128), "up": (128, 256), "down": (256, 128), "scale": (128,)}
+    keys = jax.random.split(jax.random.key(0), 5)
+    given = {
+        n: jax.random.normal(k, s, dtype) for k, (n, s) in zip(keys, shapes.items(), strict=False)
+    }
+    given |= {n: given[n] / 16 for n in ("up", "down")} | {"bias": jnp.ones(128, dtype)}
+
+    def loss(given):
+        y = jax.nn.gelu(given["x"] @ given["up"]) @ given["down"]
+        y = (y + given["bias"] if has_bias else y) * given["scale"]
+        return jnp.sum(jnp.sin(given["x"] + y).astype(jnp.float32))
+
+    coded = jc.checkpoint(loss)
+    units = [v for v in coded.plan(given).values if v.op]
+    assert [(v.op, v.decision, v.saved_bytes) for v in units] == [
+        ("scaled_linear", "not needed", 0)
+    ]
+    alone = jc.memory.compiler_options()
+    assert jax.jit(coded, compiler_options=alone)(given) == jax.jit(loss, compiler_options=alone)(
+        given
+    )
+
+    def draw(seed):
+        return jax.grad(jc.checkpoint(loss, seed=seed))(given)
+
+    draws = jax.jit(lambda seeds: jax.lax.map(draw, seeds))(jnp.arange(64, dtype=jnp.uint32))
+    exact = jax.grad(loss)(jax.tree.map(lambda a: a.astype(jnp.float32), given))
+    for name, expected in exact.items():
+        mean = draws[name].astype(jnp.float32).mean(0)
+        error = jnp.linalg.norm(mean - expected) / jnp.maximum(jnp.linalg.norm(expected), 1e-6)
+        # In bfloat16 the gradient of the scale is a sum over that of the weights, which is rounded.
+        assert error < (0.02 if dtype == jnp.float32 else 0.06), (name, error)
+
+
+def test_look_alikes_of_a_scale_are_left_alone():
+    x, w = jnp.ones((64, 512)), jnp.ones((512, 512))
+
+    def found(f):
+        return [v.op for v in jc.checkpoint(f).plan(x, w).values if v.op]
+
+    def read_twice(x, w):
+        y = x @ w
+        return jnp.sum(jnp.sin(y * w[0]) + y)
+
+    assert found(read_twice) == []
+    assert found(lambda x, w: jnp.sum(jnp.sin((x @ w) * x))) == []
+    assert found(lambda x, w: jnp.sum(jnp.sin((x @ w) * 2.0))) == []
+    assert found(lambda x, w: jnp.sum(jnp.sin((x @ w) * w[:64, :1]))) == []
+    assert found(lambda x, w: jnp.sum(jnp.sin((x @ w) * w[0]))) == ["scaled_linear"]
+
+
 def test_a_rule_keeps_the_attention_of_a_part_of_a_model():
     def attention():
         return nnx.MultiHeadAttention(4, 32, decode=False, rngs=nnx.Rngs(0))
