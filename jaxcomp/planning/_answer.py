@@ -1,7 +1,8 @@
 """What `fit` answers, from the strategies that were compiled."""
 
 from jaxcomp.memory._live_bytes import format_bytes
-from jaxcomp.planning._fitted import Compiled, FittedPlan, Part
+from jaxcomp.planning._compiled import Compiled
+from jaxcomp.planning._fitted import FittedPlan, Part
 from jaxcomp.planning._search import Search
 from jaxcomp.policies._policy import Policy
 

@@ -15,6 +15,7 @@ from jaxcomp.memory._analyze import analyze_step
 from jaxcomp.memory._live_bytes import format_bytes
 from jaxcomp.memory._report import MemoryReport
 from jaxcomp.memory._targets import resolve
+from jaxcomp.planning._compiled import Compiled
 from jaxcomp.planning._groups import Groups
 from jaxcomp.planning._probe import declared_bytes, trace_scoped
 from jaxcomp.planning._strategies import Strategy
@@ -22,25 +23,6 @@ from jaxcomp.planning._watched import MakeStep
 from jaxcomp.policies._policy import Policy
 
 _VERSION = 1
-
-
-@dataclass(frozen=True)
-class Compiled:
-    """One strategy that was compiled.
-
-    Attributes:
-        name: The strategy's spec, or "plan N".
-        total_bytes: What XLA needs, arguments included.
-        milliseconds: The estimated step time.
-        fits: Whether it fits the budget.
-        is_exact: Whether its gradient is exact.
-    """
-
-    name: str
-    total_bytes: int
-    milliseconds: float
-    fits: bool
-    is_exact: bool
 
 
 @dataclass(frozen=True)
@@ -172,7 +154,8 @@ class FittedPlan:
             from jaxcomp.planning import _frontier
         except ImportError as error:
             raise ImportError(f"{error}; install it with: pip install 'jaxcomp[plot]'") from error
-        _frontier.draw(self, file)
+        title = f"Training step on {self.target}, batch {self.batch}, as compiled"
+        _frontier.draw(file, title, self.frontier, self.name, self.budget_bytes)
 
     def verify(
         self, make_step: MakeStep, *, batch: int | None = None, target: str | None = None

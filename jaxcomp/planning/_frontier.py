@@ -1,45 +1,49 @@
 """The picture of a plan: bytes against estimated time of all that was compiled."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from jaxcomp.planning._fitted import FittedPlan
+from jaxcomp.planning._compiled import Compiled
 
 _EXACT, _CODED = "#0072B2", "#D55E00"  # of Okabe and Ito, safe for colour-blind eyes
+_GIB = 2**30
 
 
-def draw(plan: FittedPlan, file: str | Path) -> None:
-    """Writes a picture of a plan's frontier; the format is that of the file's suffix."""
+def draw(
+    file: str | Path, title: str, frontier: Sequence[Compiled], chosen: str, budget_bytes: int
+) -> None:
+    """Writes the picture; its format is that of the file's suffix.
+
+    Args:
+        file: The picture.
+        title: Its title.
+        frontier: What was compiled.
+        chosen: The name of the one that is marked.
+        budget_bytes: The budget.
+    """
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.subplots()
+
+    def places(points: Sequence[Compiled]) -> tuple[list[float], list[float]]:
+        return [p.total_bytes / _GIB for p in points], [p.milliseconds for p in points]
+
     for is_exact, color, label in ((True, _EXACT, "exact"), (False, _CODED, "quantized")):
-        points = [c for c in plan.frontier if c.is_exact == is_exact]
-        sizes = [c.total_bytes / 2**30 for c in points]
-        axes.scatter(sizes, [c.milliseconds for c in points], color=color, label=label, zorder=3)
-    for point in plan.frontier:
+        points = [p for p in frontier if p.is_exact == is_exact]
+        axes.scatter(*places(points), color=color, label=label, zorder=3)
+    marked = [p for p in frontier if p.name == chosen]
+    axes.scatter(*places(marked), s=160, facecolors="none", edgecolors="black", label="chosen")
+    for point in frontier:
         axes.annotate(
             point.name,
-            (point.total_bytes / 2**30, point.milliseconds),
-            xytext=(5, 5),
+            (point.total_bytes / _GIB, point.milliseconds),
+            xytext=(6, 6),
             textcoords="offset points",
             fontsize=9,
         )
-    axes.scatter(
-        [plan.total_bytes / 2**30],
-        [plan.milliseconds],
-        s=160,
-        facecolors="none",
-        edgecolors="black",
-        label="chosen",
-        zorder=4,
-    )
-    axes.axvline(plan.budget_bytes / 2**30, color="black", linestyle="--", label="budget")
-    axes.set(
-        title=f"Training step on {plan.target}, batch {plan.batch}, as compiled",
-        xlabel="memory that XLA needs, GiB",
-        ylabel="estimated step time, ms",
-    )
+    axes.axvline(budget_bytes / _GIB, color="black", linestyle="--", label="budget")
+    axes.set(title=title, xlabel="memory that XLA needs, GiB", ylabel="estimated step time, ms")
     axes.margins(0.12)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
