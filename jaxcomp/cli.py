@@ -239,7 +239,10 @@ def fit_command(
     if json is not None:
         plan.save(json)
     if png is not None:
-        plan.draw(png)
+        try:
+            plan.draw(png)
+        except (ImportError, ValueError) as error:
+            raise typer.BadParameter(f"--png={png}: {error}") from error
 
 
 def _pinned(text: str) -> tuple[str, str]:

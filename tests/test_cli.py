@@ -95,8 +95,8 @@ def test_fit_writes_a_plan(run, tmp_path):
     options = ["--batch", "4096", "--target", "cpu", "--budget", "3MiB", "--json", "plan.json"]
     result = run("my_factory:make_step", *options, "--action", "recompute", command="fit")
     assert result.exit_code == 0, result.output
-    assert "plain: JAX" in result.output
-    assert planning.FittedPlan.load(tmp_path / "plan.json").spec == "plain"
+    assert "remat: JAX" in result.output
+    assert planning.FittedPlan.load(tmp_path / "plan.json").spec == "remat"
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def add_module_scopes(model: nnx.Module, called: dict[str, int]) -> None:
     for path, module in list(nnx.iter_modules(model)):
         if callable(module):
             name = "/".join(map(str, path))
-            kind = getattr(type(module), "unscoped_class", type(module))
+            kind = vars(type(module)).get("unscoped_class", type(module))
             set_class(module, _scoped(kind, name, callers, called))
 
 

@@ -9,6 +9,7 @@ depend on where the compiler runs.
 
 import contextlib
 import dataclasses
+import hashlib
 import os
 import pickle
 import subprocess
@@ -110,6 +111,20 @@ def compile_step(
     if target.attached:
         return _compile_here(step, target, options, xla_remat)
     return _compile_in_child(step, target, options, xla_remat)
+
+
+def fingerprint(step: TracedStep, target: Target) -> str:
+    """A text that is equal for steps that a compiler makes the same program of.
+
+    Raises:
+        CompileError: if the program calls back to Python and the target is not attached.
+    """
+    if target.attached:
+        program = step.traced.lower().as_text().encode()
+    else:
+        program = _export(step, target.platform).mlir_module_serialized
+    parts = (program, repr(sorted(step.compiler_options.items())).encode(), repr(target).encode())
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
 
 def _compile_here(

@@ -4,7 +4,8 @@ from jaxcomp.memory._live_bytes import format_bytes
 from jaxcomp.planning._compiled import Compiled
 from jaxcomp.planning._fitted import FittedPlan, Part
 from jaxcomp.planning._search import Search
-from jaxcomp.policies._policy import Policy
+from jaxcomp.planning._strategies import Strategy
+from jaxcomp.policies._policy import Policy, has_codecs
 
 
 class DoesNotFitError(ValueError):
@@ -23,11 +24,13 @@ def answer(search: Search) -> FittedPlan:
     strategy, result = best.strategy, best.result
     policy = strategy.policy if isinstance(strategy.policy, Policy) else None
     notes = list(search.notes)
-    if policy is not None:
+    if _is_noisy(strategy):
         notes.append(
             "the gradient is noisier than the plain one; jaxcomp.check_gradients measures it"
         )
     where, saved, rest = result.peak()
+    known = {*result.saved, *result.seconds_of}
+    assignment = best.assignment or dict.fromkeys(known, best.name)
     total = result.report.total_bytes
     assert total is not None
     return FittedPlan(
@@ -42,7 +45,7 @@ def answer(search: Search) -> FittedPlan:
         milliseconds=1e3 * result.seconds,
         parts=tuple(
             Part(group, action, result.saved.get(group, 0), 1e3 * result.seconds_of.get(group, 0.0))
-            for group, action in sorted((best.assignment or {}).items())
+            for group, action in sorted(assignment.items())
         ),
         frontier=tuple(
             Compiled(
@@ -50,7 +53,7 @@ def answer(search: Search) -> FittedPlan:
                 c.result.report.total_bytes or 0,
                 1e3 * c.result.seconds,
                 search.fits(c.result),
-                c.strategy.policy is None,
+                not _is_noisy(c.strategy),
             )
             for c in sorted(search.found, key=lambda c: c.result.seconds)
         ),
@@ -61,6 +64,11 @@ def answer(search: Search) -> FittedPlan:
         errors=tuple(search.errors),
         notes=tuple(notes),
     )
+
+
+def _is_noisy(strategy: Strategy) -> bool:
+    """Whether a strategy encodes values, so that its gradient has noise."""
+    return strategy.policy is not None and has_codecs(strategy.policy)
 
 
 def _does_not_fit(search: Search) -> DoesNotFitError:

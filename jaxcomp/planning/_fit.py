@@ -12,7 +12,7 @@ from jaxcomp.memory._targets import resolve
 from jaxcomp.planning._answer import answer
 from jaxcomp.planning._budget import bytes_of
 from jaxcomp.planning._fitted import FittedPlan
-from jaxcomp.planning._groups import Groups
+from jaxcomp.planning._groups import Groups, block_of
 from jaxcomp.planning._plans import Allowed, run
 from jaxcomp.planning._probe import trace_scoped
 from jaxcomp.planning._problem import Action
@@ -47,7 +47,7 @@ def fit(
     corrected, and the program is solved again. Nothing is run. Only what was compiled and fits is
     returned, and an exact strategy wins where it is estimated to be as fast.
 
-    Compiled steps are remembered for the same factory, so that further budgets take less time.
+    Compiled steps are remembered, so that further budgets for the same step take less time.
 
     The time is that of the HBM traffic and of the FLOPs at the target's peak rates; on a TPU it is
     XLA's estimate of the cycles. It ranks strategies and is no prediction of the step time.
@@ -65,7 +65,8 @@ def fit(
         biased: Whether batch norms may have codes that clip (`recipes.fused`), which are faster and
             bias the gradient.
         pin: Choices that are given, by a regular expression for paths of modules: "keep",
-            "recompute" or "quantize:bits=N". `{"head/.*": "keep"}` is for a head and all in it.
+            "recompute" or "quantize:bits=N". `{"head/.*": "keep"}` is for a head and all in it. A
+            pin for a part of a group is for the group.
         split_batch_statistics: Whether gradients may be accumulated where a batch norm would then
             see fewer images, or where that is not known, as of a function.
         compiles: The largest number of compilations.
@@ -103,7 +104,7 @@ def fit(
     plain.check_batch(batch)
     traced, models = trace_scoped(make_step, plain, batch, where)
     groups = Groups.of(models)
-    pinned = _pinned(pin or {}, groups, bits)
+    pinned = _pinned({} if pin is None else pin, groups, actions, bits)
     if not takes_gradient(traced.jaxpr):
         raise ValueError("make_step: expected a step that takes a gradient")
     given = sum(leaf.size * leaf.dtype.itemsize for leaf in traced.arguments) // where.devices
@@ -141,29 +142,55 @@ def room_of(budget: int | str | None, target: str | None) -> int:
 
 
 def check(actions: Sequence[Action], bits: Sequence[int], compiles: int) -> None:
-    """Raises a ValueError for an argument of `fit` that is not what it should be."""
+    """Raises a TypeError or ValueError for an argument of `fit` that is not what it should be."""
     if isinstance(actions, str) or not actions or set(actions) - set(ACTIONS):
         raise ValueError(f"actions={actions!r}: expected some of {ACTIONS}")
-    if not isinstance(bits, Sequence) or set(bits) - set(BITS):
+    if not isinstance(bits, Sequence) or not all(type(number) is int for number in bits):
+        raise TypeError(f"bits={bits!r}: expected a sequence of integers")
+    if set(bits) - set(BITS) or ("quantize" in actions and not bits):
         raise ValueError(f"bits={bits!r}: expected some of {BITS}")
     if isinstance(compiles, bool) or not isinstance(compiles, int) or compiles < 1:
         raise ValueError(f"compiles={compiles!r}: expected a positive integer")
 
 
-def _pinned(pin: Mapping[str, str], groups: Groups, bits: Sequence[int]) -> dict[str, str]:
+def _pinned(
+    pin: Mapping[str, str], groups: Groups, actions: Sequence[Action], bits: Sequence[int]
+) -> dict[str, str]:
     """The pinned choices by group."""
-    known = ["keep", "recompute", *(f"quantize:bits={b}" for b in bits)]
+    if not isinstance(pin, Mapping):
+        raise TypeError(f"pin={pin!r}: expected a dict from paths to choices")
+    known = ["keep", *(a for a in actions if a == "recompute")]
+    known += [f"quantize:bits={b}" for b in bits] if "quantize" in actions else []
     found: dict[str, str] = {}
     for pattern, choice in pin.items():
         if choice not in known:
             raise ValueError(f"pin[{pattern!r}]={choice!r}: expected one of {known}")
-        matched = {
-            groups.group_of(path)
-            for path in groups.paths
-            if re.fullmatch(pattern, path) or re.fullmatch(pattern, f"{path}/")
-        }
-        if not matched:
-            paths = ", ".join(sorted(groups.paths)[:20]) or "none"
-            raise ValueError(f"pin[{pattern!r}] matches no module; the modules are: {paths}")
-        found |= dict.fromkeys(matched, choice)
+        for group in _matched(pattern, groups):
+            if found.setdefault(group, choice) != choice:
+                raise ValueError(
+                    f"pin[{pattern!r}]={choice!r}: {group} is one group, and has {found[group]!r} "
+                    "by another pattern"
+                )
+            if choice == "recompute" and (groups.has_layers or not block_of(group)):
+                raise ValueError(
+                    f"pin[{pattern!r}]={choice!r}: {group} is not in a list of blocks, or the "
+                    "model has layers of jaxcomp.nn"
+                )
     return found
+
+
+def _matched(pattern: str, groups: Groups) -> set[str]:
+    """The groups with a module that a pattern matches."""
+    try:
+        expression = re.compile(pattern)
+    except (re.error, TypeError) as error:
+        raise ValueError(f"pin[{pattern!r}]: not a regular expression: {error}") from error
+    matched = {
+        groups.group_of(path)
+        for path in groups.paths
+        if expression.fullmatch(path) or expression.fullmatch(f"{path}/")
+    }
+    if not matched:
+        paths = ", ".join(sorted(groups.paths)[:20]) or "none"
+        raise ValueError(f"pin[{pattern!r}] matches no module; the modules are: {paths}")
+    return matched

@@ -31,7 +31,8 @@ class Part:
 
     Attributes:
         group: The path of the group, "" for what no module computes.
-        action: "keep", "recompute" or "quantize:bits=N".
+        action: "keep", "recompute" or "quantize:bits=N"; for a strategy of all values alike its
+            name.
         saved_bytes: Estimated bytes that wait for the backward pass.
         milliseconds: Its estimated part of the step time.
     """
@@ -57,7 +58,7 @@ class FittedPlan:
         micro_batches: The number of parts that the batch is split into.
         total_bytes: What XLA needs on the target, arguments included.
         milliseconds: The estimated step time.
-        parts: What the policy does with each group; empty for an exact strategy.
+        parts: What is done with each group of modules.
         frontier: All strategies that were compiled, the fastest first.
         binding: The moment at which memory is highest.
         errors: The error of the estimated bytes of each plan that was compiled, as a fraction.
@@ -124,7 +125,7 @@ class FittedPlan:
             fields["frontier"] = tuple(Compiled(**point) for point in fields["frontier"])
             fields["errors"], fields["notes"] = tuple(fields["errors"]), tuple(fields["notes"])
             return cls(**fields)
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"text: expected JSON of FittedPlan.to_json: {error!r}") from error
 
     def save(self, file: str | Path) -> None:
@@ -171,21 +172,23 @@ class FittedPlan:
             The report of the compiled step.
 
         Raises:
-            ValueError: If the model has other groups of modules than the plan, which are named.
+            ValueError: If the model has other groups of modules than the plan, which are named, or
+                the batch does not divide.
         """
         where = resolve(target or self.target)
-        traced, models = trace_scoped(make_step, self.strategy, batch or self.batch, where)
-        if self.parts:
-            groups = Groups.of(models)
-            known = {part.group for part in self.parts}
-            there = {groups.group_of(path) for path in groups.paths}
-            gone = sorted(known - there - {""})
-            new = sorted(set(declared_bytes(traced, groups)) - known - {""})
-            if gone or new:
-                raise ValueError(
-                    f"make_step: expected the model of the plan; groups that are gone: "
-                    f"{', '.join(gone) or 'none'}; new: {', '.join(new) or 'none'}"
-                )
+        size = self.batch if batch is None else batch
+        self.strategy.check_batch(size)
+        traced, models = trace_scoped(make_step, self.strategy, size, where)
+        groups = Groups.of(models)
+        known = {part.group for part in self.parts}
+        there = {groups.group_of(path) for path in groups.paths}
+        gone = sorted(known - there - {""})
+        new = sorted(set(declared_bytes(traced, groups)) - known - {""})
+        if gone or new:
+            raise ValueError(
+                f"make_step: expected the model of the plan; groups that are gone: "
+                f"{', '.join(gone) or 'none'}; new: {', '.join(new) or 'none'}"
+            )
         return analyze_step(traced, where, None, xla_remat=True).report
 
 

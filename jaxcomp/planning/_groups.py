@@ -92,34 +92,35 @@ def block_of(path: str) -> str:
         ('blocks/3', '')
     """
     keys = path.split("/")
-    end = next((i for i, key in enumerate(keys) if key.isdigit()), None)
+    end = next((i for i, key in enumerate(keys) if _is_index(key)), None)
     if end is None:
         return ""
-    while end + 1 < len(keys) and keys[end + 1].isdigit():  # a list in a list
+    while end + 1 < len(keys) and _is_index(keys[end + 1]):  # a list in a list
         end += 1
     return "/".join(keys[: end + 1])
 
 
 def pattern_of(groups: Collection[str]) -> str:
-    """A regular expression for the modules of groups that differ in their indices alone.
-
-    A block's own pattern is also that of its children's groups, which go first in a policy.
-    """
+    """A regular expression for groups that differ in their indices alone."""
     blocks = {group: block_of(group) for group in groups}
-    (rest,) = {group.removeprefix(block) for group, block in blocks.items()}
     if not all(blocks.values()):
-        return "|".join(f"{re.escape(group)}(/.*)?" for group in sorted(groups))
+        return f"({'|'.join(map(re.escape, sorted(groups)))})"
+    (rest,) = {group.removeprefix(block) for group, block in blocks.items()}
     indices: dict[str, list[str]] = {}
     for block in blocks.values():
         keys = block.split("/")
-        first = next(i for i, key in enumerate(keys) if key.isdigit())
+        first = next(i for i, key in enumerate(keys) if _is_index(key))
         start, number = "/".join(keys[:first]), "/".join(keys[first:])
         indices.setdefault(start, []).append(number)
     found = [
         (f"{re.escape(start)}/" if start else "") + f"({'|'.join(sorted(numbers, key=_natural))})"
         for start, numbers in sorted(indices.items())
     ]
-    return f"({'|'.join(found)}){re.escape(rest)}(/.*)?"
+    return f"({'|'.join(found)}){re.escape(rest)}"
+
+
+def _is_index(key: str) -> bool:
+    return key.isascii() and key.isdecimal()
 
 
 def _natural(text: str) -> list[int]:
@@ -140,9 +141,14 @@ def policy_of(assignment: Mapping[str, str], biased: bool) -> Policy:
         depth = 0 if rest and block else 1 if block else 2 if group else 3
         alike.setdefault((depth, rest, choice), []).append(group)
     policy = Policy(())
-    for (_, _, choice), groups in sorted(alike.items(), key=lambda item: item[0][0]):
-        rules = rules_of(choice, biased)
-        policy += Policy(rules) if groups == [""] else Policy(rules).at(pattern_of(groups))
+    for (_, rest, choice), groups in sorted(alike.items(), key=lambda item: item[0][0]):
+        if groups == [""]:
+            policy += Policy(rules_of(choice, biased))
+            continue
+        pattern = pattern_of(groups)
+        if choice == "recompute" and not rest:  # what a block's own call makes is where it starts
+            policy += Policy(rules_of("keep", biased)).at(pattern)
+        policy += Policy(rules_of(choice, biased)).at(f"{pattern}(/.*)?")
     return policy
 
 

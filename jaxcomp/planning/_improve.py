@@ -1,6 +1,7 @@
 """Solves for plans, compiles them, corrects the estimates, and solves again."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from jaxcomp.planning._probe import Probe
@@ -32,7 +33,7 @@ class Variant:
     tried: list[Assignment] = dataclasses.field(default_factory=list)
 
     def propose(self, budget: float, least: int) -> tuple[float, Assignment] | None:
-        """The fastest choices of so many bits or more that are new, and their estimated time."""
+        """The fastest choices of so many bits or more, and their estimated time."""
         choices = {
             group: {name: choice for name, choice in named.items() if _bits(name) >= least}
             for group, named in self.problem.choices.items()
@@ -41,7 +42,7 @@ class Variant:
             return None
         problem = dataclasses.replace(self.problem, choices=choices)
         found = solve(problem, budget - self.more_bytes)
-        if found is None or found in self.tried:
+        if found is None:
             return None
         return self.problem.seconds(found) + self.more_seconds, found
 
@@ -79,11 +80,12 @@ def improve(
     """
     errors: list[float] = []
     while left():
-        proposed = _proposed(variants, budget)
+        best = best_seconds()
+        proposed = _proposed(variants, budget, best < math.inf)
         if proposed is None:
             break
         seconds, assignment, variant = proposed
-        if seconds >= best_seconds():
+        if seconds >= best:
             break
         result = compile_plan(assignment, variant.micro_batches)
         if result is None or result.report.total_bytes is None:
@@ -95,16 +97,18 @@ def improve(
 
 
 def _proposed(
-    variants: Sequence[Variant], budget: float
+    variants: Sequence[Variant], budget: float, something_fits: bool
 ) -> tuple[float, Assignment, Variant] | None:
-    for least in _BITS:
+    """The fastest new plan, of the most bits with which there is one that may fit."""
+    for least in _BITS[:1] if something_fits else _BITS:
         found = [
             (*proposal, variant)
             for variant in variants
             if (proposal := variant.propose(budget, least)) is not None
         ]
         if found:
-            return min(found, key=lambda item: item[0])
+            new = [item for item in found if item[1] not in item[2].tried]
+            return min(new, key=lambda item: item[0], default=None)
     return None
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxcomp.memory._compiling import CompileError
 from jaxcomp.planning._groups import policy_of, rules_of
 from jaxcomp.planning._improve import Variant, improve
 from jaxcomp.planning._probe import Probe
@@ -97,17 +96,20 @@ def _tried(
     """Compiles a strategy; None, with a note, where the model or the compiler refuses it."""
     try:
         return search.compile(name, strategy, assignment)
-    except (ValueError, CompileError) as error:  # such as: no blocks in a list
-        search.notes.append(f"not tried: {name}: {str(error).splitlines()[0]}")
+    except Exception as error:  # of the user's code, too: other strategies may fit
+        first = (str(error).strip().splitlines() or [""])[0]
+        search.notes.append(f"{name} failed: {type(error).__name__}: {first}")
         return None
 
 
 def _accumulate(search: Search, plain: Probe) -> None:
     """Compiles the fewest micro-batches that are estimated to fit."""
-    saved, total = sum(plain.saved.values()), plain.report.total_bytes or 0
+    given, total = plain.report.argument_bytes or 0, plain.report.total_bytes or 0
     count, tries = 2, 2
+    if search.batch % count:
+        search.notes.append(f"no micro-batches: batch={search.batch} is odd")
     while search.batch % count == 0 and search.left and tries:
-        if total - saved * (1 - 1 / count) <= search.budget:
+        if given + (total - given) / count <= search.budget:
             name = f"accumulate:{count}"
             result = _tried(search, name, Strategy.parse(name))
             if result is None or search.fits(result):

@@ -7,12 +7,14 @@ from typing import Any
 from flax import nnx
 
 from jaxcomp._core.module_scopes import add_module_scopes, scope_path
+from jaxcomp._core.modules import set_class
 from jaxcomp.memory import declared_residuals
 from jaxcomp.memory._analyze import analyze_step
 from jaxcomp.memory._live_bytes import Buffer, Timeline
 from jaxcomp.memory._origin import split_op_name
 from jaxcomp.memory._report import MemoryReport
 from jaxcomp.memory._targets import Target
+from jaxcomp.memory._tracing import TracedStep
 from jaxcomp.memory._traffic import costs
 from jaxcomp.planning._groups import Groups
 from jaxcomp.planning._solver import Moment
@@ -55,19 +57,25 @@ class Probe:
 
 def trace_scoped(
     make_step: MakeStep, strategy: Strategy, batch: int, target: Target
-) -> tuple[Any, list[Any]]:
+) -> tuple[TracedStep, list[Any]]:
     """As `trace_step`; the modules of the model run in name scopes of their paths."""
+    stock: list[tuple[nnx.Module, type[nnx.Module]]] = []
 
     def apply(model: Any) -> Any:
         applied = strategy(model)
         if isinstance(applied, nnx.Module):
+            stock.extend((module, type(module)) for _, module in nnx.iter_modules(applied))
             add_module_scopes(applied, {})
         return applied
 
-    return trace_step(make_step, strategy, batch, target, apply)
+    try:
+        return trace_step(make_step, strategy, batch, target, apply)
+    finally:
+        for module, kind in stock:
+            set_class(module, kind)
 
 
-def declared_bytes(traced: Any, groups: Groups) -> dict[str, int]:
+def declared_bytes(traced: TracedStep, groups: Groups) -> dict[str, int]:
     """Bytes that a traced step intends to save, by group."""
     found: Counter[str] = Counter()
     for residual in declared_residuals(traced.traced.jaxpr):
@@ -77,7 +85,7 @@ def declared_bytes(traced: Any, groups: Groups) -> dict[str, int]:
 
 
 def probe(
-    traced: Any, target: Target, capacity: int | None, groups: Groups, *, xla_remat: bool
+    traced: TracedStep, target: Target, capacity: int | None, groups: Groups, *, xla_remat: bool
 ) -> Probe:
     """Compiles a traced step.
 

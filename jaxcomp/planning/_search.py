@@ -1,18 +1,20 @@
 """The strategies that were compiled on the way to a plan."""
 
-import functools
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxcomp.memory._compiling import fingerprint
 from jaxcomp.memory._targets import Target
+from jaxcomp.memory._tracing import TracedStep
 from jaxcomp.planning._groups import Groups
 from jaxcomp.planning._probe import Probe, declared_bytes, probe, trace_scoped
 from jaxcomp.planning._strategies import Strategy
 from jaxcomp.planning._watched import MakeStep
 
-_REMEMBERED = 64  # steps, for further budgets
+_MOST = 64
+_remembered: dict[Any, Probe] = {}  # compiled steps, for further budgets
 
 
 @dataclass
@@ -67,13 +69,25 @@ class Search:
     ) -> Probe:
         """Compiles a strategy and remembers it."""
         with self.progress(name):
-            result = _compiled(self.make_step, strategy, self.batch, self.target, self.groups)
-        self.found.append(Candidate(name, strategy, result, assignment))
-        return result
+            traced = self._traced(strategy)
+            # The plain step is planned from: it is compiled as if it fitted, which compilers for
+            # TPUs refuse.
+            xla_remat = not strategy.is_plain or self.target.platform == "tpu"
+            key = fingerprint(traced, self.target), self.groups, xla_remat
+            if key not in _remembered:
+                result = probe(traced, self.target, None, self.groups, xla_remat=xla_remat)
+                _remembered[key] = result
+                if len(_remembered) > _MOST:
+                    del _remembered[next(iter(_remembered))]
+        self.found.append(Candidate(name, strategy, _remembered[key], assignment))
+        return _remembered[key]
 
     def declared(self, strategy: Strategy) -> Mapping[str, int]:
         """Bytes that a step intends to save, by group."""
-        return _declared(self.make_step, strategy, self.batch, self.target, self.groups)
+        return declared_bytes(self._traced(strategy), self.groups)
+
+    def _traced(self, strategy: Strategy) -> TracedStep:
+        return trace_scoped(self.make_step, strategy, self.batch, self.target)[0]
 
     @property
     def left(self) -> int:
@@ -93,20 +107,3 @@ class Search:
             if self.fits(c.result) and (c.assignment is not None or self.admits(c.strategy))
         ]
         return min(fitting, key=lambda c: c.result.seconds) if fitting else None
-
-
-@functools.lru_cache(_REMEMBERED)
-def _compiled(
-    make_step: MakeStep, strategy: Strategy, batch: int, target: Target, groups: Groups
-) -> Probe:
-    traced, _ = trace_scoped(make_step, strategy, batch, target)
-    # The plain step is planned from: it is compiled as if it fitted. TPU compilers refuse that.
-    xla_remat = not strategy.is_plain or target.platform == "tpu"
-    return probe(traced, target, None, groups, xla_remat=xla_remat)
-
-
-@functools.lru_cache(_REMEMBERED)
-def _declared(
-    make_step: MakeStep, strategy: Strategy, batch: int, target: Target, groups: Groups
-) -> Mapping[str, int]:
-    return declared_bytes(trace_scoped(make_step, strategy, batch, target)[0], groups)

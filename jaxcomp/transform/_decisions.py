@@ -175,8 +175,8 @@ def _check_matched(policy: Policy, matched: set[Rule], values: list[Value]) -> N
         if not rule.is_for_values:
             raise ValueError(
                 f"{rule} matches nothing: op is for layers of jaxcomp.nn, norm_act also for stock "
-                "batch norms, max_pool also for stock max pools; the function "
-                "or model has none that it could match"
+                "batch norms, max_pool also for stock max pools, and with 'keep' attention and "
+                "scaled_linear for stock ones; the function or model has none that it could match"
             )
         names, primitives, roles, paths = (
             ", ".join(sorted(found)) or "none"

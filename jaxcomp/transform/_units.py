@@ -161,6 +161,7 @@ def recognize(program: Program, active: Sequence[int], log: PolicyLog) -> list[R
     if not isinstance(log.policy, Policy):
         return []
     if not any(isinstance(rule.action, Codec) for rule in log.policy.rules):
+        log.matched.update(rule for rule in log.policy.rules if is_for_units(rule))  # all is kept
         return []
     jaxpr = program.jaxpr
     pattern = Pattern(jaxpr)
@@ -171,10 +172,18 @@ def recognize(program: Program, active: Sequence[int], log: PolicyLog) -> list[R
         if reached.isdisjoint(unit.operands):
             continue
         path = module_path(unit.origin)
+        codeless = isinstance(unit, Attention | LayerScale)
         rule = next(
-            (r for r in log.policy.rules if r.op and r.matches_layer(path, unit.kind)), None
+            (
+                r
+                for r in log.policy.rules
+                if r.op
+                and r.matches_layer(path, unit.kind)
+                and not (codeless and isinstance(r.action, Codec))
+            ),
+            None,
         )
-        if isinstance(unit, Attention | LayerScale):
+        if codeless:
             if rule is None:
                 found.append(Recognized(unit, None))
             else:

@@ -311,6 +311,13 @@ def test_a_rule_keeps_the_attention_of_a_part_of_a_model():
     values = jc.plan(model, jnp.ones((8, 128, 32))).values
     assert [v.path for v in values if v.op == "attention"] == ["layers/1"]
 
+    x = jnp.ones((8, 128, 32))
+    alone = jc.Policy((jc.Rule("keep", op="attention"), jc.Rule("recompute")))
+    jc.plan(jc.compress(attention(), alone), x)  # no codec: nothing is recognized, and all is kept
+    coded = jc.Policy((jc.Rule(jc.Quantize(bits=4), op="attention"),)) + jc.recipes.automatic()
+    with pytest.raises(ValueError, match="with 'keep' attention"):
+        jc.plan(jc.compress(attention(), coded), x)
+
 
 def feature_map(seed=1):
     return 0.3 + jax.random.normal(jax.random.key(seed), (4, 4, 4, 4))
