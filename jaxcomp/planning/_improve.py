@@ -35,7 +35,11 @@ class Variant:
     def propose(self, budget: float, least: int) -> tuple[float, Assignment] | None:
         """The fastest choices of so many bits or more, and their estimated time."""
         choices = {
-            group: {name: choice for name, choice in named.items() if _bits(name) >= least}
+            group: {
+                name: choice
+                for name, choice in named.items()
+                if _bits(name) >= least or len(named) == 1
+            }
             for group, named in self.problem.choices.items()
         }
         if not all(choices.values()):
