@@ -41,6 +41,7 @@ def draw(
             xytext=(6, 6),
             textcoords="offset points",
             fontsize=9,
+            bbox={"facecolor": "white", "edgecolor": "none", "pad": 1, "alpha": 0.8},
         )
     axes.axvline(budget_bytes / _GIB, color="black", linestyle="--", label="budget")
     axes.set(title=title, xlabel="memory that XLA needs, GiB", ylabel="estimated step time, ms")
