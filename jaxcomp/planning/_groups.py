@@ -154,11 +154,9 @@ def policy_of(assignment: Mapping[str, str], biased: bool) -> Policy:
 
 def rules_of(choice: str, biased: bool) -> tuple[Rule, ...]:
     """The rules of one choice."""
-    exact = Rule("keep", op=_ATTENTION, required=False)
-    if choice == "keep":
-        return (exact, Rule("keep", op=_UNIT, required=False), Rule("keep", required=False))
-    if choice == "recompute":
-        return (exact, Rule("recompute", required=False))
+    if choice in ("keep", "recompute"):
+        unrecognized = Rule("keep", op=f"{_ATTENTION}|{_UNIT}", required=False)
+        return (unrecognized, Rule("keep" if choice == "keep" else "recompute", required=False))
     bits = int(choice.removeprefix("quantize:bits="))
     if biased and bits < 8:
         unit: tuple[Rule, ...] = (Rule(SignAware(bits), op=_UNIT, required=False),)
