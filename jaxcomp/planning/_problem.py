@@ -46,14 +46,14 @@ def make_problem(known: Known, pinned: Mapping[str, str], target: Target) -> Pro
         ValueError: If a group cannot have the choice that is given.
     """
     probes = [p for p in (known.plain, known.quantized, known.recomputed) if p is not None]
-    names = sorted({g for p in probes for g in (*p.saved, *p.seconds_of)})
+    names = sorted({g for p in probes for g in (*p.saved, *p.seconds_of, *p.declared)})
     blocks: dict[str, list[str]] = collections.defaultdict(list)
     for group in names:
         if block := block_of(group):
             blocks[block].append(group)
 
     def choices(group: str) -> dict[str, Choice]:
-        found = {"keep": _choice(known.plain, group)}
+        found = {"keep": _kept(known, group)}
         if known.quantized is not None:
             for bits in {known.bits, *known.declared}:
                 found[f"quantize:bits={bits}"] = _of_bits(known, group, bits, target)
@@ -81,6 +81,20 @@ def make_problem(known: Known, pinned: Mapping[str, str], target: Target) -> Pro
 
 def _choice(probe: Probe, group: str) -> Choice:
     return Choice(probe.saved.get(group, 0), probe.seconds_of.get(group, 0.0))
+
+
+def _kept(known: Known, group: str) -> Choice:
+    """What a group saves as it is.
+
+    Where the plain step was rejected for lack of memory, the bytes are in proportion to those that
+    it declares, and the time is that of the quantized step.
+    """
+    plain, quantized = known.plain, known.quantized
+    if plain.moments or quantized is None:
+        return _choice(plain, group)
+    declared = sum(quantized.declared.values())
+    ratio = sum(quantized.saved.values()) / declared if declared else 1.0
+    return Choice(ratio * plain.declared.get(group, 0), quantized.seconds_of.get(group, 0.0))
 
 
 def _of_bits(known: Known, group: str, bits: int, target: Target) -> Choice:

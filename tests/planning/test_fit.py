@@ -8,9 +8,13 @@ import pytest
 from flax import nnx
 
 import jaxcomp as jc
+from jaxcomp.memory._targets import resolve
 from jaxcomp.planning import DoesNotFitError, FittedPlan, fit, largest_batch
 from jaxcomp.planning._budget import bytes_of
 from jaxcomp.planning._groups import Groups, pattern_of, policy_of
+from jaxcomp.planning._probe import Probe
+from jaxcomp.planning._problem import Known, make_problem
+from jaxcomp.planning._solver import Moment
 
 WIDTH, BATCH = 64, 2048
 
@@ -312,6 +316,19 @@ def test_groups_and_their_patterns():
     policy = policy_of({"blocks/0": "keep", "blocks/0/mlp": "quantize:bits=4", "": "keep"}, False)
     paths = list(dict.fromkeys(rule.path for rule in policy.rules))
     assert paths == ["(blocks/(0))/mlp(/.*)?", "(blocks/(0))(/.*)?", ""]
+
+
+def test_what_is_kept_is_estimated_where_the_plain_step_is_rejected():
+    step, arguments = make_step(jc.planning.Strategy.parse("plain"), 8)
+    report = jc.memory.analyze(step, *arguments, target="cpu")
+    rejected = Probe(report, 2.0, {"a": 1000}, {}, {}, ())
+    moments = (Moment("backward pass", 10.0, {"a": 1.0}),)
+    coded = Probe(report, 1.0, {"a": 100}, {"a": 110}, {"a": 1.0}, moments)
+    known = Known(rejected, coded, 4, {4: {"a": 100}, 2: {"a": 50}}, None, True)
+    choices = make_problem(known, {}, resolve("cpu")).choices["a"]
+    assert choices["keep"].bytes == pytest.approx(1100)
+    assert choices["quantize:bits=2"].bytes == pytest.approx(55)
+    assert choices["keep"].seconds == 1.0
 
 
 def test_a_plan_prints_its_frontier():
