@@ -85,6 +85,15 @@ def run(search: Search, models: Sequence[Any], allowed: Allowed) -> None:
     search.errors += improve(
         variants, search.budget, compile_plan, lambda: search.left, best_seconds
     )
+    if quantized is not None:
+        _fewest_bits(search, {b: uniform[b] for b in bits if b < middle})
+
+
+def _fewest_bits(search: Search, uniform: Mapping[int, Strategy]) -> None:
+    """Where no plan fits: all values in the most bits that do, whatever was estimated."""
+    for bits in sorted(uniform, reverse=True):
+        if search.best() is None and search.left:
+            _tried(search, f"quantize:bits={bits}", uniform[bits])
 
 
 def _tried(

@@ -9,7 +9,7 @@ from flax import nnx
 
 import jaxcomp as jc
 from jaxcomp.memory._targets import resolve
-from jaxcomp.planning import DoesNotFitError, FittedPlan, fit, largest_batch
+from jaxcomp.planning import DoesNotFitError, FittedPlan, _plans, fit, largest_batch
 from jaxcomp.planning._budget import bytes_of
 from jaxcomp.planning._groups import Groups, pattern_of, policy_of
 from jaxcomp.planning._probe import Probe
@@ -329,6 +329,15 @@ def test_what_is_kept_is_estimated_where_the_plain_step_is_rejected():
     assert choices["keep"].bytes == pytest.approx(1100)
     assert choices["quantize:bits=2"].bytes == pytest.approx(55)
     assert choices["keep"].seconds == 1.0
+
+
+def test_all_values_in_few_bits_are_the_last_resort(monkeypatch):
+    monkeypatch.setattr(_plans, "improve", lambda *arguments: [])  # as if no plan fitted
+    given = {"batch": BATCH, "target": "cpu", "actions": ("quantize",)}
+    four = fit(make_step, **given, budget="1GiB", bits=(4,)).total_bytes
+    plan = fit(make_step, **given, budget=four - 1)
+    assert plan.name in ("quantize:bits=3", "quantize:bits=2")
+    assert plan.total_bytes < four
 
 
 def test_a_plan_prints_its_frontier():
