@@ -2,7 +2,6 @@
 
 import collections
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from jaxcomp.planning._probe import declared_bytes, trace_scoped
 from jaxcomp.planning._strategies import Strategy
 from jaxcomp.planning._watched import MakeStep
 from jaxcomp.policies._policy import Policy
+from jaxcomp.transform._plan import without_indices
 
 _VERSION = 1
 
@@ -195,7 +195,7 @@ class FittedPlan:
 def _rows(parts: Sequence[Part]) -> list[tuple[str, ...]]:
     alike: dict[tuple[str, str], list[Part]] = collections.defaultdict(list)
     for part in parts:
-        alike[re.sub(r"\b\d+\b", "*", part.group), part.action].append(part)
+        alike[without_indices(part.group), part.action].append(part)
     rows: list[tuple[str, ...]] = [("modules", "action", "number", "saved", "estimate")]
     rows += [
         (

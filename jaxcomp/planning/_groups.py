@@ -70,7 +70,6 @@ class Groups:
     def _starts(self) -> set[str]:
         return {path.partition("/")[0] for path in self.paths}
 
-    @functools.lru_cache(None)  # noqa: B019  # as long as the groups
     def group_in(self, scope: str) -> str:
         """The group of the module that a scope of the compiled program names; "" for none."""
         parts = scope.split("/")

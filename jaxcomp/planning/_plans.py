@@ -67,7 +67,8 @@ def run(search: Search, models: Sequence[Any], allowed: Allowed) -> None:
             )
     if quantized is None and recomputed is None:
         return
-    declared = {} if quantized is None else {b: search.declared(uniform[b]) for b in bits}
+    others = set(bits) - {middle} if quantized is not None else ()
+    declared = {b: search.declared(uniform[b]) for b in others}
     of_blocks = None if search.groups.has_layers else recomputed
     known = Known(plain, quantized, middle, declared, of_blocks, "keep" in allowed.actions)
     variants = _variants(search, make_problem(known, allowed.pinned, search.target))

@@ -21,7 +21,7 @@ from jaxcomp.planning._solver import Moment
 from jaxcomp.planning._strategies import Strategy
 from jaxcomp.planning._watched import MakeStep, trace_step
 
-_ANY_BANDWIDTH = 10**12  # orders plans for a device whose bandwidth is not known
+_ANY_BANDWIDTH = 10**12
 
 
 @dataclass(frozen=True)
@@ -124,10 +124,15 @@ def estimated_seconds(report: MemoryReport, target: Target) -> float:
     if report.estimated_cycles is not None and target.clock is not None:
         return report.estimated_cycles / target.clock
     traffic = report.hbm_traffic_bytes or 0
-    seconds = traffic / (target.bandwidth or _ANY_BANDWIDTH)
+    seconds = traffic / bandwidth_of(target)
     if target.flops_per_second and report.flops:
         seconds += report.flops / target.devices / target.flops_per_second
     return seconds
+
+
+def bandwidth_of(target: Target) -> float:
+    """Bytes per second of a target's memory; any number, to order plans, where it is not known."""
+    return target.bandwidth or _ANY_BANDWIDTH
 
 
 def _seconds_of(hlo_text: str, seconds: float, groups: Groups) -> dict[str, float]:

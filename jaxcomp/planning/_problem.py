@@ -7,7 +7,7 @@ from typing import Literal
 
 from jaxcomp.memory._targets import Target
 from jaxcomp.planning._groups import block_of
-from jaxcomp.planning._probe import Probe
+from jaxcomp.planning._probe import Probe, bandwidth_of
 from jaxcomp.planning._solver import Choice, Moment, Problem
 
 Action = Literal["keep", "quantize", "recompute", "accumulate"]
@@ -107,7 +107,7 @@ def _of_bits(known: Known, group: str, bits: int, target: Target) -> Choice:
         return choice
     size = choice.bytes * known.declared[bits].get(group, 0) / before
     moved = 2 * (size - choice.bytes)  # a code is written once and read once
-    return Choice(size, choice.seconds + moved / (target.bandwidth or 10**12))
+    return Choice(size, choice.seconds + moved / bandwidth_of(target))
 
 
 def _with_all_groups(moments: Iterable[Moment], names: Iterable[str]) -> Iterable[Moment]:

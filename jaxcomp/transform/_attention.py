@@ -4,46 +4,40 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from jax.extend.core import DropVar, JaxprEqn
+import jax
+from jax.extend.core import DropVar, JaxprEqn, jaxpr_as_fun
+from jaxtyping import Array
 
 from jaxcomp.transform._algebra import REDUCTIONS, is_cheap, is_cheap_rule
+from jaxcomp.transform._codeless import Codeless
 from jaxcomp.transform._pattern import Pattern
-from jaxcomp.transform._programs import Program, variables
+from jaxcomp.transform._programs import variables
 
 _LONGEST = 100  # equations between the two products
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Attention:
-    """Softmax of the products of queries and keys, times values.
+class Attention(Codeless):
+    """Softmax of the products of queries and keys, times values; the scores are recomputed.
+
+    It reads queries, keys, values, and masks.
 
     Attributes:
-        operands: The variables that it reads: queries, keys, values, and masks.
-        equation: The equation that makes the result.
         scores: Variable of the products of queries and keys.
-        program: From the operands to the result.
     """
 
-    operands: list[Any]
-    equation: JaxprEqn
     scores: Any
-    program: Program
     kind = "attention"
-
-    @property
-    def origin(self) -> JaxprEqn:
-        """The equation that makes the result."""
-        return self.equation
-
-    @property
-    def results(self) -> list[Any]:
-        """The variable that it makes."""
-        return list(self.equation.outvars)
+    decision = "recompute"
 
     @property
     def saved(self) -> list[Any]:
         """The variable of the shape and dtype of what is not saved."""
         return [self.scores]
+
+    def evaluate(self, *operands: Array) -> list[Array]:
+        """The result, by the program's own steps, under `jax.checkpoint`."""
+        return list(jax.checkpoint(jaxpr_as_fun(self.program))(*operands))
 
 
 def attentions(pattern: Pattern) -> Iterator[Attention]:
@@ -104,7 +98,7 @@ def _attention(pattern: Pattern, first: JaxprEqn, constants: set[Any]) -> Attent
     if scores.aval.size <= sum(v.aval.size for v in ends):  # type: ignore[attr-defined]
         return None
     program = pattern.slice(operands, last.outvars, scoped=True)
-    return None if program is None else Attention(operands, last, scores, program)
+    return None if program is None else Attention(operands, last, program, scores)
 
 
 def _is_step(equation: JaxprEqn) -> bool:

@@ -10,40 +10,26 @@ from jax import lax
 from jax.extend.core import JaxprEqn, jaxpr_as_fun
 from jaxtyping import Array
 
+from jaxcomp.transform._codeless import Codeless
 from jaxcomp.transform._pattern import Pattern
-from jaxcomp.transform._programs import Program, is_variable, scope_of
+from jaxcomp.transform._programs import is_variable, scope_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class LayerScale:
+class LayerScale(Codeless):
     """A matrix product, a bias or none, and a scale of each feature.
 
     The scale's gradient follows from that of the scaled weights, so that nothing is saved for it:
-    `(x @ w + b) * s` is differentiated as `x @ (w * s) + b * s`.
+    `(x @ w + b) * s` is differentiated as `x @ (w * s) + b * s`. It reads the product's two
+    operands, the bias if there is one, and the scale.
 
     Attributes:
-        operands: The variables that it reads: the product's two, the bias if there is one, the
-            scale.
         product: The equation of the product.
-        equation: The equation that makes the result.
-        program: From the operands to the result.
     """
 
-    operands: list[Any]
     product: JaxprEqn
-    equation: JaxprEqn
-    program: Program
     kind = "scaled_linear"
-
-    @property
-    def origin(self) -> JaxprEqn:
-        """The equation that makes the result."""
-        return self.equation
-
-    @property
-    def results(self) -> list[Any]:
-        """The variable that it makes."""
-        return list(self.equation.outvars)
+    decision = "not needed"
 
     @property
     def saved(self) -> list[Any]:
@@ -116,7 +102,7 @@ def _layer_scale(pattern: Pattern, product: JaxprEqn) -> LayerScale | None:
             if not all(map(is_variable, operands)) or len({*operands}) < len(operands):
                 return None
             program = pattern.slice(operands, reader.outvars, scoped=True)
-            return program and LayerScale(operands, product, reader, program)
+            return program and LayerScale(operands, reader, program, product)
         (value,) = reader.outvars
     return None
 

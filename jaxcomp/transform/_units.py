@@ -18,6 +18,7 @@ from jaxcomp.transform._activations import Activation, Gate, activation_of, gate
 from jaxcomp.transform._algebra import tangents_of
 from jaxcomp.transform._attention import Attention, attentions
 from jaxcomp.transform._batch_norms import BatchNorm, TracedNorm, batch_norm
+from jaxcomp.transform._codeless import Codeless
 from jaxcomp.transform._decisions import PolicyLog
 from jaxcomp.transform._layer_scale import LayerScale, layer_scales
 from jaxcomp.transform._origins import module_path
@@ -118,7 +119,7 @@ class MaxPool:
         return list(self.equation.outvars)
 
 
-Unit = NormAct | MaxPool | Gate | Attention | LayerScale
+Unit = NormAct | MaxPool | Gate | Codeless
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -141,8 +142,7 @@ class Recognized:
     @property
     def decision(self) -> str:
         """How what it saves is saved, as plans list it."""
-        without = "recompute" if isinstance(self.unit, Attention) else "not needed"
-        return without if self.codec is None else str(self.codec)
+        return self.unit.decision if isinstance(self.unit, Codeless) else str(self.codec)
 
     @property
     def source(self) -> str:
@@ -172,7 +172,7 @@ def recognize(program: Program, active: Sequence[int], log: PolicyLog) -> list[R
         if reached.isdisjoint(unit.operands):
             continue
         path = module_path(unit.origin)
-        codeless = isinstance(unit, Attention | LayerScale)
+        codeless = isinstance(unit, Codeless)
         rule = next(
             (
                 r

@@ -19,9 +19,8 @@ from jaxcomp.ops._norm_act_vjp import Input
 from jaxcomp.ops._norm_curve import norm_curve
 from jaxcomp.ops._pooling import Window, index_codec
 from jaxcomp.transform._activations import Gate
-from jaxcomp.transform._attention import Attention
 from jaxcomp.transform._builder import Builder, renamed
-from jaxcomp.transform._layer_scale import LayerScale
+from jaxcomp.transform._codeless import Codeless
 from jaxcomp.transform._programs import Program, Values, avals
 from jaxcomp.transform._units import MaxPool, NormAct, Recognized, ordered
 
@@ -106,12 +105,7 @@ def _take(
 ) -> None:
     """Adds a unit, and sets its results."""
     unit, codec = step.unit, step.codec
-    if isinstance(unit, Attention):
-        attention = jax.checkpoint(jaxpr_as_fun(unit.program))
-        operands = renamed(env, unit.operands)
-        (env[unit.results[0]],) = builder.trace(attention, *operands)
-        return
-    if isinstance(unit, LayerScale):
+    if isinstance(unit, Codeless):
         operands = renamed(env, unit.operands)
         (env[unit.results[0]],) = builder.trace(unit.evaluate, *operands)
         return
