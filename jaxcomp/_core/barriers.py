@@ -63,7 +63,7 @@ def save_residual(value: T, residual: C, codec: SavedBy) -> tuple[T, C]:
         residual = undifferentiable(residual)
     value, residual = lax.optimization_barrier((value, residual))
     residual = name_residual(residual, codec)
-    return _to_host(value, residual) if codec.on_host else (value, residual)
+    return to_host(value, residual) if codec.on_host else (value, residual)
 
 
 def materialize(value: Array) -> Array:
@@ -106,7 +106,7 @@ def await_host_copy(value: Array, residual: typing.Any) -> Array:
     return platforms.hold_until_copied_on_gpu((value, copies), waiting)
 
 
-def _to_host(value: T, residual: C) -> tuple[T, C]:
+def to_host(value: T, residual: C) -> tuple[T, C]:
     """Moves a residual to pinned host memory; the smallest array of `value` waits for the copy."""
     residual = jax.tree.map(lambda leaf: jax.device_put(leaf, jax.memory.Space.Host), residual)
     leaves, tree = jax.tree.flatten(value)

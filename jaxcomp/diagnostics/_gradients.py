@@ -137,7 +137,7 @@ def check_gradients(
         True
     """
     _check(loss, model, batch, draws, parts)
-    coded, exact = (_gradient(loss, m, has_aux) for m in (model, exact_copy(model)))
+    coded, exact = (gradient_of(loss, m, has_aux) for m in (model, exact_copy(model)))
     params = nnx.state(model, nnx.Param)
     if not any(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params)):
         raise ValueError("model: expected float32 parameters")
@@ -147,10 +147,8 @@ def check_gradients(
     drawn = [moved(params, draw) for draw in range(draws)]
     errors = np.stack([vector(coded(p, batch)) - gradient for p in drawn])
     control = np.stack([vector(exact(p, batch)) - gradient for p in drawn])
-    split = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
-    each = [vector(exact(params, jax.tree.map(lambda x, i=i: x[i], split))) for i in range(parts)]
     norm = float(np.linalg.norm(gradient))
-    sgd_noise = np.sqrt(np.var(each, axis=0, ddof=1).sum() / parts) / norm
+    sgd_noise = np.sqrt(sgd_variance(exact, params, batch, parts)) / norm
     return GradientReport(
         _errors(errors, norm),
         _errors(control, norm),
@@ -166,22 +164,12 @@ def check_gradients(
 
 
 def _check(loss: Any, model: Any, batch: Any, draws: Any, parts: Any) -> None:
-    if not callable(loss):
-        raise TypeError(f"loss={loss!r}: expected a function of a model and a batch")
-    if not isinstance(model, nnx.Module):
-        raise TypeError(f"model of type {type(model).__name__}: expected a Flax NNX module")
     for name, number in (("draws", draws), ("parts", parts)):
         if not isinstance(number, int):
             raise TypeError(f"{name}={number!r}: expected an integer")
     if draws < 3 or parts < 2:
         raise ValueError(f"draws={draws}, parts={parts}: expected at least 3 and 2")
-    leaves = jax.tree.leaves(batch)
-    if not all(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves):
-        kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves}))
-        raise TypeError(f"batch: expected a pytree of arrays; it has {kinds}")
-    sizes = {leaf.shape[:1] for leaf in leaves}
-    if len(sizes) != 1 or () in sizes or sizes.pop()[0] % parts:
-        raise ValueError(f"batch: expected arrays whose axis 0 is the same multiple of {parts}")
+    check_data(loss, model, batch, parts)
     layers = coded_modules(model).values()
     is_coded = any(layer.codec is not None for layer in layers)
     if not is_coded and not any(encodes(module) for _, module in nnx.iter_modules(model)):
@@ -191,7 +179,28 @@ def _check(loss: Any, model: Any, batch: Any, draws: Any, parts: Any) -> None:
         )
 
 
-def _gradient(loss: Loss, model: nnx.Module, has_aux: bool) -> Callable[[Any, Any], Any]:
+def check_data(loss: Any, model: Any, batch: Any, parts: int) -> None:
+    """Checks what a gradient is measured on.
+
+    Raises:
+        TypeError: If one of them has another type.
+        ValueError: If the batch does not divide into so many parts.
+    """
+    if not callable(loss):
+        raise TypeError(f"loss={loss!r}: expected a function of a model and a batch")
+    if not isinstance(model, nnx.Module):
+        raise TypeError(f"model of type {type(model).__name__}: expected a Flax NNX module")
+    leaves = jax.tree.leaves(batch)
+    if not all(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves):
+        kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves}))
+        raise TypeError(f"batch: expected a pytree of arrays; it has {kinds}")
+    sizes = {leaf.shape[:1] for leaf in leaves}
+    if len(sizes) != 1 or () in sizes or sizes.pop()[0] % parts:
+        raise ValueError(f"batch: expected arrays whose axis 0 is the same multiple of {parts}")
+
+
+def gradient_of(loss: Loss, model: nnx.Module, has_aux: bool = False) -> Callable[[Any, Any], Any]:
+    """The gradient of a loss, compiled, as a function of the parameters and the batch."""
     graphdef, _, rest = split_model(model)
 
     def of(params: Any, batch: Any) -> jax.Array:
@@ -209,6 +218,13 @@ def _gradient(loss: Loss, model: nnx.Module, has_aux: bool) -> Callable[[Any, An
         return value
 
     return jax.jit(jax.grad(of))
+
+
+def sgd_variance(exact: Callable[[Any, Any], Any], params: Any, batch: Any, parts: int) -> float:
+    """The variance of the gradient over batches of this size, from parts of one."""
+    split = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
+    each = [vector(exact(params, jax.tree.map(lambda x, i=i: x[i], split))) for i in range(parts)]
+    return float(np.var(each, axis=0, ddof=1).sum() / parts)
 
 
 def moved(params: Any, draw: int) -> Any:

@@ -1,11 +1,12 @@
 """Public device properties of NVIDIA GPUs, for ahead-of-time compilation without the device.
 
 To add a GPU, append a `Gpu` to `GPUS`. The CUDA sample `deviceQuery` prints most of its fields. The
-bandwidth and the tensor throughput are in NVIDIA's data sheet. For example:
+bandwidth, the tensor throughput and the PCI Express generation are in NVIDIA's data sheet. For
+example:
 
     Gpu("rtx3090", "NVIDIA GeForce RTX 3090", (8, 6), cores=82, fpus_per_core=128, clock_ghz=1.695,
         memory_bytes=25_447_170_048, bandwidth=936_096_000_000, l2_bytes=6 * 2**20,
-        tensor_tflops=71.2),
+        tensor_tflops=71.2, link_bandwidth=32 * 10**9),
 
 `_CAPABILITIES` holds the limits of each compute capability: threads and shared memory of a
 multiprocessor. They are in the table of technical specifications of the CUDA programming guide.
@@ -30,6 +31,8 @@ class Gpu:
         l2_bytes: L2 cache in bytes.
         tensor_tflops: peak throughput of dense bfloat16 matrix products with float32
             accumulation, in 10^12 operations per second. It is that of float16 before Ampere.
+        link_bandwidth: peak bandwidth of the PCI Express link to the host, in bytes per second and
+            direction.
     """
 
     name: str
@@ -42,6 +45,7 @@ class Gpu:
     bandwidth: int
     l2_bytes: int
     tensor_tflops: float
+    link_bandwidth: int
 
 
 @dataclass(frozen=True)
@@ -74,37 +78,37 @@ _CAPABILITIES = {
 GPUS = (
     Gpu("h100", "NVIDIA H100 80GB HBM3", (9, 0), cores=132, fpus_per_core=128, clock_ghz=1.98,
         memory_bytes=84_942_979_072, bandwidth=3_352_320_000_000, l2_bytes=50 * 2**20,
-        tensor_tflops=989.4),
+        tensor_tflops=989.4, link_bandwidth=64 * 10**9),
     Gpu("h200", "NVIDIA H200", (9, 0), cores=132, fpus_per_core=128, clock_ghz=1.98,
         memory_bytes=151_397_597_184, bandwidth=4_800_000_000_000, l2_bytes=50 * 2**20,
-        tensor_tflops=989.4),
+        tensor_tflops=989.4, link_bandwidth=64 * 10**9),
     Gpu("a100", "NVIDIA A100-SXM4-80GB", (8, 0), cores=108, fpus_per_core=64, clock_ghz=1.41,
         memory_bytes=85_100_068_864, bandwidth=2_039_040_000_000, l2_bytes=40 * 2**20,
-        tensor_tflops=312.0),
+        tensor_tflops=312.0, link_bandwidth=32 * 10**9),
     Gpu("a100-40gb", "NVIDIA A100-SXM4-40GB", (8, 0), cores=108, fpus_per_core=64, clock_ghz=1.41,
         memory_bytes=42_298_834_944, bandwidth=1_555_200_000_000, l2_bytes=40 * 2**20,
-        tensor_tflops=312.0),
+        tensor_tflops=312.0, link_bandwidth=32 * 10**9),
     Gpu("l4", "NVIDIA L4", (8, 9), cores=58, fpus_per_core=128, clock_ghz=2.04,
         memory_bytes=23_583_784_960, bandwidth=300_048_000_000, l2_bytes=48 * 2**20,
-        tensor_tflops=121.0),
+        tensor_tflops=121.0, link_bandwidth=32 * 10**9),
     Gpu("t4", "Tesla T4", (7, 5), cores=40, fpus_per_core=64, clock_ghz=1.59,
         memory_bytes=15_843_721_216, bandwidth=320_064_000_000, l2_bytes=4 * 2**20,
-        tensor_tflops=65.1),
+        tensor_tflops=65.1, link_bandwidth=16 * 10**9),
     Gpu("rtx3060-12gb", "NVIDIA GeForce RTX 3060", (8, 6), cores=28, fpus_per_core=128,
         clock_ghz=1.777, memory_bytes=12_629_049_344, bandwidth=360_048_000_000,
-        l2_bytes=3 * 2**20, tensor_tflops=25.5),
+        l2_bytes=3 * 2**20, tensor_tflops=25.5, link_bandwidth=32 * 10**9),
     Gpu("rtx3090", "NVIDIA GeForce RTX 3090", (8, 6), cores=82, fpus_per_core=128, clock_ghz=1.695,
         memory_bytes=25_447_170_048, bandwidth=936_096_000_000, l2_bytes=6 * 2**20,
-        tensor_tflops=71.2),
+        tensor_tflops=71.2, link_bandwidth=32 * 10**9),
     Gpu("rtx4060-8gb", "NVIDIA GeForce RTX 4060", (8, 9), cores=24, fpus_per_core=128,
         clock_ghz=2.46, memory_bytes=8_585_740_288, bandwidth=272_032_000_000,
-        l2_bytes=24 * 2**20, tensor_tflops=30.2),
+        l2_bytes=24 * 2**20, tensor_tflops=30.2, link_bandwidth=16 * 10**9),
     Gpu("rtx4060ti-16gb", "NVIDIA GeForce RTX 4060 Ti", (8, 9), cores=34, fpus_per_core=128,
         clock_ghz=2.535, memory_bytes=17_175_674_880, bandwidth=288_032_000_000,
-        l2_bytes=32 * 2**20, tensor_tflops=44.1),
+        l2_bytes=32 * 2**20, tensor_tflops=44.1, link_bandwidth=16 * 10**9),
     Gpu("rtx4090", "NVIDIA GeForce RTX 4090", (8, 9), cores=128, fpus_per_core=128, clock_ghz=2.52,
         memory_bytes=25_250_627_584, bandwidth=1_008_096_000_000, l2_bytes=72 * 2**20,
-        tensor_tflops=165.2),
+        tensor_tflops=165.2, link_bandwidth=32 * 10**9),
 )  # fmt: skip
 
 

@@ -36,6 +36,7 @@ class Array:
         bits: the size in memory in bits, with the padding of a tiled (TPU) layout.
         in_hbm: whether the array is in device memory. It is false for arrays in host memory, and
             in VMEM, SMEM or the semaphores of a TPU.
+        on_host: whether the array is in host memory.
     """
 
     dtype: str
@@ -43,6 +44,7 @@ class Array:
     elements: int
     bits: int
     in_hbm: bool
+    on_host: bool
 
     @property
     def bytes(self) -> int:
@@ -257,6 +259,7 @@ def _array(dtype: str, dims_text: str, layout: str, tiled: bool) -> Array:
         elements=prod(dims),
         bits=prod(padded) * _bits(dtype),
         in_hbm=in_hbm(number, tiled),
+        on_host=number == _HOST_MEMORY,
     )
 
 

@@ -50,6 +50,8 @@ class MemoryReport:
         xla_recomputes: whether XLA computes values again on its own, because the program would not
             fit. The program then needs fewer bytes, and more traffic, than it does on a larger
             device; `xla_remat=False` in `analyze` shows it without.
+        host_traffic_bytes: bytes that one run copies to and from the host's memory. `None` if the
+            trip count of a loop depends on data.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -81,6 +83,7 @@ class MemoryReport:
     compile_seconds: float | None
     xla_flag: str | None = None
     xla_recomputes: bool | None = None
+    host_traffic_bytes: int | None = None
 
     def to_dict(self) -> dict[str, str | int | float | None]:
         """Converts the report to a dictionary.
@@ -147,6 +150,8 @@ class MemoryReport:
             rows.append(("compiled with", self.xla_flag))
         if self.xla_recomputes:
             rows.append(("recomputed by XLA", "yes"))
+        if self.host_traffic_bytes:
+            rows.append(("host traffic", format_bytes(self.host_traffic_bytes)))
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 

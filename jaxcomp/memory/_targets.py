@@ -34,6 +34,9 @@ class Tpu:
             operations per second.
         devices_per_chip: the number of JAX devices on one chip.
         clock_ghz: the published clock rate in GHz; `None` if it is not known.
+        link_bandwidth: the peak bandwidth of the link to the host, in bytes per second and
+            direction (Austin et al., How to Scale Your Model, 2025, part 2); `None` if it is not
+            known.
         options: further options of the topology.
     """
 
@@ -45,6 +48,7 @@ class Tpu:
     tensor_tflops: float
     devices_per_chip: int = 1
     clock_ghz: float | None = None
+    link_bandwidth: int | None = None
     options: tuple[tuple[str, str], ...] = ()
 
 
@@ -57,11 +61,30 @@ TPUS = (
         1228 * 10**9,
         275.0,
         clock_ghz=1.05,
+        link_bandwidth=16 * 10**9,
         options=(("chip_config_name", "megacore"),),
     ),
-    Tpu("v5e", "1x1", 16 * 2**30, 15.75, 819 * 10**9, 197.0, clock_ghz=1.5),
-    Tpu("v5p", "1x1x1", 96 * 2**30, 95.73, 2765 * 10**9, 459.0, clock_ghz=1.75),
-    Tpu("v6e", "1x1", 32 * 2**30, 31.24, 1640 * 10**9, 918.0),
+    Tpu(
+        "v5e",
+        "1x1",
+        16 * 2**30,
+        15.75,
+        819 * 10**9,
+        197.0,
+        clock_ghz=1.5,
+        link_bandwidth=16 * 10**9,
+    ),
+    Tpu(
+        "v5p",
+        "1x1x1",
+        96 * 2**30,
+        95.73,
+        2765 * 10**9,
+        459.0,
+        clock_ghz=1.75,
+        link_bandwidth=16 * 10**9,
+    ),
+    Tpu("v6e", "1x1", 32 * 2**30, 31.24, 1640 * 10**9, 918.0, link_bandwidth=32 * 10**9),
     Tpu("tpu7x", "1x1x1", 96 * 2**30, 94.74, 3690 * 10**9, 1153.5, devices_per_chip=2),
 )
 
@@ -85,6 +108,8 @@ class Target:
             not known.
         flops_per_second: the peak throughput of bfloat16 matrix products of one device in FLOPs
             per second; `None` if it is not known.
+        link_bandwidth: the peak bandwidth of the link of one device to the host, in bytes per
+            second and direction; `None` if it is not known.
         device_kind: the name that the driver of an absent GPU would report.
         clock: the clock rate of an absent TPU in cycles per second; `None` if it is not known.
     """
@@ -98,6 +123,7 @@ class Target:
     usable_bytes: int | None = None
     bandwidth: int | None = None
     flops_per_second: float | None = None
+    link_bandwidth: int | None = None
     device_kind: str | None = None
     clock: float | None = None
 
@@ -236,6 +262,7 @@ def _gpu(name: str, gpu: Gpu, count: str = "1") -> Target:
         usable_bytes=int(gpu.memory_bytes * _GPU_FRACTION),
         bandwidth=gpu.bandwidth,
         flops_per_second=gpu.tensor_tflops * 1e12,
+        link_bandwidth=gpu.link_bandwidth,
         device_kind=gpu.device_kind,
     )
 
@@ -259,6 +286,7 @@ def _tpu(name: str, tpu: Tpu, topology: str | None = None) -> Target:
         usable_bytes=int(tpu.usable_gib * 2**30),
         bandwidth=tpu.bandwidth,
         flops_per_second=tpu.tensor_tflops * 1e12,
+        link_bandwidth=tpu.link_bandwidth,
         clock=None if tpu.clock_ghz is None else tpu.clock_ghz * 1e9,
     )
 

@@ -2,11 +2,13 @@
 
 import re
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 from ._hlo import Array, Computation, Instruction, Module, parse
 from ._loops import trip_count
 
-Cost = Callable[[Computation, Instruction], int]
+Count = Callable[[Computation, Instruction], int]
+Counted = Callable[[Array], bool]  # whether reading and writing an array counts
 
 _FREE = {
     "parameter",
@@ -78,7 +80,26 @@ def hbm_traffic(hlo_text: str) -> int | None:
         524288
     """
     module = parse(hlo_text)
-    return _total(module, module.entry, lambda c, i: _instruction_traffic(module, c, i))
+    return _total(module, module.entry, lambda c, i: _traffic(module, c, i, _in_hbm))
+
+
+def host_traffic(hlo_text: str) -> int | None:
+    """Counts the bytes that one run of an optimized HLO module reads from and writes to the host.
+
+    These are copies of arrays in the host's memory, such as offloaded residuals, by the rules of
+    `hbm_traffic`. A value that the program copies back twice counts twice.
+
+    Args:
+        hlo_text: the text of a compiled module, `compiled.as_text()`.
+
+    Returns:
+        The number of bytes; `None` if the trip count of a loop depends on data.
+
+    Raises:
+        ValueError: if `hlo_text` is not a compiled HLO module.
+    """
+    module = parse(hlo_text)
+    return _total(module, module.entry, lambda c, i: _traffic(module, c, i, _on_host))
 
 
 def estimated_cycles(hlo_text: str) -> int | None:
@@ -101,7 +122,25 @@ def estimated_cycles(hlo_text: str) -> int | None:
     return _total(module, module.entry, lambda c, i: _cycles(i)) or None
 
 
-def costs(hlo_text: str) -> Iterator[tuple[Computation, Instruction, int, int]]:
+class Cost(NamedTuple):
+    """What one instruction of a compiled module costs in one run.
+
+    Attributes:
+        computation: The computation that holds it.
+        instruction: The instruction.
+        hbm: Its HBM traffic in bytes.
+        host: Bytes that it copies to or from the host.
+        cycles: XLA's estimate of its cycles.
+    """
+
+    computation: Computation
+    instruction: Instruction
+    hbm: int
+    host: int
+    cycles: int
+
+
+def costs(hlo_text: str) -> Iterator[Cost]:
     """Lists what each instruction of a compiled module costs in one run.
 
     The instructions of a loop cost as often as it runs, or once if its trip count depends on data.
@@ -109,17 +148,12 @@ def costs(hlo_text: str) -> Iterator[tuple[Computation, Instruction, int, int]]:
 
     Args:
         hlo_text: the text of a compiled module, `compiled.as_text()`.
-
-    Yields:
-        The computation, the instruction, its HBM traffic in bytes and XLA's estimate of its cycles.
     """
     module = parse(hlo_text)
     yield from _costs(module, module.entry, 1)
 
 
-def _costs(
-    module: Module, computation: Computation, times: int
-) -> Iterator[tuple[Computation, Instruction, int, int]]:
+def _costs(module: Module, computation: Computation, times: int) -> Iterator[Cost]:
     for instruction in computation.instructions.values():
         called = [module.computations[c] for names in instruction.called.values() for c in names]
         if instruction.opcode == "while":
@@ -130,8 +164,19 @@ def _costs(
             for inner in called:
                 yield from _costs(module, inner, times)
         else:
-            moved = times * _instruction_traffic(module, computation, instruction)
-            yield computation, instruction, moved, times * _cycles(instruction)
+            hbm, host = (
+                times * _traffic(module, computation, instruction, counted)
+                for counted in (_in_hbm, _on_host)
+            )
+            yield Cost(computation, instruction, hbm, host, times * _cycles(instruction))
+
+
+def _in_hbm(array: Array) -> bool:
+    return array.in_hbm
+
+
+def _on_host(array: Array) -> bool:
+    return array.on_host
 
 
 def _cycles(instruction: Instruction) -> int:
@@ -140,8 +185,8 @@ def _cycles(instruction: Instruction) -> int:
     return int(found.group(1)) if found else 0
 
 
-def _total(module: Module, computation: Computation, cost: Cost) -> int | None:
-    """The sum of `cost` over the instructions that run; `None` if a trip count is not known."""
+def _total(module: Module, computation: Computation, count: Count) -> int | None:
+    """The sum of `count` over the instructions that run; `None` if a trip count is not known."""
     total = 0
     for instruction in computation.instructions.values():
         called = {
@@ -149,16 +194,16 @@ def _total(module: Module, computation: Computation, cost: Cost) -> int | None:
             for key, names in instruction.called.items()
         }
         if instruction.opcode == "while":
-            once = [_total(module, c, cost) for c in (*called["body"], *called["condition"])]
+            once = [_total(module, c, count) for c in (*called["body"], *called["condition"])]
             part = _times(trip_count(module, computation, instruction), once)
         elif instruction.opcode == "conditional":
-            branches = [_total(module, c, cost) for cs in called.values() for c in cs]
+            branches = [_total(module, c, count) for cs in called.values() for c in cs]
             known = [b for b in branches if b is not None]
             part = max(known) if len(known) == len(branches) else None
         elif instruction.opcode in _CALLS:
-            part = _times(1, [_total(module, c, cost) for cs in called.values() for c in cs])
+            part = _times(1, [_total(module, c, count) for cs in called.values() for c in cs])
         else:
-            part = cost(computation, instruction)
+            part = count(computation, instruction)
         if part is None:
             return None
         total += part
@@ -171,7 +216,9 @@ def _times(count: int | None, parts: list[int | None]) -> int | None:
     return None if count is None or len(known) < len(parts) else count * sum(known)
 
 
-def _instruction_traffic(module: Module, computation: Computation, instruction: Instruction) -> int:
+def _traffic(
+    module: Module, computation: Computation, instruction: Instruction, counted: Counted
+) -> int:
     """Bytes that one instruction reads and writes. A `-start` reads, and its `-done` writes."""
     opcode = instruction.opcode
     if opcode in _FREE or '"AllocateBuffer"' in instruction.attributes:
@@ -181,11 +228,11 @@ def _instruction_traffic(module: Module, computation: Computation, instruction: 
     if opcode.endswith("-done"):
         start = _start(computation, instruction)
         followed = start.opcode in _CALLS
-        return 0 if followed else _written(module, computation, start, instruction)
-    read = _read(module, computation, instruction)
+        return 0 if followed else _written(module, computation, start, instruction, counted)
+    read = _read(module, computation, instruction, counted)
     if opcode.endswith("-start"):
         return read
-    return read + _written(module, computation, instruction, instruction)
+    return read + _written(module, computation, instruction, instruction, counted)
 
 
 def _start(computation: Computation, done: Instruction) -> Instruction:
@@ -194,23 +241,29 @@ def _start(computation: Computation, done: Instruction) -> Instruction:
     return start if start.opcode.endswith("-start") else _start(computation, start)
 
 
-def _read(module: Module, computation: Computation, instruction: Instruction) -> int:
-    """Bytes that an instruction reads from HBM."""
+def _read(
+    module: Module, computation: Computation, instruction: Instruction, counted: Counted
+) -> int:
+    """Bytes that an instruction reads."""
     total = 0.0
     for name in dict.fromkeys(instruction.operands):
-        size = sum(a.bytes for a in computation.instructions[name].arrays if a.in_hbm)
+        size = sum(a.bytes for a in computation.instructions[name].arrays if counted(a))
         total += size * _fraction_used(module, computation, name, instruction)
     return round(total)
 
 
 def _written(
-    module: Module, computation: Computation, instruction: Instruction, result: Instruction
+    module: Module,
+    computation: Computation,
+    instruction: Instruction,
+    result: Instruction,
+    counted: Counted,
 ) -> int:
     """Bytes that `instruction` writes to the arrays of `result` (itself, or its `-done`)."""
     fractions = _fractions_written(module, computation, instruction)
     if len(fractions) != len(result.arrays):  # A -start also lists its operands and a context.
         fractions = fractions[-1:] * len(result.arrays)
-    sizes = [a.bytes if a.in_hbm else 0 for a in result.arrays]
+    sizes = [a.bytes if counted(a) else 0 for a in result.arrays]
     return round(sum(f * s for f, s in zip(fractions, sizes, strict=True)))
 
 

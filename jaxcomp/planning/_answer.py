@@ -1,5 +1,7 @@
 """What `fit` answers, from the strategies that were compiled."""
 
+import math
+
 from jaxcomp.memory._live_bytes import format_bytes
 from jaxcomp.planning._compiled import Compiled
 from jaxcomp.planning._fitted import FittedPlan, Part
@@ -24,9 +26,10 @@ def answer(search: Search) -> FittedPlan:
     strategy, result = best.strategy, best.result
     policy = strategy.policy if isinstance(strategy.policy, Policy) else None
     notes = list(search.notes)
-    if _is_noisy(strategy):
+    noise = search.noise_of(best)
+    if _is_noisy(strategy) and noise is None:
         notes.append(
-            "the gradient is noisier than the plain one; jaxcomp.check_gradients measures it"
+            "the gradient is noisier than the plain one; data=(loss, model, batch) measures it"
         )
     where, saved, rest = result.peak()
     known = {*result.saved, *result.seconds_of}
@@ -44,7 +47,13 @@ def answer(search: Search) -> FittedPlan:
         total_bytes=total,
         milliseconds=1e3 * result.seconds,
         parts=tuple(
-            Part(group, action, result.saved.get(group, 0), 1e3 * result.seconds_of.get(group, 0.0))
+            Part(
+                group,
+                action,
+                result.saved.get(group, 0),
+                1e3 * result.seconds_of.get(group, 0.0),
+                None if search.noise is None else math.sqrt(search.noise.of(group, action)),
+            )
             for group, action in sorted(assignment.items())
         ),
         frontier=tuple(
@@ -54,6 +63,7 @@ def answer(search: Search) -> FittedPlan:
                 1e3 * c.result.seconds,
                 search.fits(c.result),
                 not _is_noisy(c.strategy),
+                search.noise_of(c),
             )
             for c in sorted(search.found, key=lambda c: c.result.seconds)
         ),
@@ -62,6 +72,7 @@ def answer(search: Search) -> FittedPlan:
             f"{format_bytes(rest)} of all else"
         ),
         errors=tuple(search.errors),
+        noise=noise,
         notes=tuple(notes),
     )
 
@@ -73,6 +84,15 @@ def _is_noisy(strategy: Strategy) -> bool:
 
 def _does_not_fit(search: Search) -> DoesNotFitError:
     budget = f"budget={format_bytes(search.budget)}"
+    if search.noise is not None:
+        budget = f"{budget}, noise={search.most_noise}"
+    loud = [c for c in search.found if search.fits(c.result) and not search.is_quiet(c)]
+    if loud:
+        least = min(loud, key=lambda c: search.noise_of(c) or 0.0)
+        return DoesNotFitError(
+            f"{budget}: nothing fits with so little noise; {least.name} fits, with an estimated "
+            f"noise of {search.noise_of(least):.3f}{''.join(f'; {note}' for note in search.notes)}"
+        )
     reached = [c for c in search.found if c.result.report.total_bytes and c.result.moments]
     if not reached:
         return DoesNotFitError(f"{budget}: nothing could be compiled")

@@ -13,6 +13,8 @@ class Compiled:
         milliseconds: The estimated step time.
         fits: Whether it fits the budget.
         is_exact: Whether its gradient is exact.
+        noise: Standard deviation that codes add to the gradient, as a part of that of SGD; None if
+            it was not measured.
     """
 
     name: str
@@ -20,3 +22,4 @@ class Compiled:
     milliseconds: float
     fits: bool
     is_exact: bool
+    noise: float | None = None

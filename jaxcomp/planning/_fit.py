@@ -1,10 +1,12 @@
 """`fit`: a budget of bytes in, a strategy out that was compiled and fits."""
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, get_args
 
+from jaxcomp.diagnostics._gradients import check_data
 from jaxcomp.memory._analyze import usable_bytes
 from jaxcomp.memory._declared import takes_gradient
 from jaxcomp.memory._live_bytes import format_bytes
@@ -13,6 +15,7 @@ from jaxcomp.planning._answer import answer
 from jaxcomp.planning._budget import bytes_of
 from jaxcomp.planning._fitted import FittedPlan
 from jaxcomp.planning._groups import Groups, block_of
+from jaxcomp.planning._noise import PARTS, Data
 from jaxcomp.planning._plans import Allowed, run
 from jaxcomp.planning._probe import trace_scoped
 from jaxcomp.planning._problem import Action
@@ -32,6 +35,8 @@ def fit(
     target: str | None = None,
     actions: Sequence[Action] = ACTIONS,
     bits: Sequence[int] = BITS,
+    noise: float | None = None,
+    data: Data | None = None,
     biased: bool = False,
     pin: Mapping[str, str] | None = None,
     split_batch_statistics: bool = False,
@@ -58,10 +63,17 @@ def fit(
         budget: Bytes, or text such as "11GiB". By default, what a step may use of the target's
             memory.
         target: The target's name, as in `analyze`. By default, the attached device.
-        actions: What a plan may do: "keep" values, "quantize" them, "recompute" blocks, or
-            "accumulate" gradients of micro-batches.
+        actions: What a plan may do: "keep" values, "quantize" them, "recompute" blocks, "offload"
+            values or their codes to the host's memory, or "accumulate" gradients of micro-batches.
+            Values are offloaded only where nothing else fits.
         bits: Bits of a quantized element that a plan may use, of 8, 4, 3 and 2. Fewer than 4 are
             used only where a plan without them does not fit.
+        noise: The largest standard deviation that codes may add to the gradient, as a part of that
+            of SGD, such as 0.1. It needs `data`.
+        data: What the noise of codes is measured on: a loss of a model and a batch, the model with
+            its parameters, and a batch, which may be smaller than `batch`. The gradient is taken on
+            the attached device, three times for the codes of each kind of group. Without it, the
+            noise is not known.
         biased: Whether batch norms may have codes that clip (`recipes.fused`), which are faster and
             bias the gradient.
         pin: Choices that are given, by a regular expression for paths of modules: "keep",
@@ -98,12 +110,15 @@ def fit(
         'plain'
     """
     check(actions, bits, compiles)
+    check_noise(noise, data)
     where = resolve(target)
     room = room_of(budget, target)
     plain = Strategy.parse("plain")
     plain.check_batch(batch)
     traced, models = trace_scoped(make_step, plain, batch, where)
     groups = Groups.of(models)
+    if data is not None and Groups.of([data[1]]) != groups:
+        raise ValueError("data: expected a model with the modules of that of make_step")
     pinned = _pinned({} if pin is None else pin, groups, actions, bits)
     if not takes_gradient(traced.jaxpr):
         raise ValueError("make_step: expected a step that takes a gradient")
@@ -113,8 +128,11 @@ def fit(
             f"budget={format_bytes(room)}: the arguments of the step alone (parameters, state and "
             f"batch) take {format_bytes(given)}"
         )
-    allowed = Allowed(actions, bits, biased, pinned, split_batch_statistics)
-    search = Search(make_step, batch, where, room, compiles, progress, groups, allowed.admits)
+    allowed = Allowed(actions, bits, biased, pinned, split_batch_statistics, data)
+    most_noise = math.inf if noise is None else noise
+    search = Search(
+        make_step, batch, where, room, compiles, progress, groups, allowed.admits, most_noise
+    )
     try:
         run(search, models, allowed)
     except KeyboardInterrupt:
@@ -151,6 +169,19 @@ def check(actions: Sequence[Action], bits: Sequence[int], compiles: int) -> None
         raise ValueError(f"bits={bits!r}: expected some of {BITS}")
     if isinstance(compiles, bool) or not isinstance(compiles, int) or compiles < 1:
         raise ValueError(f"compiles={compiles!r}: expected a positive integer")
+
+
+def check_noise(noise: float | None, data: Data | None) -> None:
+    """Raises a TypeError or ValueError for a limit of noise, or data, that is none."""
+    if noise is not None and data is None:
+        raise ValueError(f"noise={noise!r}: expected data=(loss, model, batch) to measure it on")
+    if noise is not None and not (isinstance(noise, int | float) and 0 < noise < math.inf):
+        raise ValueError(f"noise={noise!r}: expected a positive number")
+    if data is None:
+        return
+    if not isinstance(data, tuple) or len(data) != 3:
+        raise TypeError(f"data={type(data).__name__}: expected a tuple (loss, model, batch)")
+    check_data(*data, parts=PARTS)
 
 
 def _pinned(

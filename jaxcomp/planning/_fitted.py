@@ -2,6 +2,7 @@
 
 import collections
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -31,16 +32,20 @@ class Part:
 
     Attributes:
         group: The path of the group, "" for what no module computes.
-        action: "keep", "recompute" or "quantize:bits=N"; for a strategy of all values alike its
+        action: "keep", "recompute", "quantize:bits=N", or one that moves what is saved to the
+            host, "offload" or "offload:quantize:bits=N"; for a strategy of all values alike its
             name.
         saved_bytes: Estimated bytes that wait for the backward pass.
         milliseconds: Its estimated part of the step time.
+        noise: Standard deviation that it adds to the gradient, as a part of that of SGD; None if it
+            was not measured.
     """
 
     group: str
     action: str
     saved_bytes: int
     milliseconds: float
+    noise: float | None = None
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,8 @@ class FittedPlan:
         parts: What is done with each group of modules.
         frontier: All strategies that were compiled, the fastest first.
         binding: The moment at which memory is highest.
+        noise: Standard deviation that codes add to the gradient, as a part of that of SGD; the sum
+            of what was measured for the groups. None if it was not measured.
         errors: The error of the estimated bytes of each plan that was compiled, as a fraction.
         compiler: The version of JAX.
         notes: Remarks.
@@ -78,6 +85,7 @@ class FittedPlan:
     parts: tuple[Part, ...]
     frontier: tuple[Compiled, ...]
     binding: str
+    noise: float | None = None
     errors: tuple[float, ...] = ()
     compiler: str = f"JAX {jax.__version__}"
     notes: tuple[str, ...] = ()
@@ -96,13 +104,38 @@ class FittedPlan:
             f"of {format_bytes(self.budget_bytes)} on {self.target}, batch {self.batch}"
         ]
         if self.parts:
-            lines += ["", *table.lines(_rows(self.parts), right=(2, 3, 4))]
-        rows = [("compiled", "bytes", "estimate", "fits")]
+            lines += ["", *table.lines(_rows(self.parts), right=(2, 3, 4, 5))]
+        rows = [("compiled", "bytes", "estimate", "noise", "fits")]
         rows += [
-            (c.name, format_bytes(c.total_bytes), f"{c.milliseconds:.2f} ms", "yes" * c.fits)
+            (
+                c.name,
+                format_bytes(c.total_bytes),
+                f"{c.milliseconds:.2f} ms",
+                "" if c.noise is None else f"{c.noise:.3f}",
+                "yes" * c.fits,
+            )
             for c in self.frontier
         ]
-        return "\n".join([*lines, "", *table.lines(rows, right=(1, 2)), self.binding, *self.notes])
+        lines += ["", *table.lines(rows, right=(1, 2, 3)), self.binding, *self._steps()]
+        if self.noise is not None:
+            lines.append(f"estimated noise of the gradient: {self.noise:.3f} of SGD's")
+        return "\n".join([*lines, *self.notes])
+
+    def _steps(self) -> list[str]:
+        """The next faster and the next smaller one of what was compiled."""
+        own, spent = self.total_bytes, self.milliseconds
+        faster = [c for c in self.frontier if c.total_bytes > own and c.milliseconds < spent]
+        smaller = [c for c in self.frontier if c.total_bytes < own and c.milliseconds > spent]
+        found: list[str] = []
+        if faster:
+            up = min(faster, key=lambda c: c.total_bytes)
+            more, less = up.total_bytes - own, spent - up.milliseconds
+            found.append(f"faster: {up.name}, {format_bytes(more)} more, {less:.2f} ms less")
+        if smaller:
+            down = min(smaller, key=lambda c: c.milliseconds)
+            saved, longer = own - down.total_bytes, down.milliseconds - spent
+            found.append(f"smaller: {down.name}, {format_bytes(saved)} less, {longer:.2f} ms more")
+        return found
 
     def to_json(self) -> str:
         """The plan as JSON text, which `from_json` reads."""
@@ -196,7 +229,7 @@ def _rows(parts: Sequence[Part]) -> list[tuple[str, ...]]:
     alike: dict[tuple[str, str], list[Part]] = collections.defaultdict(list)
     for part in parts:
         alike[without_indices(part.group), part.action].append(part)
-    rows: list[tuple[str, ...]] = [("modules", "action", "number", "saved", "estimate")]
+    rows: list[tuple[str, ...]] = [("modules", "action", "number", "saved", "estimate", "noise")]
     rows += [
         (
             group or "(no module)",
@@ -204,7 +237,15 @@ def _rows(parts: Sequence[Part]) -> list[tuple[str, ...]]:
             str(len(those)),
             format_bytes(sum(part.saved_bytes for part in those)),
             f"{sum(part.milliseconds for part in those):.2f} ms",
+            _noise(those),
         )
         for (group, action), those in sorted(alike.items())
     ]
     return rows
+
+
+def _noise(parts: Sequence[Part]) -> str:
+    """That of independent parts together."""
+    if any(part.noise is None for part in parts):
+        return "not known" if any("quantize" in part.action for part in parts) else ""
+    return f"{math.hypot(*(part.noise or 0.0 for part in parts)):.3f}"

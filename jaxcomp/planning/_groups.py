@@ -15,6 +15,7 @@ from jaxcomp.policies._rule import Rule
 
 _ATTENTION = "attention"
 _UNIT = "norm_act"
+_MIN_SIZE = 2**14  # elements of what is worth a copy to the host
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +131,8 @@ def policy_of(assignment: Mapping[str, str], biased: bool) -> Policy:
     """The policy of a choice for each group.
 
     Args:
-        assignment: "keep", "recompute" or "quantize:bits=N" by group.
+        assignment: "keep", "recompute", "quantize:bits=N", or what is moved to the host, "offload"
+            or "offload:quantize:bits=N", by group.
         biased: Whether batch norms may have codes that clip.
     """
     alike: dict[tuple[int, str, str], list[str]] = {}
@@ -153,9 +155,13 @@ def policy_of(assignment: Mapping[str, str], biased: bool) -> Policy:
 
 def rules_of(choice: str, biased: bool) -> tuple[Rule, ...]:
     """The rules of one choice."""
+    unrecognized = Rule("keep", op=f"{_ATTENTION}|{_UNIT}", required=False)
+    if choice == "offload":
+        return (unrecognized, Rule("offload", min_size=_MIN_SIZE, required=False))
     if choice in ("keep", "recompute"):
-        unrecognized = Rule("keep", op=f"{_ATTENTION}|{_UNIT}", required=False)
         return (unrecognized, Rule("keep" if choice == "keep" else "recompute", required=False))
+    if choice.startswith("offload:"):
+        return _on_host(rules_of(choice.removeprefix("offload:"), biased))
     bits = int(choice.removeprefix("quantize:bits="))
     if biased and bits < 8:
         unit: tuple[Rule, ...] = (Rule(SignAware(bits), op=_UNIT, required=False),)
@@ -168,3 +174,12 @@ def rules_of(choice: str, biased: bool) -> tuple[Rule, ...]:
 
 def _optional(policy: Policy) -> tuple[Rule, ...]:
     return tuple(dataclasses.replace(rule, required=False) for rule in policy.rules)
+
+
+def _on_host(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
+    """The same with codes in the host's memory, and no product exactly in the device's."""
+    moved = Policy(rules).offloaded().rules
+    return tuple(
+        dataclasses.replace(rule, action="recompute") if rule.action == "cheapest" else rule
+        for rule in moved
+    )

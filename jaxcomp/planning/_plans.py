@@ -10,12 +10,15 @@ from flax import nnx
 
 from jaxcomp.planning._groups import policy_of, rules_of
 from jaxcomp.planning._improve import Variant, improve
+from jaxcomp.planning._noise import Data, measure
 from jaxcomp.planning._probe import Probe
 from jaxcomp.planning._problem import Action, Known, make_problem
 from jaxcomp.planning._search import Search
 from jaxcomp.planning._solver import Problem
 from jaxcomp.planning._strategies import Strategy
 from jaxcomp.policies._policy import Policy
+
+_OF_OFFLOAD = 2  # compilations
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,7 @@ class Allowed:
         biased: Whether batch norms may have codes that clip.
         pinned: Choices that are given, by group.
         split_batch_statistics: Whether batch norms may see fewer images.
+        data: What the noise of codes is measured on.
     """
 
     actions: Collection[Action]
@@ -35,6 +39,7 @@ class Allowed:
     biased: bool
     pinned: Mapping[str, str]
     split_batch_statistics: bool
+    data: Data | None = None
 
     def admits(self, strategy: Strategy) -> bool:
         """Whether a strategy of all values alike does what is pinned."""
@@ -43,6 +48,10 @@ class Allowed:
             return False
         return not self.pinned or (keeps and set(self.pinned.values()) == {"keep"})
 
+    def uniform(self, choice: str) -> Strategy:
+        """The strategy of one choice for all values."""
+        return Strategy.of(Policy(rules_of(choice, self.biased)))
+
 
 def run(search: Search, models: Sequence[Any], allowed: Allowed) -> None:
     """Compiles the plain step, and if that does not fit all else that is allowed."""
@@ -50,11 +59,14 @@ def run(search: Search, models: Sequence[Any], allowed: Allowed) -> None:
     if search.best() is not None:
         return
     quantized = recomputed = None
-    bits, biased = allowed.bits, allowed.biased
-    uniform = {b: Strategy.of(Policy(rules_of(f"quantize:bits={b}", biased))) for b in bits}
+    bits = allowed.bits if "quantize" in allowed.actions else ()
     middle = min(bits, key=lambda b: abs(b - 4), default=4)
-    if "quantize" in allowed.actions and bits and search.left:
-        quantized = _tried(search, f"quantize:bits={middle}", uniform[middle])
+    if bits and search.left:
+        name = f"quantize:bits={middle}"
+        quantized = _tried(search, name, allowed.uniform(name))
+    if quantized is not None and allowed.data is not None:
+        groups = sorted({*quantized.declared, *plain.declared})
+        search.noise = measure(allowed.data, groups, middle, allowed.biased, search.progress)
     if "recompute" in allowed.actions and search.left:
         recomputed = _tried(search, "remat", Strategy.parse("remat"))
     if "accumulate" in allowed.actions:
@@ -65,36 +77,68 @@ def run(search: Search, models: Sequence[Any], allowed: Allowed) -> None:
                 "no micro-batches: batch norms would see fewer images (or the model is a function, "
                 "of which that is not known); split_batch_statistics=True allows them"
             )
-    if quantized is None and recomputed is None:
-        return
-    others = set(bits) - {middle} if quantized is not None else ()
-    declared = {b: search.declared(uniform[b]) for b in others}
-    of_blocks = None if search.groups.has_layers else recomputed
-    known = Known(plain, quantized, middle, declared, of_blocks, "keep" in allowed.actions)
-    variants = _variants(search, make_problem(known, allowed.pinned, search.target))
+    known = Known(
+        plain,
+        quantized,
+        middle,
+        {b: search.declared(allowed.uniform(f"quantize:bits={b}")) for b in {*bits} - {middle}}
+        if quantized is not None
+        else {},
+        None if search.groups.has_layers else recomputed,
+        "keep" in allowed.actions,
+        search.noise,
+        search.most_noise,
+    )
+    may_offload = "offload" in allowed.actions and search.target.link_bandwidth is not None
+    if quantized is not None or recomputed is not None:
+        _improve(search, known, allowed, reserved=_OF_OFFLOAD if may_offload else 0)
+    if quantized is not None:
+        fewer = [b for b in sorted(bits, reverse=True) if b < middle]
+        _fewest_bits(search, {b: allowed.uniform(f"quantize:bits={b}") for b in fewer})
+    if search.best() is None and "offload" in allowed.actions:
+        if may_offload:
+            _offload(search, known, allowed)
+        else:
+            search.notes.append(
+                f"no offload: the bandwidth between {search.target.name} and its host is not known"
+            )
+
+
+def _improve(search: Search, known: Known, allowed: Allowed, reserved: int) -> None:
+    """Solves and compiles plans; while nothing fits, so many compilations are left over."""
 
     def compile_plan(assignment: Mapping[str, str], micro_batches: int) -> Probe | None:
         number = sum(candidate.assignment is not None for candidate in search.found) + 1
         name = f"plan {number}" + (f", accumulate:{micro_batches}" if micro_batches > 1 else "")
-        strategy = Strategy.of(policy_of(assignment, biased))
+        strategy = Strategy.of(policy_of(assignment, allowed.biased))
         return _tried(search, name, replace(strategy, micro_batches=micro_batches), assignment)
 
     def best_seconds() -> float:
         best = search.best()
         return math.inf if best is None else best.result.seconds
 
-    search.errors += improve(
-        variants, search.budget, compile_plan, lambda: search.left, best_seconds
-    )
-    if quantized is not None:
-        _fewest_bits(search, {b: uniform[b] for b in bits if b < middle})
+    def left() -> int:
+        return search.left - (reserved if search.best() is None else 0)
+
+    variants = _variants(search, make_problem(known, allowed.pinned, search.target))
+    search.errors += improve(variants, search.budget, compile_plan, left, best_seconds)
+
+
+def _offload(search: Search, known: Known, allowed: Allowed) -> None:
+    """Compiles the step with all saved values in the host's memory, and plans with that."""
+    choice = "offload" if known.quantized is None else f"offload:quantize:bits={known.bits}"
+    if not search.left:
+        return
+    offloaded = _tried(search, choice, allowed.uniform(choice))
+    if offloaded is not None:
+        _improve(search, replace(known, offloaded=(choice, offloaded)), allowed, reserved=0)
 
 
 def _fewest_bits(search: Search, uniform: Mapping[int, Strategy]) -> None:
     """Where no plan fits: all values in the most bits that do, whatever was estimated."""
-    for bits in sorted(uniform, reverse=True):
+    for bits, strategy in uniform.items():
         if search.best() is None and search.left:
-            _tried(search, f"quantize:bits={bits}", uniform[bits])
+            _tried(search, f"quantize:bits={bits}", strategy)
 
 
 def _tried(

@@ -104,30 +104,38 @@ def probe(
     moments: tuple[Moment, ...] = ()
     if timeline is not None and timeline.backward_start is not None:
         saved, moments = _moments(timeline, groups)
-    seconds = estimated_seconds(report, target)
+    seconds, copying = estimated_seconds(report, target), host_seconds(report, target)
     return Probe(
         report,
         seconds,
         declared_bytes(traced, groups),
         saved,
-        _seconds_of(hlo_text, seconds, groups),
+        _seconds_of(hlo_text, seconds - copying, copying, groups),
         moments,
     )
 
 
 def estimated_seconds(report: MemoryReport, target: Target) -> float:
-    """The estimated time of a step: of its HBM traffic, and of its FLOPs.
+    """The estimated time of a step: of its HBM traffic, its FLOPs, and its copies to the host.
 
-    The two add up, since elementwise kernels wait for memory while matrix units are idle. On a TPU
-    whose clock is known it is XLA's own estimate of the cycles.
+    They add up: elementwise kernels wait for memory while matrix units are idle, and no copy is
+    taken to overlap with other work. On a TPU whose clock is known, XLA's estimate of the cycles
+    stands for the first two.
     """
+    seconds = host_seconds(report, target)
     if report.estimated_cycles is not None and target.clock is not None:
-        return report.estimated_cycles / target.clock
-    traffic = report.hbm_traffic_bytes or 0
-    seconds = traffic / bandwidth_of(target)
+        return seconds + report.estimated_cycles / target.clock
+    seconds += (report.hbm_traffic_bytes or 0) / bandwidth_of(target)
     if target.flops_per_second and report.flops:
         seconds += report.flops / target.devices / target.flops_per_second
     return seconds
+
+
+def host_seconds(report: MemoryReport, target: Target) -> float:
+    """The estimated time of copies to and from the host; 0 where its link is not known."""
+    if target.link_bandwidth is None:
+        return 0.0
+    return (report.host_traffic_bytes or 0) / target.link_bandwidth
 
 
 def bandwidth_of(target: Target) -> float:
@@ -135,23 +143,33 @@ def bandwidth_of(target: Target) -> float:
     return target.bandwidth or _ANY_BANDWIDTH
 
 
-def _seconds_of(hlo_text: str, seconds: float, groups: Groups) -> dict[str, float]:
-    """Divides the time of a step among groups, by their traffic, or by their cycles."""
-    traffic: dict[str, int] = defaultdict(int)
-    cycles: dict[str, int] = defaultdict(int)
+def _seconds_of(hlo_text: str, seconds: float, copying: float, groups: Groups) -> dict[str, float]:
+    """Divides the time of a step among groups, by their traffic, or by their cycles.
+
+    Args:
+        hlo_text: The compiled step.
+        seconds: Its estimated time, without the copies to and from the host.
+        copying: The time of these.
+        groups: The model's groups.
+    """
+    hbm, host, cycles = Counter[str](), Counter[str](), Counter[str]()
     group_of: dict[str, str] = {}
-    for computation, instruction, moved, spent in costs(hlo_text) if hlo_text else ():
+    for cost in costs(hlo_text) if hlo_text else ():
+        instruction, where = cost.instruction, cost.computation.name
         scope = split_op_name(instruction.op_name)[0] if "/" in instruction.op_name else ""
         group = groups.group_in(scope) if scope else ""
         if not group:  # that of what it reads
-            names = (computation.name + "/" + operand for operand in instruction.operands)
+            names = (f"{where}/{operand}" for operand in instruction.operands)
             group = next(filter(None, (group_of.get(name, "") for name in names)), "")
-        group_of[computation.name + "/" + instruction.name] = group
-        traffic[group] += moved
-        cycles[group] += spent
-    parts = cycles if any(cycles.values()) else traffic
-    total = sum(parts.values())
-    return {group: seconds * part / total for group, part in parts.items()} if total else {}
+        group_of[f"{where}/{instruction.name}"] = group
+        hbm[group] += cost.hbm
+        host[group] += cost.host
+        cycles[group] += cost.cycles
+    found: Counter[str] = Counter()
+    for whole, parts in ((seconds, cycles if any(cycles.values()) else hbm), (copying, host)):
+        if total := parts.total():
+            found.update({group: whole * part / total for group, part in parts.items()})
+    return dict(found)
 
 
 def _moments(timeline: Timeline, groups: Groups) -> tuple[dict[str, int], tuple[Moment, ...]]:

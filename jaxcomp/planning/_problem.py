@@ -1,19 +1,21 @@
 """The integer program of a plan, from steps that were compiled."""
 
 import collections
-import dataclasses
+import math
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from jaxcomp.memory._targets import Target
 from jaxcomp.planning._groups import block_of
+from jaxcomp.planning._noise import Noise
 from jaxcomp.planning._probe import Probe, bandwidth_of
 from jaxcomp.planning._solver import Choice, Moment, Problem
 
-Action = Literal["keep", "quantize", "recompute", "accumulate"]
+Action = Literal["keep", "quantize", "recompute", "offload", "accumulate"]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Known:
     """What was compiled and traced of a model.
 
@@ -24,6 +26,10 @@ class Known:
         declared: Bytes that the step intends to save with other bits, by bits and group.
         recomputed: The step with each block recomputed; None if that is not allowed.
         keeps: Whether a group may be kept that could be quantized.
+        noise: Of the codes; None if it was not measured.
+        most_noise: The largest standard deviation of the gradient, in units of SGD's.
+        offloaded: The step with all saved values in the host's memory, by its name; None if that is
+            not allowed.
     """
 
     plain: Probe
@@ -32,6 +38,9 @@ class Known:
     declared: Mapping[int, Mapping[str, int]]
     recomputed: Probe | None
     keeps: bool
+    noise: Noise | None = None
+    most_noise: float = math.inf
+    offloaded: tuple[str, Probe] | None = None
 
 
 def make_problem(known: Known, pinned: Mapping[str, str], target: Target) -> Problem:
@@ -59,6 +68,10 @@ def make_problem(known: Known, pinned: Mapping[str, str], target: Target) -> Pro
                 found[f"quantize:bits={bits}"] = _of_bits(known, group, bits, target)
         if known.recomputed is not None and block_of(group):
             found["recompute"] = _choice(known.recomputed, group)
+        if known.offloaded is not None:
+            found[known.offloaded[0]] = _choice(known.offloaded[1], group)
+        if known.noise is not None:
+            found = {n: replace(c, noise=known.noise.of(group, n)) for n, c in found.items()}
         if group in pinned:
             if pinned[group] not in found:
                 raise ValueError(
@@ -76,7 +89,7 @@ def make_problem(known: Known, pinned: Mapping[str, str], target: Target) -> Pro
             named.pop("recompute", None)
     of_plain = [p for p in (known.plain, known.quantized) if p is not None]
     moments = [m for p in of_plain for m in _with_all_groups(p.moments, names)]
-    return Problem(options, moments, {"recompute": free})
+    return Problem(options, moments, {"recompute": free}, known.most_noise**2)
 
 
 def _choice(probe: Probe, group: str) -> Choice:
@@ -121,4 +134,4 @@ def _with_all_groups(moments: Iterable[Moment], names: Iterable[str]) -> Iterabl
             fractions = of_block.get(block_of(group), [])
             if group not in alive and block_of(group) and fractions:
                 alive[group] = max(fractions)
-        yield dataclasses.replace(moment, alive=alive)
+        yield replace(moment, alive=alive)

@@ -1,5 +1,6 @@
 """The strategies that were compiled on the way to a plan."""
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from jaxcomp.memory._compiling import fingerprint
 from jaxcomp.memory._targets import Target
 from jaxcomp.memory._tracing import TracedStep
 from jaxcomp.planning._groups import Groups
+from jaxcomp.planning._noise import Noise
 from jaxcomp.planning._probe import Probe, declared_bytes, probe, trace_scoped
 from jaxcomp.planning._strategies import Strategy
 from jaxcomp.planning._watched import MakeStep
@@ -47,6 +49,9 @@ class Search:
         progress: Is entered with a strategy's name while it is compiled.
         groups: The groups of the model.
         admits: Whether a strategy of all values alike may be the answer.
+        most_noise: The largest standard deviation that codes may add to the gradient, in units of
+            SGD's.
+        noise: Of the codes; None as long as it is not measured.
         found: What was compiled.
         errors: The error of the estimated bytes of each plan, as a fraction.
         notes: What was not tried, and why.
@@ -60,6 +65,8 @@ class Search:
     progress: Callable[[str], AbstractContextManager[Any]]
     groups: Groups
     admits: Callable[[Strategy], bool]
+    most_noise: float = math.inf
+    noise: Noise | None = None
     found: list[Candidate] = field(default_factory=list)
     errors: list[float] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -99,11 +106,25 @@ class Search:
         total = result.report.total_bytes
         return bool(result.moments) and total is not None and total <= self.budget
 
+    def noise_of(self, candidate: Candidate) -> float | None:
+        """The estimated noise of a strategy's gradient over SGD's; None if it was not measured."""
+        if self.noise is None:
+            return None
+        if candidate.assignment is not None:
+            return math.sqrt(self.noise.total(candidate.assignment))
+        return math.sqrt(self.noise.everywhere(candidate.name))
+
+    def is_quiet(self, candidate: Candidate) -> bool:
+        """Whether the noise of a strategy is within its limit."""
+        return (self.noise_of(candidate) or 0.0) <= self.most_noise
+
     def best(self) -> Candidate | None:
         """The fastest that fits; of equally fast ones the exact one, which comes first."""
         fitting = [
             c
             for c in self.found
-            if self.fits(c.result) and (c.assignment is not None or self.admits(c.strategy))
+            if self.fits(c.result)
+            and (c.assignment is not None or self.admits(c.strategy))
+            and self.is_quiet(c)
         ]
         return min(fitting, key=lambda c: c.result.seconds) if fitting else None

@@ -1,4 +1,4 @@
-"""The integer program of a plan: a choice for each group, within a budget at every moment."""
+"""The integer program of a plan: a choice for each group, within budgets of bytes and of noise."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,10 +18,12 @@ class Choice:
     Attributes:
         bytes: Bytes that it saves for the backward pass.
         seconds: Its estimated part of the step time. Differences alone count.
+        noise: Variance that it adds to the gradient, in units of SGD's.
     """
 
     bytes: float
     seconds: float
+    noise: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,13 @@ class Problem:
         choices: What may be done with each group, by name.
         moments: Where memory may not exceed the budget.
         together: Groups that have a choice of this name all or none.
+        most_noise: The largest sum of the variances.
     """
 
     choices: Mapping[str, Mapping[str, Choice]]
     moments: Sequence[Moment]
     together: Mapping[str, Sequence[Collection[str]]]
+    most_noise: float = np.inf
 
     def peak(self, assignment: Mapping[str, str]) -> tuple[float, Moment]:
         """The most bytes at a moment, and the moment."""
@@ -86,7 +90,7 @@ class Problem:
 
 
 def solve(problem: Problem, budget: float) -> dict[str, str] | None:
-    """The choices of the least time within a budget of bytes; None if there are none.
+    """The choices of the least time within the budgets; None if there are none.
 
     The time is minimal within a thousandth, or what the solver found in ten seconds.
 
@@ -120,6 +124,13 @@ def solve(problem: Problem, budget: float) -> dict[str, str] | None:
             for name, choice in problem.choices[group].items()
         }
         add(row, -np.inf, (budget - moment.rest) / _MIB)
+    if problem.most_noise < np.inf:
+        noise = {
+            number[group, name]: choice.noise
+            for group, named in problem.choices.items()
+            for name, choice in named.items()
+        }
+        add(noise, -np.inf, problem.most_noise)
     matrix = sparse.lil_matrix((len(rows), len(columns)))
     for i, row in enumerate(rows):
         for column, value in row.items():

@@ -54,6 +54,11 @@ class Stored:
         return self.copies * int(jax.eval_shape(self.encode, x, jnp.uint32(0)).nbytes)
 
     @property
+    def is_on_host(self) -> bool:
+        """Whether it waits in the host's memory, as it is or as a code."""
+        return self.offload or (self.codec is not None and self.codec.on_host)
+
+    @property
     def is_noisy(self) -> bool:
         """Whether what comes back is not exact."""
         return self.codec is not None and self.codec != Packed(1)
@@ -183,7 +188,8 @@ class _Choice:
             note = "kept exactly: a code would bias what reads it"
         elif decision.action == "recompute":
             note = "kept exactly: cannot be computed again from codes without bias"
-        return Stored(offload=decision.action == "offload", note=note)
+        on_host = decision.codec is not None and decision.codec.on_host
+        return Stored(offload=on_host or decision.action == "offload", note=note)
 
     def _had_exactly(self, stored: set[Any], again: set[Any]) -> set[Any]:
         """What follows from exact values; products only if they are made `again` anyway."""

@@ -5,7 +5,6 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import jax
 from jax.extend.core import DropVar, JaxprEqn, jaxpr_as_fun
 
 from jaxcomp._core import barriers
@@ -60,9 +59,13 @@ def forward(schedule: Schedule, seed: Seed, arguments: Sequence[Any]) -> tuple[l
             stored[number] = _encode(storing, env[value], own)
             waiting.setdefault(carriers[value], []).append(value)
         for other in waiting.pop(value, ()):
-            codec, index = schedule.stored[other].codec, positions[other]
-            if codec is not None:
-                env[value], stored[index] = barriers.save_residual(env[value], stored[index], codec)
+            storing, index = schedule.stored[other], positions[other]
+            if storing.codec is not None:
+                env[value], stored[index] = barriers.save_residual(
+                    env[value], stored[index], storing.codec
+                )
+            elif storing.offload:
+                env[value], stored[index] = barriers.to_host(env[value], stored[index])
 
     for value in jaxpr.invars:
         settle(value)
@@ -156,8 +159,6 @@ def _varying(value: Any) -> Any:
 
 
 def _encode(storing: Stored, value: Any, seeds: list[Any]) -> Any:
-    if storing.offload:
-        return jax.device_put(value, jax.memory.Space.Host)
     if storing.codec is None:
         return barriers.name_residual(value, Exact())
     return tuple(storing.encode(value, seed) for seed in seeds or [None])
@@ -225,6 +226,8 @@ def backward(
             atom in late or (atom in coefficients and rebuild.takes_steps(coefficients[atom]))
         )
 
+    in_time = any(how.is_on_host for how in schedule.stored.values())
+    sums: list[Any] = []
     uses: dict[Any, int] = {}
     for equation in equations:
         for atom in variables(equation.invars):
@@ -251,12 +254,18 @@ def backward(
         made = apply_after(None if after is None else env[after], jaxpr, equation, values)
         for atom in variables(equation.invars):
             uses[atom] -= 1
+        if in_time and equation.primitive.name == "reduce_sum":
+            sums += equation.outvars
         decodes = equation.primitive.name in HEAVY and any(map(is_rebuilt, equation.invars))
         if decodes and after is not None and uses[after]:
             if equation.outvars[0] in transposes:
                 equation = transposes[equation.outvars[0]]
                 made = apply(jaxpr, equation, made)
-            made, env[after] = barriers.barrier_together(made, env[after])
+            # Where XLA waits for copies, it leaves the sums that are gradients for the end.
+            early = [env[value] for value in sums]
+            (made, early), env[after] = barriers.barrier_together((made, early), env[after])
+            env |= dict(zip(sums, early, strict=True))
+            sums = []
         env |= dict(zip(equation.outvars, made, strict=True))
     return [evaluate(atom, rebuild.plain) for atom in jaxpr.outvars]
 

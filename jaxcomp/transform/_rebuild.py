@@ -41,12 +41,12 @@ class Rebuild:
         self._shared: dict[tuple[Any, Codes], Any] = {}
 
     def takes_steps(self, coefficient: Coefficient) -> bool:
-        """Whether a coefficient is computed, not just read."""
+        """Whether a coefficient is computed or copied from the host, not just read."""
         value = coefficient.value
         if not is_variable(value) or value in self._held:
             return False
         storing = self._scheme.stored.get(value)
-        return storing is None or storing.codec is not None
+        return storing is None or storing.codec is not None or storing.offload
 
     def plain(self, coefficient: Coefficient) -> Any:
         """A coefficient, at once."""

@@ -11,7 +11,7 @@ from jaxcomp.memory._compiling import compile_step
 from jaxcomp.memory._hlo import parse
 from jaxcomp.memory._targets import resolve
 from jaxcomp.memory._tracing import trace
-from jaxcomp.memory._traffic import estimated_cycles, hbm_traffic
+from jaxcomp.memory._traffic import estimated_cycles, hbm_traffic, host_traffic
 
 LAYERS = 16
 
@@ -202,6 +202,28 @@ def test_tpu_text_counts_padding_but_not_vmem():
     scalars = 4 * 512  # the counter and the two constants, and the counter once more
     assert hbm_traffic(TPU) == 5 * (2 * padded + scalars)
     assert estimated_cycles(TPU) == 5 * 100
+
+
+HOST = """
+HloModule jit_f, is_scheduled=true
+
+ENTRY %main (x: f32[256]) -> f32[256] {
+  %x = f32[256]{0} parameter(0)
+  %out = (f32[256]{0:S(5)}, f32[256]{0}, u32[]) copy-start(%x)
+  %there = f32[256]{0:S(5)} copy-done(%out)
+  %one = (f32[256]{0}, f32[256]{0:S(5)}, u32[]) copy-start(%there)
+  %back = f32[256]{0} copy-done(%one)
+  %two = (f32[256]{0}, f32[256]{0:S(5)}, u32[]) copy-start(%there)
+  %again = f32[256]{0} copy-done(%two)
+  ROOT %sum = f32[256]{0} add(%back, %again)
+}
+"""
+
+
+def test_copies_to_the_host_and_back_count_once_each():
+    assert host_traffic(HOST) == 3 * 1024
+    assert hbm_traffic(HOST) == 6 * 1024
+    assert host_traffic(TPU) == 0
 
 
 def test_cycles_are_none_where_xla_gives_none():

@@ -1,6 +1,7 @@
 """`fit`: what it returns was compiled and fits, and bad input is refused before any compilation."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +66,13 @@ def _step(transform, model):
         return jax.lax.scan(gradient, zeros, x.reshape(transform.micro_batches, -1, WIDTH))[0]
 
     return jax.jit(step, compiler_options=jc.memory.compiler_options())
+
+
+def _loss(model, x):
+    return jnp.square(model(x)).mean()
+
+
+DATA = (_loss, Net(4, nnx.Rngs(0)), jax.random.normal(jax.random.key(0), (256, WIDTH)))
 
 
 def _total(strategy, target="cpu"):
@@ -204,6 +212,10 @@ def test_interrupting_returns_the_best_so_far():
         ({"actions": "keep"}, "expected some of"),
         ({"bits": (5,)}, "expected some of"),
         ({"compiles": 0}, "expected a positive integer"),
+        ({"noise": 0.1}, r"expected data=\(loss, model, batch\)"),
+        ({"noise": -1, "data": DATA}, "expected a positive number"),
+        ({"data": (*DATA[:2], jnp.ones((3, WIDTH)))}, "the same multiple of 4"),
+        ({"data": (DATA[0], nnx.Linear(2, 2, rngs=nnx.Rngs(0)), DATA[2])}, "the modules of that"),
         ({"pin": {"tail": "keep"}}, "matches no module"),
         ({"pin": {"head": "drop"}}, "expected one of"),
         ({"pin": {"head(": "keep"}}, "not a regular expression"),
@@ -338,6 +350,44 @@ def test_all_values_in_few_bits_are_the_last_resort(monkeypatch):
     plan = fit(make_step, **given, budget=four - 1)
     assert plan.name in ("quantize:bits=3", "quantize:bits=2")
     assert plan.total_bytes < four
+
+
+def test_plans_keep_to_a_limit_of_noise():
+    budget = int(0.6 * _total(jc.planning.Strategy.parse("plain")))
+    given = {"batch": BATCH, "target": "cpu", "actions": ("keep", "quantize"), "data": DATA}
+    free = fit(make_step, budget=budget, **given)
+    quiet = fit(make_step, budget=budget, noise=free.noise / 4, **given)
+    assert quiet.noise <= free.noise / 4
+    assert quiet.milliseconds >= free.milliseconds
+    for plan in (free, quiet):
+        report = jc.check_gradients(_loss, jc.compress(nnx.clone(DATA[1]), plan.policy), DATA[2])
+        assert report.noise_over_sgd == pytest.approx(plan.noise, rel=0.4)
+        assert FittedPlan.from_json(plan.to_json()) == plan
+        assert f"estimated noise of the gradient: {plan.noise:.3f} of SGD's" in str(plan)
+    with pytest.raises(DoesNotFitError, match=r"nothing fits with so little noise; .* fits, with"):
+        fit(make_step, budget=budget, noise=1e-4, **given)
+
+
+def test_values_are_offloaded_where_nothing_else_fits(capsys):
+    pytest.importorskip("jax_cuda13_plugin")
+    make = functools.partial(make_step, depth=6)
+    given = {"batch": 16384, "target": "h100", "budget": "90MiB", "bits": (8,)}
+    with pytest.raises(DoesNotFitError, match="nothing fits; the least is "):
+        fit(make, actions=("keep", "quantize"), **given)
+    plan = fit(make, actions=("keep", "quantize", "offload"), **given)
+    with capsys.disabled():
+        print(f"\n{plan}")
+    actions = {part.action for part in plan.parts}
+    assert "offload:quantize:bits=8" in actions | {plan.name}
+    report = plan.verify(make)
+    assert plan.total_bytes == report.total_bytes <= plan.budget_bytes
+    link = report.host_traffic_bytes / resolve("h100").link_bandwidth
+    assert 1e3 * link < plan.milliseconds
+
+
+def test_offloading_needs_a_known_link():
+    with pytest.raises(DoesNotFitError, match="no offload: the bandwidth between cpu and its host"):
+        fit(make_step, batch=BATCH, budget="1.2MiB", target="cpu", actions=("offload",))
 
 
 def test_a_plan_prints_its_frontier():

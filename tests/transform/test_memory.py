@@ -54,3 +54,29 @@ def test_h100_keeps_what_long_attention_declares(capsys):
     )
     _print(capsys, "long attention, 2 bits", declared, compiled)
     assert compiled <= 1.1 * declared
+
+
+@pytest.mark.parametrize("action", [jc.Offload(jc.Quantize(8)), "offload"])
+def test_h100_keeps_nothing_of_what_is_offloaded(action, capsys):
+    """Sums over a cotangent, such as a bias's gradient, do not wait for the end either."""
+    pytest.importorskip("jax_cuda13_plugin")
+
+    def block(x, weights, bias):
+        return jnp.sin(x @ weights + bias[None])
+
+    def step(x, blocks):
+        def loss(x, blocks):
+            for weights, bias in blocks:
+                x = block(x, weights, bias)
+            return jnp.sum(x**2)
+
+        return jax.grad(jc.checkpoint(loss, jc.Policy((jc.Rule(action),))), (0, 1))(x, blocks)
+
+    x, width = jax.ShapeDtypeStruct((8192, 256), jnp.float32), 256
+    parameters = tuple(jax.ShapeDtypeStruct(shape, x.dtype) for shape in ((width, width), (width,)))
+    fewer, more = (
+        analyze(step, x, [parameters] * count, target="h100", xla_remat=False) for count in (4, 8)
+    )
+    adds = (more.temp_bytes - fewer.temp_bytes) / 4
+    _print(capsys, f"{action} in place of 8 MiB a block", 0, adds)
+    assert adds <= 2**19
