@@ -1,7 +1,9 @@
 """How much noise the codes of each group bring into the gradient, measured on a user's data."""
 
 import collections
+import itertools
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,20 +27,23 @@ class Noise:
     """Variances of the gradient, in units of SGD's own.
 
     Attributes:
-        by_group: What the codes of a group add, with `bits` for each element.
-        bits: These bits.
+        measured: What the codes of each group add, by bits of an element.
     """
 
-    by_group: Mapping[str, float]
-    bits: int
+    measured: Mapping[int, Mapping[str, float]]
 
     def of(self, group: str, choice: str) -> float:
-        """What a choice adds: the step between levels, squared, times what was measured."""
+        """What a choice adds.
+
+        With bits that were not measured it is in proportion to the square of the step between two
+        levels.
+        """
         if _CODE not in choice:
             return 0.0
         bits = int(choice.rpartition("=")[2])
-        steps = (2**self.bits - 1) / (2**bits - 1)
-        return self.by_group.get(group, 0.0) * steps**2
+        known = min(self.measured, key=lambda b: abs(b - bits))
+        steps = (2**known - 1) / (2**bits - 1)
+        return self.measured[known].get(group, 0.0) * steps**2
 
     def total(self, assignment: Mapping[str, str]) -> float:
         """The sum over the groups, since the noise of each is independent."""
@@ -46,15 +51,16 @@ class Noise:
 
     def everywhere(self, choice: str) -> float:
         """The same where every group has this choice."""
-        return self.total(dict.fromkeys(self.by_group, choice))
+        groups = {group for found in self.measured.values() for group in found}
+        return self.total(dict.fromkeys(groups, choice))
 
 
 def measure(
     data: Data,
     groups: Iterable[str],
-    bits: int,
+    bits: Iterable[int],
     biased: bool,
-    progress: Callable[[str], Any],
+    progress: Callable[[str], AbstractContextManager[Any]],
 ) -> Noise:
     """Measures the noise of the groups.
 
@@ -64,7 +70,7 @@ def measure(
     Args:
         data: A loss of a model and a batch, the model, and a batch.
         groups: Their names.
-        bits: Bits of an element.
+        bits: Bits of an element that are measured.
         biased: Whether batch norms may have codes that clip.
         progress: Is entered with what is measured.
 
@@ -75,7 +81,7 @@ def measure(
     alike: dict[str, list[str]] = collections.defaultdict(list)
     for group in groups:
         alike[without_indices(group)].append(group)
-    everything = [group for members in alike.values() for group in members]
+    kept = {group: "keep" for members in alike.values() for group in members}
     params = nnx.state(model, nnx.Param)
     drawn = [moved(params, draw) for draw in range(_DRAWS)]
     exact = gradient_of(loss, model)
@@ -83,18 +89,18 @@ def measure(
         right = [vector(exact(p, batch)) for p in drawn]
         scale = sgd_variance(exact, params, batch, PARTS)
     if not 0 < scale < np.inf:
-        raise ValueError(
-            f"data: the variance of SGD's gradient is {scale}; expected other examples"
-        )
-    found: dict[str, float] = {}
-    for name, members in alike.items():
-        assignment = dict.fromkeys(everything, "keep") | dict.fromkeys(members, f"{_CODE}{bits}")
-        coded = gradient_of(loss, compress(nnx.clone(model), policy_of(assignment, biased)))
-        with progress(f"noise of {name or 'no module'}"):
-            errors = [
-                np.square(vector(coded(p, batch)) - g).sum()
-                for p, g in zip(drawn, right, strict=True)
-            ]
-        for group in members:
-            found[group] = float(np.mean(errors)) / scale / len(members)
-    return Noise(found, bits)
+        raise ValueError(f"data: expected examples whose gradients vary; their variance is {scale}")
+
+    def variance(members: list[str], choice: str) -> float:
+        policy = policy_of(kept | dict.fromkeys(members, choice), biased)
+        coded = gradient_of(loss, compress(nnx.clone(model), policy))
+        pairs = zip(drawn, right, strict=True)
+        errors = [np.square(vector(coded(p, batch)) - gradient).sum() for p, gradient in pairs]
+        return float(np.mean(errors)) / scale
+
+    measured: dict[int, dict[str, float]] = collections.defaultdict(dict)
+    for number, (name, members) in itertools.product(bits, alike.items()):
+        with progress(f"noise of {number} bits in {name or 'no module'}"):
+            found = variance(members, f"{_CODE}{number}") / len(members)
+        measured[number] |= dict.fromkeys(members, found)
+    return Noise(measured)

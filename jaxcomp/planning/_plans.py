@@ -66,7 +66,8 @@ def run(search: Search, models: Sequence[Any], allowed: Allowed) -> None:
         quantized = _tried(search, name, allowed.uniform(name))
     if quantized is not None and allowed.data is not None:
         groups = sorted({*quantized.declared, *plain.declared})
-        search.noise = measure(allowed.data, groups, middle, allowed.biased, search.progress)
+        measured = {middle, *({2} & {*bits})}  # 2 bits: batch norms have 3
+        search.noise = measure(allowed.data, groups, measured, allowed.biased, search.progress)
     if "recompute" in allowed.actions and search.left:
         recomputed = _tried(search, "remat", Strategy.parse("remat"))
     if "accumulate" in allowed.actions:
