@@ -1,8 +1,9 @@
 """Name scopes that mark which module of a model computes a value in a traced program."""
 
 import contextlib
+import itertools
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -90,8 +91,11 @@ def _scope(path: str, callers: list[str]) -> Iterator[None]:
             callers.pop()
 
 
-def scope_path(names: Iterable[str]) -> str:
+def scope_path(names: Sequence[str]) -> str:
     """Returns the path of the innermost module in whose call a value was computed, or "".
+
+    In a function without watched models it is that of the named scopes. Linen opens one for each
+    module.
 
     Args:
         names: Names of scopes, outermost first. A watched model inside of another one has paths of
@@ -101,10 +105,12 @@ def scope_path(names: Iterable[str]) -> str:
         >>> names = [ModuleScope("encoder"), "attend", ModuleScope("encoder/norm", "encoder")]
         >>> names, scope_path(names)
         (['encoder', 'attend', 'norm'], 'encoder/norm')
-        >>> scope_path(["norm"])
-        ''
+        >>> scope_path(["Encoder", "norm", "jaxcomp/quantize"])
+        'Encoder/norm'
     """
-    return next(reversed(scope_paths(names)), "")
+    if any(isinstance(name, ModuleScope) for name in names):
+        return scope_paths(names)[-1]
+    return "/".join(itertools.takewhile(lambda name: not name.startswith("jaxcomp/"), names))
 
 
 def scope_paths(names: Iterable[str]) -> list[str]:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
+from ._origin import scopes_of
 from ._source_line import is_of_library, source_line
 from ._tracing import inner_jaxprs, open_jaxpr, trace
 
@@ -54,7 +55,7 @@ class Residual:
         nbytes: its size in bytes. Elements of 2 or 4 bits are packed; a bool takes one byte.
         scope: the JAX name stack of the equation that computed it.
         source: `file:line` of the user code that computed it, or "" if it is not known.
-        scopes: the names in the name stack, outermost first.
+        scopes: the names of the scopes in the name stack, outermost first.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -317,7 +318,7 @@ def _changes_nothing(equation: JaxprEqn) -> bool:
 def _residual(value: _Value) -> Residual:
     bits = value.aval.size * _element_bits(value.aval.dtype)
     dtype, nbytes = str(value.aval.dtype), -(-bits // 8)
-    scopes = tuple(element.name for element in value.stack.stack)
+    scopes = scopes_of(value.stack)
     return Residual(value.aval.shape, dtype, nbytes, str(value.stack), value.source, scopes)
 
 

@@ -5,6 +5,9 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import dropwhile
+from typing import Any
+
+from jax.extend.source_info_util import new_name_stack
 
 from ._hlo import Computation, Instruction, Module
 from ._passes import phase
@@ -15,6 +18,21 @@ _MACHINERY = re.compile(
     r"|pjit|scan|shard_map|custom_[jv][vj]p_call(_jaxpr)?|branch_\d+_fun)$"
 )
 _NEAR = 64
+_SCOPE = type(new_name_stack("scope").stack[0])
+
+
+def scopes_of(name_stack: Any) -> tuple[str, ...]:
+    """The names of the scopes of a name stack, outermost first, without transformations.
+
+    Example:
+        >>> import jax
+        >>> with jax.named_scope("block"):
+        ...     program = jax.make_jaxpr(jax.vmap(jax.numpy.sin))(jax.numpy.ones(2))
+        >>> scopes_of(program.eqns[0].source_info.name_stack)
+        ('block',)
+    """
+    names = (element.name for element in name_stack.stack if isinstance(element, _SCOPE))
+    return tuple(name for name in names if not _MACHINERY.match(name))
 
 
 @dataclass(frozen=True)

@@ -111,17 +111,19 @@ def fit(
     """
     check(actions, bits, compiles)
     check_noise(noise, data)
+    if not isinstance(pin, Mapping | None):
+        raise TypeError(f"pin={pin!r}: expected a dict from paths to choices")
     where = resolve(target)
     room = room_of(budget, target)
     plain = Strategy.parse("plain")
     plain.check_batch(batch)
     traced, models = trace_scoped(make_step, plain, batch, where)
-    groups = Groups.of(models)
-    if data is not None and Groups.of([data[1]]) != groups:
-        raise ValueError("data: expected a model with the modules of that of make_step")
-    pinned = _pinned({} if pin is None else pin, groups, actions, bits)
     if not takes_gradient(traced.jaxpr):
         raise ValueError("make_step: expected a step that takes a gradient")
+    groups = Groups.of(models, traced)
+    if data is not None and Groups.of([data[1]], traced) != groups:
+        raise ValueError("data: expected a model with the modules of that of make_step")
+    pinned = _pinned(pin or {}, groups, actions, bits)
     given = sum(leaf.size * leaf.dtype.itemsize for leaf in traced.arguments) // where.devices
     if room < given:
         raise ValueError(
@@ -188,8 +190,6 @@ def _pinned(
     pin: Mapping[str, str], groups: Groups, actions: Sequence[Action], bits: Sequence[int]
 ) -> dict[str, str]:
     """The pinned choices by group."""
-    if not isinstance(pin, Mapping):
-        raise TypeError(f"pin={pin!r}: expected a dict from paths to choices")
     known = ["keep", *(a for a in actions if a == "recompute")]
     known += [f"quantize:bits={b}" for b in bits] if "quantize" in actions else []
     found: dict[str, str] = {}
@@ -202,10 +202,10 @@ def _pinned(
                     f"pin[{pattern!r}]={choice!r}: {group} is one group, and has {found[group]!r} "
                     "by another pattern"
                 )
-            if choice == "recompute" and (groups.has_layers or not block_of(group)):
+            if choice == "recompute" and not (groups.recomputes and block_of(group)):
                 raise ValueError(
                     f"pin[{pattern!r}]={choice!r}: {group} is not in a list of blocks, or the "
-                    "model has layers of jaxcomp.nn"
+                    "model is a function or has layers of jaxcomp.nn"
                 )
     return found
 

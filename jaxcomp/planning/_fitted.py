@@ -212,7 +212,8 @@ class FittedPlan:
         size = self.batch if batch is None else batch
         self.strategy.check_batch(size)
         traced, models = trace_scoped(make_step, self.strategy, size, where)
-        groups = Groups.of(models)
+        plain, _ = trace_scoped(make_step, Strategy.parse("plain"), size, where)
+        groups = Groups.of(models, plain)
         known = {part.group for part in self.parts}
         there = {groups.group_of(path) for path in groups.paths}
         gone = sorted(known - there - {""})

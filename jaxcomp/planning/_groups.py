@@ -3,11 +3,14 @@
 import dataclasses
 import functools
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from flax import nnx
 
-from jaxcomp.codecs import SignAware
+from jaxcomp._core.module_scopes import scope_path
+from jaxcomp.codecs import Codec, SignAware
+from jaxcomp.memory import declared_residuals
+from jaxcomp.memory._tracing import TracedStep
 from jaxcomp.nn._coded import coded_modules
 from jaxcomp.policies import recipes
 from jaxcomp.policies._policy import Policy
@@ -15,6 +18,7 @@ from jaxcomp.policies._rule import Rule
 
 _ATTENTION = "attention"
 _UNIT = "norm_act"
+_NUMBERED = re.compile(r"\w*_\d+", re.ASCII)
 _MIN_SIZE = 2**14  # elements of what is worth a copy to the host
 
 
@@ -22,25 +26,35 @@ _MIN_SIZE = 2**14  # elements of what is worth a copy to the host
 class Groups:
     """The modules of a model, and the group of each.
 
-    A block is a module in a list, such as `blocks/3`. A child of a block that has children of its
-    own, such as `blocks/3/attn`, is a group. All else of a block is one group. A block with a batch
-    norm is one group as a whole, since its convolutions read the codes of its norms. Outside of
-    blocks each module of the model's own attributes is a group. What no module computes is the
-    group "".
+    A block is a module in a list, such as `blocks/3`, or a numbered one, such as `Net/layers_3`. A
+    child of a block that has children of its own, such as `blocks/3/attn`, is a group. All else of
+    a block is one group. A block with a batch norm is one group as a whole, since its convolutions
+    read the codes of its norms. Outside of blocks each module of the model's own attributes is a
+    group. What no module computes is the group "". The modules of a function are its named scopes.
 
     Attributes:
         paths: The paths of all modules.
         whole: The blocks with a batch norm.
         has_layers: Whether the model has layers of `jaxcomp.nn`.
+        of_scopes: Whether the paths are those of a function's named scopes.
     """
 
     paths: frozenset[str]
     whole: frozenset[str] = frozenset()
     has_layers: bool = False
+    of_scopes: bool = False
 
     @classmethod
-    def of(cls, models: Iterable[object]) -> "Groups":
-        """The groups of what a step factory applied a strategy to; functions have no modules."""
+    def of(cls, models: Sequence[object], traced: TracedStep) -> "Groups":
+        """The groups of what a step factory applied a strategy to.
+
+        Args:
+            models: The models.
+            traced: The plain step, of which functions have their scopes.
+        """
+        if not any(isinstance(model, nnx.Module) for model in models):
+            residuals = declared_residuals(traced.traced.jaxpr)
+            return cls(_with_parents(scope_path(r.scopes) for r in residuals), of_scopes=True)
         paths: set[str] = set()
         whole: set[str] = set()
         has_layers = False
@@ -52,6 +66,11 @@ class Groups:
                 has_layers = has_layers or bool(coded_modules(model))
         return cls(frozenset(paths - {""}), frozenset(whole - {""}), has_layers)
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether a policy may have blocks computed again."""
+        return not (self.has_layers or self.of_scopes)
+
     @functools.cached_property
     def _parents(self) -> set[str]:
         return {path.rpartition("/")[0] for path in self.paths}
@@ -60,7 +79,7 @@ class Groups:
         """The group of a module."""
         block = block_of(path)
         if not block:
-            return path.partition("/")[0]
+            return "/".join(path.split("/")[: 2 if self.of_scopes else 1])
         if block in self.whole:
             return block
         child = path.removeprefix(block).removeprefix("/").partition("/")[0]
@@ -84,15 +103,23 @@ class Groups:
         return self.group_of(found) if found else ""
 
 
+def _with_parents(paths: Iterable[str]) -> frozenset[str]:
+    """Paths, and those of the modules that contain them."""
+    split = [path.split("/") for path in paths if path]
+    return frozenset("/".join(keys[:end]) for keys in split for end in range(1, len(keys) + 1))
+
+
 def block_of(path: str) -> str:
-    """The outermost module in a list that a path lies in; "" if there is none.
+    """The outermost module in a list that a path lies in, else the outermost numbered one, else "".
 
     Example:
-        >>> block_of("blocks/3/attn/query"), block_of("head")
-        ('blocks/3', '')
+        >>> block_of("blocks/3/attn/query"), block_of("Net/layers_3/attn"), block_of("head")
+        ('blocks/3', 'Net/layers_3', '')
     """
     keys = path.split("/")
     end = next((i for i, key in enumerate(keys) if _is_index(key)), None)
+    if end is None:
+        end = next((i for i, key in enumerate(keys) if _NUMBERED.fullmatch(key)), None)
     if end is None:
         return ""
     while end + 1 < len(keys) and _is_index(keys[end + 1]):  # a list in a list
@@ -108,15 +135,28 @@ def pattern_of(groups: Collection[str]) -> str:
     (rest,) = {group.removeprefix(block) for group, block in blocks.items()}
     indices: dict[str, list[str]] = {}
     for block in blocks.values():
-        keys = block.split("/")
-        first = next(i for i, key in enumerate(keys) if _is_index(key))
-        start, number = "/".join(keys[:first]), "/".join(keys[first:])
+        start, number = _split(block)
         indices.setdefault(start, []).append(number)
     found = [
-        (f"{re.escape(start)}/" if start else "") + f"({'|'.join(sorted(numbers, key=_natural))})"
+        f"{re.escape(start)}({'|'.join(sorted(numbers, key=_natural))})"
         for start, numbers in sorted(indices.items())
     ]
     return f"({'|'.join(found)}){re.escape(rest)}"
+
+
+def _split(block: str) -> tuple[str, str]:
+    """A block's path up to its index, and the index.
+
+    Example:
+        >>> _split("net/blocks/3"), _split("Net/layers_3"), _split("0/1")
+        (('net/blocks/', '3'), ('Net/layers_', '3'), ('', '0/1'))
+    """
+    keys = block.split("/")
+    first = next((i for i, key in enumerate(keys) if _is_index(key)), None)
+    if first is None:
+        name, _, number = block.rpartition("_")
+        return f"{name}_", number
+    return "".join(f"{key}/" for key in keys[:first]), "/".join(keys[first:])
 
 
 def _is_index(key: str) -> bool:
@@ -139,18 +179,32 @@ def policy_of(assignment: Mapping[str, str], biased: bool) -> Policy:
     for group, choice in assignment.items():
         block = block_of(group)
         rest = group.removeprefix(block)
-        depth = 0 if rest and block else 1 if block else 2 if group else 3
+        depth = (2 if "/" in group else 3 if group else 4) if not block else 0 if rest else 1
         alike.setdefault((depth, rest, choice), []).append(group)
     policy = Policy(())
     for (_, rest, choice), groups in sorted(alike.items(), key=lambda item: item[0][0]):
+        rules = rules_of(choice, biased)
         if groups == [""]:
-            policy += Policy(rules_of(choice, biased))
+            policy += Policy(tuple(map(_of_no_module, rules)))
             continue
         pattern = pattern_of(groups)
         if choice == "recompute" and not rest:  # what a block's own call makes is where it starts
             policy += Policy(rules_of("keep", biased)).at(pattern)
-        policy += Policy(rules_of(choice, biased)).at(f"{pattern}(/.*)?")
+        policy += Policy(rules).at(f"{pattern}{_without_inner(groups, assignment)}(/.*)?")
     return policy
+
+
+def _of_no_module(rule: Rule) -> Rule:
+    """The same; a rule that keeps an operation is for one that no module computes."""
+    keeps = rule.op and not isinstance(rule.action, Codec)
+    return dataclasses.replace(rule, path="()") if keeps else rule
+
+
+def _without_inner(groups: Collection[str], others: Iterable[str]) -> str:
+    """A regular expression that ends a match where a group inside of these begins."""
+    inner = {o.removeprefix(g) for g in groups for o in others if o.startswith(f"{g}/")}
+    outermost = sorted(i for i in inner if not any(i.startswith(f"{o}/") for o in inner))
+    return f"(?!({'|'.join(map(re.escape, outermost))})(/|$))" if outermost else ""
 
 
 def rules_of(choice: str, biased: bool) -> tuple[Rule, ...]:

@@ -85,7 +85,7 @@ def run(search: Search, models: Sequence[Any], allowed: Allowed) -> None:
         {b: search.declared(allowed.uniform(f"quantize:bits={b}")) for b in {*bits} - {middle}}
         if quantized is not None
         else {},
-        None if search.groups.has_layers else recomputed,
+        recomputed if search.groups.recomputes else None,
         "keep" in allowed.actions,
         search.noise,
         search.most_noise,

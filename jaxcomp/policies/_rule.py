@@ -33,7 +33,8 @@ class Rule:
             memory; or "cheapest", which keeps or recomputes a product, whichever takes fewer bytes.
             Each product that is recomputed then counts for half of its own bytes.
         path: Regular expression for the whole path of the module that computes the value,
-            attributes and indices joined by "/".
+            attributes and indices joined by "/"; in a function, for its named scopes, such as
+            "Decoder/layers_3/norm" of a Linen model.
         op: Regular expression for the whole kind of operation of a layer of `jaxcomp.nn`, such as
             "conv|dot"; `jaxcomp.nn.Coded` lists the kinds.
         names: Names given by `jax.ad_checkpoint.checkpoint_name`.

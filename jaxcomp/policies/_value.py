@@ -38,8 +38,8 @@ class Value:
             (boolean), "index" (integer), "statistic" (of a reduction to an eighth or less),
             "input" (one of the `coded_argnums` of `jaxcomp.checkpoint`) or "other".
         source: `file:line` of the code that computes it, or "".
-        path: Path of the innermost module that computes it, in a model of `jaxcomp.compress`, or
-            "".
+        path: Path of the innermost module that computes it, in a model of `jaxcomp.compress`; in a
+            function that of its named scopes; or "".
     """
 
     shape: tuple[int, ...]

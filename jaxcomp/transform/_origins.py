@@ -7,13 +7,13 @@ from typing import Any
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from jaxcomp._core.module_scopes import scope_path
+from jaxcomp.memory._origin import scopes_of
 from jaxcomp.memory._source_line import LIBRARIES
 
 
 def module_path(equation: JaxprEqn | None) -> str:
-    """Path of the innermost module of a watched model that made an equation, or ""."""
-    stack = () if equation is None else equation.source_info.name_stack.stack
-    return scope_path(element.name for element in stack)
+    """Path of the innermost module that made an equation, as `scope_path`."""
+    return "" if equation is None else scope_path(scopes_of(equation.source_info.name_stack))
 
 
 def located(called: Jaxpr, call: JaxprEqn) -> Jaxpr:

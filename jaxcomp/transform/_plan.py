@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterator
 
 from jaxcomp._core import table
@@ -124,10 +125,13 @@ def without_indices(path: str) -> str:
     """The path that modules of repeated blocks share.
 
     Example:
-        >>> without_indices("blocks/3/norm")
-        'blocks/*/norm'
+        >>> without_indices("blocks/3/norm"), without_indices("Decoder/layers_3/norm")
+        ('blocks/*/norm', 'Decoder/layers_*/norm')
     """
-    return "/".join("*" if key.isdigit() else key for key in path.split("/"))
+    keys = path.split("/")
+    if any(map(str.isdigit, keys)):
+        return "/".join("*" if key.isdigit() else key for key in keys)
+    return re.sub(r"_\d+(?=/|$)", "_*", path)
 
 
 def _sum(values: list[SavedValue], attribute: str) -> int:

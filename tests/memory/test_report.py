@@ -26,12 +26,18 @@ FIGURES = {
     "compile_seconds": 1.5,
     "xla_flag": None,
     "xla_recomputes": True,
+    "host_traffic_bytes": 2**20,
 }
 
 
 def table(report: MemoryReport) -> dict[str, str]:
     rows = [line.split("  ", maxsplit=1) for line in str(report).splitlines()]
     return {name.strip(): value.strip() for name, value in rows}
+
+
+def test_host_traffic_is_a_row_where_there_is_some():
+    assert table(MemoryReport(**FIGURES))["host traffic"] == "1.0 MiB"
+    assert "host traffic" not in table(MemoryReport(**FIGURES | {"host_traffic_bytes": 0}))
 
 
 def test_dict_and_json_hold_every_figure():

@@ -6,7 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from flax import nnx
+from flax import linen, nnx
 
 import jaxcomp as jc
 from jaxcomp.memory._targets import resolve
@@ -318,7 +318,7 @@ def test_a_step_without_a_gradient():
 
 
 def test_groups_and_their_patterns():
-    groups = Groups.of([nnx.eval_shape(lambda: Net(12, nnx.Rngs(0)))])
+    groups = Groups.of([nnx.eval_shape(lambda: Net(12, nnx.Rngs(0)))], None)
     assert groups.group_of("blocks/11/mlp/layers/0") == "blocks/11/mlp"
     assert groups.group_of("blocks/3/norm") == "blocks/3"
     assert groups.group_in("jit/Net/blocks/10/mlp/layers/2/dot") == "blocks/10/mlp"
@@ -327,7 +327,55 @@ def test_groups_and_their_patterns():
     assert pattern_of(["head", "a.b"]) == r"(a\.b|head)"
     policy = policy_of({"blocks/0": "keep", "blocks/0/mlp": "quantize:bits=4", "": "keep"}, False)
     paths = list(dict.fromkeys(rule.path for rule in policy.rules))
-    assert paths == ["(blocks/(0))/mlp(/.*)?", "(blocks/(0))(/.*)?", ""]
+    assert paths == ["(blocks/(0))/mlp(/.*)?", "(blocks/(0))(?!(/mlp)(/|$))(/.*)?", "()", ""]
+
+
+def test_what_is_kept_leaves_operations_of_other_groups():
+    """An attention in a block that is kept, or beside what no module computes, is still coded."""
+    inner = ["Net/blocks_0/attn", "Net/blocks_1/attn"]
+    outer = ["", "Net", "Net/head", "Net/blocks_0", "Net/blocks_1"]
+    policy = policy_of(
+        dict.fromkeys(outer, "keep") | dict.fromkeys(inner, "quantize:bits=4"), False
+    )
+
+    def is_kept(path):
+        found = (r for r in policy.rules if r.op and r.matches_layer(path, "attention"))
+        return next((rule.action == "keep" for rule in found), False)
+
+    assert not any(map(is_kept, [*inner, "Net/blocks_1/attn/scores", "other"]))
+    assert all(map(is_kept, [*outer, "Net/blocks_1/mlp", "Net/blocks_1/attn_norm"]))
+
+
+class _Linen(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        for i in range(4):
+            y = linen.LayerNorm(name=f"norm_{i}")(x)
+            y = linen.Dense(4 * WIDTH, name=f"up_{i}")(y)
+            x = x + linen.Dense(WIDTH, name=f"down_{i}")(jax.nn.gelu(y))
+        return linen.Dense(8, name="head")(x)
+
+
+def _of_linen(transform, batch):
+    model = _Linen()
+    x = jax.ShapeDtypeStruct((batch, WIDTH), jnp.float32)
+    apply = transform(model.apply)
+    step = jax.grad(lambda variables, x: jnp.square(apply(variables, x)).mean())
+    variables = jax.eval_shape(model.init, jax.random.key(0), x)
+    return jax.jit(step, compiler_options=jc.memory.compiler_options()), (variables, x)
+
+
+def test_groups_of_a_linen_model_are_its_scopes():
+    step, arguments = _of_linen(jc.planning.Strategy.parse("plain"), BATCH)
+    plain = jc.memory.analyze(step, *arguments, target="cpu").total_bytes
+    given = {"batch": BATCH, "budget": int(0.8 * plain), "target": "cpu", "bits": (8,)}
+    plan = fit(_of_linen, actions=("keep", "quantize"), **given)
+    actions = {part.group: part.action for part in plan.parts}
+    assert {"_Linen", "_Linen/up_0", "_Linen/norm_2"} <= actions.keys()
+    assert set(actions.values()) == {"keep", "quantize:bits=8"}
+    assert plan.verify(_of_linen).total_bytes == plan.total_bytes
+    plan = fit(_of_linen, pin={"_Linen/up_.*": "quantize:bits=8"}, **given)
+    assert {p.action for p in plan.parts if "up_" in p.group} == {"quantize:bits=8"}
 
 
 def test_what_is_kept_is_estimated_where_the_plain_step_is_rejected():
