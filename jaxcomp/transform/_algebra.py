@@ -16,6 +16,7 @@ MOVES = {
     "reduce_precision",
     "reshape",
     "rev",
+    "sharding_constraint",
     "slice",
     "squeeze",
     "split",
@@ -38,7 +39,10 @@ CHEAP = MOVES | SUMS | _INDEXED | _NONLINEAR | _PRODUCTS
 
 # Equations that act on each element by itself.
 POINTWISE = (
-    SUMS | _NONLINEAR | _PRODUCTS | {"convert_element_type", "copy", "name", "stop_gradient"}
+    SUMS
+    | _NONLINEAR
+    | _PRODUCTS
+    | {"convert_element_type", "copy", "name", "sharding_constraint", "stop_gradient"}
 ) - {"concatenate", "empty", "empty2", "iota", "pad"}
 
 HEAVY = {"dot_general", "conv_general_dilated"}
@@ -49,7 +53,8 @@ REDUCTIONS = {
 
 # Of a linear program: equations that act on each element by itself, of tangents in their shape.
 ELEMENTWISE = {
-    "add", "add_any", "convert_element_type", "copy", "div", "mul", "neg", "select_n", "sub",
+    "add", "add_any", "convert_element_type", "copy", "div", "mul", "neg", "select_n",
+    "sharding_constraint", "sub",
 }  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from jaxcomp.policies import recipes
 from jaxcomp.policies._policy import JaxPolicy, Policy, has_codecs
 from jaxcomp.policies._specs import PolicyLike, policy_for_function
 from jaxcomp.transform._decisions import PolicyLog
+from jaxcomp.transform._explicit import automatic, explicit_axes, over_automatic_axes
 from jaxcomp.transform._keyed import Keyed
 from jaxcomp.transform._linear_map import ByPosition
 from jaxcomp.transform._loops import Looped
@@ -57,8 +58,13 @@ class Checkpointed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the function."""
         program, constants, leaves, coded, tree = self._trace(args, kwargs)
-        function = _with_derivative(program, coded, self._policy)
-        return jax.tree.unflatten(tree, function(self._seed, *constants, *leaves))
+
+        def run(program: Program, *arguments: Any) -> list[Any]:
+            return _with_derivative(program, coded, self._policy)(self._seed, *arguments)
+
+        given = [*constants, *leaves]
+        made = over_automatic_axes(program, run, given) if explicit_axes() else run(program, *given)
+        return jax.tree.unflatten(tree, made)
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """What a call would save; nothing is computed. `jaxcomp.plan` calls it.
@@ -80,8 +86,9 @@ class Checkpointed:
         ]
         if not active:
             raise ValueError("no argument is a floating-point array: there is no gradient")
-        looped, log = _looped(program, active, coded, self._policy)
-        found = Plan.of_program(looped, plain_bytes(program, active, coded))
+        with automatic(program) as program:
+            looped, log = _looped(program, active, coded, self._policy)
+            found = Plan.of_program(looped, plain_bytes(program, active, coded))
         small = tuple(f"every value is too small for {rule}" for rule in log.too_large())
         return dataclasses.replace(found, notes=(*found.notes, *small))
 
