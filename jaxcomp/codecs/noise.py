@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Inexact, UInt32
 
@@ -190,15 +191,23 @@ def spot_check(*arrays: Inexact[Array, "..."]) -> UInt32[Array, ""]:
     samples = [jnp.zeros(0)]
     for x in arrays:
         sample = lax.stop_gradient(x)
-        for i, n in enumerate(x.shape):
-            is_last = i == x.ndim - 1
-            count = _SPAN if is_last else _FIRST if i == 0 else 1
-            start = max(0, n - count) // 2
-            stride = max(1, min(n, count) // _LAST) if is_last else 1
-            sample = lax.slice_in_dim(sample, start, min(n, start + count), stride, i)
+        if x.size:
+            sample = sample[jnp.ix_(*_places(x.shape))] if x.ndim else sample
         samples.append(jnp.ravel(jnp.real(sample)).astype(jnp.float32))
     words = _hash(jnp.concatenate(samples), jnp.uint32(0))
     return _mix(words.sum(dtype=jnp.uint32))  # a sum, which devices can reduce
+
+
+def _places(shape: tuple[int, ...]) -> list[np.ndarray]:
+    """The indices along each axis of what `spot_check` reads."""
+    places = []
+    for i, n in enumerate(shape):
+        is_last = i == len(shape) - 1
+        count = _SPAN if is_last else _FIRST if i == 0 else 1
+        start = max(0, n - count) // 2
+        stride = max(1, min(n, count) // _LAST) if is_last else 1
+        places.append(np.arange(start, min(n, start + count), stride))
+    return places
 
 
 def fingerprint(*arrays: Float[Array, "..."]) -> UInt32[Array, ""]:
