@@ -190,6 +190,14 @@ def fit_command(
         ),
     ] = False,
     compiles: Annotated[int, typer.Option(help="The largest number of compilations.")] = 8,
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate",
+            help="Run the three fastest steps that fit on the attached target, and choose among "
+            "them.",
+        ),
+    ] = False,
     max_batch: Annotated[
         bool,
         typer.Option("--max-batch", help="Plan for the largest batch that can be made to fit."),
@@ -201,7 +209,7 @@ def fit_command(
 ) -> None:
     """Find the fastest way to fit a training step into a budget of memory.
 
-    Steps are compiled ahead of time. Nothing is run. After Ctrl-C the best that was compiled until
+    Steps are compiled ahead of time. Nothing is run without --calibrate. After Ctrl-C the best that was compiled until
     then is shown.
     """
     interrupted = threading.Event()
@@ -227,6 +235,7 @@ def fit_command(
                 pin=dict(_pinned(text) for text in pin or ()),
                 split_batch_statistics=split_batch_statistics,
                 compiles=compiles,
+                calibrate=calibrate,
             )
     except KeyboardInterrupt:
         raise typer.Exit(130) from None

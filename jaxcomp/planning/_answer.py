@@ -64,6 +64,7 @@ def answer(search: Search) -> FittedPlan:
                 search.fits(c.result),
                 not _is_noisy(c.strategy),
                 search.noise_of(c),
+                None if c.measured is None else 1e3 * c.measured,
             )
             for c in sorted(search.found, key=lambda c: c.result.seconds)
         ),

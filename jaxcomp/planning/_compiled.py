@@ -15,6 +15,7 @@ class Compiled:
         is_exact: Whether its gradient is exact.
         noise: Standard deviation that codes add to the gradient, as a part of that of SGD; None if
             it was not measured.
+        measured_milliseconds: The step time on the attached device; None if it was not run.
     """
 
     name: str
@@ -23,3 +24,4 @@ class Compiled:
     fits: bool
     is_exact: bool
     noise: float | None = None
+    measured_milliseconds: float | None = None

@@ -25,6 +25,7 @@ from jaxcomp.planning._watched import MakeStep
 
 ACTIONS: tuple[Action, ...] = get_args(Action)
 BITS = (8, 4, 3, 2)
+_TIMED = 3
 
 
 def fit(
@@ -41,6 +42,7 @@ def fit(
     pin: Mapping[str, str] | None = None,
     split_batch_statistics: bool = False,
     compiles: int = 8,
+    calibrate: bool = False,
     progress: Callable[[str], AbstractContextManager[Any]] = nullcontext,
 ) -> FittedPlan:
     """Finds the fastest way to make a training step fit a budget of memory.
@@ -49,8 +51,8 @@ def fit(
     step is compiled as it is, with all values quantized, and with its blocks recomputed. From these
     an integer program chooses what to do with each group of modules, so that the estimated time is
     least and no moment of the step exceeds the budget. Its plan is compiled, the estimate is
-    corrected, and the program is solved again. Nothing is run. Only what was compiled and fits is
-    returned, and an exact strategy wins where it is estimated to be as fast.
+    corrected, and the program is solved again. Only what was compiled and fits is returned, and an
+    exact strategy wins where it is estimated to be as fast.
 
     Compiled steps are remembered, so that further budgets for the same step take less time.
 
@@ -82,6 +84,8 @@ def fit(
         split_batch_statistics: Whether gradients may be accumulated where a batch norm would then
             see fewer images, or where that is not known, as of a function.
         compiles: The largest number of compilations.
+        calibrate: Whether the three steps that are estimated to be the fastest of what fits are run
+            on the target, which has to be attached, and the fastest one is chosen.
         progress: Is entered with a strategy's name while it is compiled.
 
     Returns:
@@ -114,6 +118,8 @@ def fit(
     if not isinstance(pin, Mapping | None):
         raise TypeError(f"pin={pin!r}: expected a dict from paths to choices")
     where = resolve(target)
+    if calibrate and not where.attached:
+        raise ValueError(f"calibrate=True: {where.name} is not attached")
     room = room_of(budget, target)
     plain = Strategy.parse("plain")
     plain.check_batch(batch)
@@ -137,6 +143,8 @@ def fit(
     )
     try:
         run(search, models, allowed)
+        if calibrate:
+            search.measure(_TIMED)
     except KeyboardInterrupt:
         if search.best() is None:
             raise

@@ -105,18 +105,19 @@ class FittedPlan:
         ]
         if self.parts:
             lines += ["", *table.lines(_rows(self.parts), right=(2, 3, 4, 5))]
-        rows = [("compiled", "bytes", "estimate", "noise", "fits")]
+        rows = [("compiled", "bytes", "estimate", "measured", "noise", "fits")]
         rows += [
             (
                 c.name,
                 format_bytes(c.total_bytes),
                 f"{c.milliseconds:.2f} ms",
+                "" if c.measured_milliseconds is None else f"{c.measured_milliseconds:.2f} ms",
                 "" if c.noise is None else f"{c.noise:.3f}",
                 "yes" * c.fits,
             )
             for c in self.frontier
         ]
-        lines += ["", *table.lines(rows, right=(1, 2, 3)), self.binding, *self._steps()]
+        lines += ["", *table.lines(rows, right=(1, 2, 3, 4)), self.binding, *self._steps()]
         if self.noise is not None:
             lines.append(f"estimated noise of the gradient: {self.noise:.3f} of SGD's")
         return "\n".join([*lines, *self.notes])

@@ -61,6 +61,10 @@ def run(search: Search, models: Sequence[Any], allowed: Allowed) -> None:
     quantized = recomputed = None
     bits = allowed.bits if "quantize" in allowed.actions else ()
     middle = min(bits, key=lambda b: abs(b - 4), default=4)
+    named = [allowed.uniform(f"quantize:bits={middle}")] if bits else []
+    named += [Strategy.parse("remat")] if "recompute" in allowed.actions else []
+    if search.left >= len(named):
+        search.prepare(named)
     if bits and search.left:
         name = f"quantize:bits={middle}"
         quantized = _tried(search, name, allowed.uniform(name))

@@ -1,7 +1,9 @@
 """The strategies that were compiled on the way to a plan."""
 
 import math
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,11 +12,13 @@ from jaxcomp.memory._compiling import fingerprint
 from jaxcomp.memory._targets import Target
 from jaxcomp.memory._tracing import TracedStep
 from jaxcomp.planning._groups import Groups
+from jaxcomp.planning._measured import measured_seconds
 from jaxcomp.planning._noise import Noise
 from jaxcomp.planning._probe import Probe, declared_bytes, probe, trace_scoped
 from jaxcomp.planning._strategies import Strategy
 from jaxcomp.planning._watched import MakeStep
 
+_CORES = 2  # of a compilation
 _MOST = 64
 _remembered: dict[Any, Probe] = {}  # compiled steps, for further budgets
 
@@ -28,12 +32,14 @@ class Candidate:
         strategy: The strategy.
         result: What the compiler made of it.
         assignment: What a plan does with each group; None for other strategies.
+        measured: Seconds of a step on the attached device; None if it was not run.
     """
 
     name: str
     strategy: Strategy
     result: Probe
     assignment: Mapping[str, str] | None = None
+    measured: float | None = None
 
 
 @dataclass
@@ -76,17 +82,26 @@ class Search:
     ) -> Probe:
         """Compiles a strategy and remembers it."""
         with self.progress(name):
-            traced = self._traced(strategy)
-            # The plain step is planned from: it is compiled as if it fitted, which compilers for
-            # TPUs refuse.
-            xla_remat = not strategy.is_plain or self.target.platform == "tpu"
-            key = fingerprint(traced, self.target), self.groups, xla_remat
-            if key not in _remembered:
-                result = probe(traced, self.target, None, self.groups, xla_remat=xla_remat)
-                _remembered[key] = result
-                if len(_remembered) > _MOST:
-                    del _remembered[next(iter(_remembered))]
-        self.found.append(Candidate(name, strategy, _remembered[key], assignment))
+            result = self._probe(*self._traced_for(strategy))
+        self.found.append(Candidate(name, strategy, result, assignment))
+        return result
+
+    def _traced_for(self, strategy: Strategy) -> tuple[TracedStep, bool]:
+        """A traced strategy, and whether XLA may recompute values on its own.
+
+        The plain step is planned from: it is compiled as if it fitted, which compilers for TPUs
+        refuse.
+        """
+        xla_remat = not strategy.is_plain or self.target.platform == "tpu"
+        return self._traced(strategy), xla_remat
+
+    def _probe(self, traced: TracedStep, xla_remat: bool) -> Probe:
+        key = fingerprint(traced, self.target), self.groups, xla_remat
+        if key not in _remembered:
+            result = probe(traced, self.target, None, self.groups, xla_remat=xla_remat)
+            _remembered[key] = result
+            if len(_remembered) > _MOST:
+                del _remembered[next(iter(_remembered))]
         return _remembered[key]
 
     def declared(self, strategy: Strategy) -> Mapping[str, int]:
@@ -118,13 +133,38 @@ class Search:
         """Whether the noise of a strategy is within its limit."""
         return (self.noise_of(candidate) or 0.0) <= self.most_noise
 
-    def best(self) -> Candidate | None:
-        """The fastest that fits; of equally fast ones the exact one, which comes first."""
-        fitting = [
+    def fitting(self) -> list[Candidate]:
+        """What fits and is allowed, the fastest first; of equally fast ones the exact one."""
+        found = [
             c
             for c in self.found
             if self.fits(c.result)
             and (c.assignment is not None or self.admits(c.strategy))
             and self.is_quiet(c)
         ]
-        return min(fitting, key=lambda c: c.result.seconds) if fitting else None
+        return sorted(found, key=lambda c: c.result.seconds)
+
+    def best(self) -> Candidate | None:
+        """The fastest that fits: by its measured time if some were run, else by the estimate."""
+        fitting = self.fitting()
+        timed = [c for c in fitting if c.measured is not None]
+        if timed:
+            return min(timed, key=lambda c: c.measured or 0.0)
+        return fitting[0] if fitting else None
+
+    def measure(self, count: int) -> None:
+        """Runs the steps that are estimated to be the fastest of what fits."""
+        for candidate in self.fitting()[:count]:
+            with self.progress(f"running {candidate.name}"):
+                candidate.measured = measured_seconds(
+                    self.make_step, candidate.strategy, self.batch
+                )
+
+    def prepare(self, strategies: Sequence[Strategy]) -> None:
+        """Compiles strategies for an absent target at once, where there are cores for it."""
+        workers = (os.cpu_count() or 1) // _CORES
+        if self.target.attached or workers < 2:
+            return
+        with ThreadPoolExecutor(workers) as pool:
+            for traced, xla_remat in [self._traced_for(s) for s in strategies]:
+                pool.submit(self._probe, traced, xla_remat)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -212,6 +213,7 @@ def test_interrupting_returns_the_best_so_far():
         ({"actions": "keep"}, "expected some of"),
         ({"bits": (5,)}, "expected some of"),
         ({"compiles": 0}, "expected a positive integer"),
+        ({"calibrate": True, "target": "h100"}, "h100 is not attached"),
         ({"noise": 0.1}, r"expected data=\(loss, model, batch\)"),
         ({"noise": -1, "data": DATA}, "expected a positive number"),
         ({"data": (*DATA[:2], jnp.ones((3, WIDTH)))}, "the same multiple of 4"),
@@ -431,6 +433,41 @@ def test_values_are_offloaded_where_nothing_else_fits(capsys):
     assert plan.total_bytes == report.total_bytes <= plan.budget_bytes
     link = report.host_traffic_bytes / resolve("h100").link_bandwidth
     assert 1e3 * link < plan.milliseconds
+
+
+def test_the_fastest_of_what_was_run_is_chosen(monkeypatch):
+    budget = int(0.6 * _total(jc.planning.Strategy.parse("plain")))
+    given = {"batch": BATCH, "target": "cpu", "budget": budget, "actions": ("keep", "quantize")}
+    plan = fit(make_step, calibrate=True, **given)
+    timed = {c.name: c.measured_milliseconds for c in plan.frontier if c.measured_milliseconds}
+    assert 2 <= len(timed) <= 3
+    assert timed[plan.name] == min(timed.values()) > 0
+    monkeypatch.setattr(
+        "jaxcomp.planning._search.measured_seconds",
+        lambda make_step, strategy, batch: 1.0 if _is_uniform(strategy) else 2.0,
+    )
+    assert fit(make_step, calibrate=True, **given).name == "quantize:bits=4"
+
+
+def _is_uniform(strategy):
+    return not any(rule.path for rule in strategy.policy.rules)
+
+
+def test_steps_for_an_absent_target_are_compiled_at_once(monkeypatch):
+    pytest.importorskip("jax_cuda13_plugin")
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    at_once = []
+
+    class Pool(ThreadPoolExecutor):
+        def submit(self, *args):
+            at_once.append(args[0].__name__)
+            return super().submit(*args)
+
+    monkeypatch.setattr("jaxcomp.planning._search.ThreadPoolExecutor", Pool)
+    make = functools.partial(make_step, depth=3)
+    plan = fit(make, batch=8192, target="h100", budget="40MiB", bits=(4,), compiles=4)
+    assert at_once == ["_probe", "_probe"]
+    assert {"quantize:bits=4", "remat"} <= {c.name for c in plan.frontier}
 
 
 def test_offloading_needs_a_known_link():
