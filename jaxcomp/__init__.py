@@ -4,7 +4,7 @@
 - `plan`: what is saved for the backward pass; `check_gradients`: bias and noise of the gradient;
   `compare`: the memory of a training step by several strategies; `fit`: a strategy for a budget.
 - `Policy` and `Rule`: what is saved, and how; `recipes`: policies for whole models.
-- Codecs: `Quantize`, `SignAware`, `AvgPool`, `DualPrecision`, `BlockSparse`, `Cast`, `Offload`, ...
+- Codecs: `Quantize`, `SignAware`, `Float8`, `AvgPool`, `DualPrecision`, `BlockSparse`, ...
 - `nn`, `ops`: layers and operations; `memory`: what XLA needs for a step; `models`: networks.
 """
 
@@ -16,6 +16,7 @@ from jaxcomp.codecs import (
     Codec,
     DualPrecision,
     Exact,
+    Float8,
     Offload,
     Packed,
     PerSample,
@@ -34,6 +35,7 @@ __all__ = (
     "Codec",
     "DualPrecision",
     "Exact",
+    "Float8",
     "Offload",
     "Packed",
     "PerSample",

@@ -209,8 +209,8 @@ def fit_command(
 ) -> None:
     """Find the fastest way to fit a training step into a budget of memory.
 
-    Steps are compiled ahead of time. Nothing is run without --calibrate. After Ctrl-C the best that was compiled until
-    then is shown.
+    Steps are compiled ahead of time. Nothing is run without --calibrate. After Ctrl-C the best that
+    was compiled until then is shown.
     """
     interrupted = threading.Event()
     try:

@@ -6,6 +6,7 @@ from jaxcomp.codecs._codec import Codec as Codec
 from jaxcomp.codecs._codec import Encoded as Encoded
 from jaxcomp.codecs._codec import Exact as Exact
 from jaxcomp.codecs._dual import DualPrecision as DualPrecision
+from jaxcomp.codecs._float8 import Float8 as Float8
 from jaxcomp.codecs._offload import Offload as Offload
 from jaxcomp.codecs._packed import Packed as Packed
 from jaxcomp.codecs._per_sample import PerSample as PerSample

@@ -21,13 +21,17 @@ def _mix(h: Array) -> Array:
     return h ^ (h >> 16)
 
 
-def _index(shape: tuple[int, ...]) -> Array:
-    """Returns the row-major index of every element, modulo 2^32."""
-    index = jnp.zeros(shape, jnp.uint32)
-    stride = 1
+def _salted_index(shape: tuple[int, ...], factor: int, salt: Array) -> Array:
+    """Returns the row-major index of every element times a factor, plus a salt, modulo 2^32.
+
+    The indices along each axis are made from the salt: JAX moves an array that depends on nothing
+    out of a `jax.lax.scan`, where it would be kept as a whole.
+    """
+    index = lax.broadcast(salt, shape)
+    stride = factor
     for axis in reversed(range(len(shape))):
-        step = jnp.uint32(stride % 2**32)
-        index += lax.broadcasted_iota(jnp.uint32, shape, axis) * step
+        along = lax.iota(jnp.uint32, shape[axis]) * jnp.uint32(stride % 2**32) + (salt & 0)
+        index += lax.broadcast_in_dim(along, shape, (axis,))
         stride *= shape[axis]
     return index
 
@@ -36,7 +40,7 @@ def _index(shape: tuple[int, ...]) -> Array:
 def _hash(x: Array, salt: Array) -> Array:
     """Returns a 32-bit hash of each element's bits, its index and a salt."""
     bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
-    return _mix(bits ^ (_index(x.shape) * jnp.uint32(GOLDEN) + salt))
+    return _mix(bits ^ _salted_index(x.shape, GOLDEN, salt))
 
 
 def uniform(x: Float[Array, "*shape"], seed: Seed = None) -> Float[Array, "*shape"]:

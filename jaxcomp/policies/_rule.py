@@ -39,7 +39,8 @@ class Rule:
             "conv|dot"; `jaxcomp.nn.Coded` lists the kinds.
         names: Names given by `jax.ad_checkpoint.checkpoint_name`.
         primitives: Names of the JAX primitives that compute the value.
-        roles: Roles, as `jaxcomp.policies.Value` lists them. Without any, all but "statistic".
+        roles: Roles, as `jaxcomp.policies.Value` lists them. Without any, all but "statistic", and
+            with names all.
         dtypes: Names of dtypes.
         min_size: Least number of elements of a value. That all values are too small, as in a short
             last batch, is no error; `jaxcomp.plan` notes it.
@@ -115,7 +116,8 @@ class Rule:
 
     def matches_value(self, value: Value, size: bool = True) -> bool:
         """Whether the rule is for a value; without `size`, whatever the value's size."""
-        role = value.role in self.roles if self.roles else value.role != "statistic"
+        any_role = bool(self.names) or value.role != "statistic"
+        role = value.role in self.roles if self.roles else any_role
         # Naming an integer for a codec is an error, which is told later.
         able = value.is_float or bool(self.names) or not isinstance(self.action, Codec)
         return (

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from jaxcomp.codecs import BlockSparse, Cast, Codec, DualPrecision, Exact, Offload, Quantize
+from jaxcomp.codecs import BlockSparse, Cast, Codec, DualPrecision, Exact, Float8, Offload, Quantize
 from jaxcomp.codecs._block_sparse import Block
 from jaxcomp.policies import recipes
 from jaxcomp.policies._policy import JaxPolicy, Policy
@@ -14,7 +14,7 @@ PolicyLike = Policy | Codec | str | JaxPolicy
 """What stands for a policy: one, a codec, the spec of either, or a policy of `jax.checkpoint`."""
 
 _CODECS: dict[str, type[Codec]] = {
-    c.name: c for c in (Exact, Cast, Quantize, DualPrecision, BlockSparse)
+    c.name: c for c in (Exact, Cast, Float8, Quantize, DualPrecision, BlockSparse)
 }
 _STRATEGIES = ("plain", "remat", "offload", "accumulate")  # no policies
 _RECIPES: dict[str, Callable[..., Policy]] = {

@@ -1,6 +1,7 @@
 """Recipes: functions that return a `Policy` for a whole model."""
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Literal, get_args
 
 from jaxcomp.codecs import (
@@ -16,7 +17,7 @@ from jaxcomp.codecs import (
 from jaxcomp.codecs._block_sparse import Block, Product
 from jaxcomp.codecs._sign_aware import ScaleSource
 from jaxcomp.policies._policy import Policy
-from jaxcomp.policies._rule import Rule
+from jaxcomp.policies._rule import Action, Rule
 
 Level = Literal["L0", "L1", "L2", "L3", "L4", "L5"]
 
@@ -138,6 +139,42 @@ def transformer(bits: int = 4) -> Policy:
     """  # noqa: E501
     products = Rule("cheapest", primitives=("dot_general",), roles=("other",), required=False)
     return Policy((products, Rule(Quantize(bits), min_size=_MIN_SIZE)))
+
+
+def save_names(named: Mapping[str, Codec | Action], rest: Action = "recompute") -> Policy:
+    """What becomes of values with names, as `jax.ad_checkpoint.checkpoint_name` gives them.
+
+    What is computed again starts from the values that are saved. From a codec's it is biased, as
+    with `boundary`: nonlinear steps and their derivatives are evaluated at the decoded values. With
+    8 bits the bias is small.
+
+    Args:
+        named: By name: a codec (`Offload` of one puts the code into the host's memory), "keep",
+            "offload" or "recompute".
+        rest: What becomes of all other values: "recompute", as with
+            `jax.checkpoint_policies.save_only_these_names`, "keep" or "offload".
+
+    Returns:
+        The policy.
+
+    Raises:
+        TypeError: If `named` is no mapping with names as keys, or has another action.
+        ValueError: If it is empty, or an action is unknown; when a function is traced, if it has no
+            value of a name.
+
+    Example:
+        >>> from jaxcomp import Float8, Offload
+        >>> policy = save_names({"mlp_in": Float8(), "experts": Offload(Float8())})
+        >>> [rule.names for rule in policy.rules]
+        [('mlp_in',), ('experts',), ()]
+    """
+    if not isinstance(named, Mapping) or not all(isinstance(name, str) for name in named):
+        raise TypeError(f"named={named!r}: expected a dict from names to codecs or actions")
+    if not named:
+        raise ValueError("named={}: expected at least one name")
+    rules = [Rule(action, names=(name,)) for name, action in named.items()]
+    is_lossy = any(isinstance(action, Codec) for action in named.values())
+    return Policy((*rules, Rule(rest, required=False)), is_lossy)
 
 
 def boundary(codec: Codec) -> Policy:

@@ -206,8 +206,11 @@ class _Choice:
         defined = self._graph.defining_equation(value)
         if defined is None or defined[0].effects or self._graph.is_own(value):
             return False
-        action = self._decisions[value].action
-        if action == "keep" and value not in self._graph.free:
+        decision = self._decisions[value]
+        action = decision.action
+        # With bias, a code that is asked for by name is where steps start again.
+        starts = self._biased and decision.codec is not None and decision.is_named
+        if (action == "keep" or starts) and value not in self._graph.free:
             return False
         return is_cheap(defined[0]) or action in ("recompute", "cheapest")
 

@@ -36,11 +36,13 @@ class Decision:
             "either" recomputes cheap steps alone, "cheapest" products, too.
         codec: What encodes it; None saves it as it is.
         note: Why it is saved as it is after all.
+        is_named: Whether a rule is for the value by its name.
     """
 
     action: Action = "either"
     codec: Codec | None = None
     note: str = ""
+    is_named: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +149,7 @@ def _by_rule(rule: Rule, value: Value) -> Decision:
         raise type(error)(f"{rule} matches {describe(value)}: {error}") from error
     if coded >= exact:
         return Decision(note=f"{codec} takes no fewer bytes")
-    return Decision(codec=codec)
+    return Decision(codec=codec, is_named=bool(rule.names))
 
 
 def _by_answer(answer: object, value: Value) -> Decision:
