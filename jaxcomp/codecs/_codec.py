@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Shaped
 
+from jaxcomp._core.explicit import explicit_axes, over_automatic_axes
+
 FLOATS = ("float32", "bfloat16", "float16")
 
 Seed = ArrayLike | None
@@ -139,11 +141,15 @@ class Codec(abc.ABC):
         """
         self.check(x.shape, x.dtype)
         with jax.named_scope(self.stored_name()):
+            if explicit_axes():
+                return Encoded(self._encode_explicit(x, seed), x.shape, x.dtype)
             return Encoded(self._encode_once(x, seed), x.shape, x.dtype)
 
     def decode(self, encoded: Encoded) -> Shaped[Array, "..."]:
         """Returns the array that `encoded` stands for, in the shape and dtype of the original."""
         with jax.named_scope(self.stored_name()):
+            if explicit_axes():
+                return self._decode_explicit(encoded)
             return self._decode_once(encoded.arrays, encoded.shape, encoded.dtype)
 
     def nbytes(self, shape: tuple[int, ...], dtype: DTypeLike) -> int:
@@ -178,6 +184,22 @@ class Codec(abc.ABC):
         name = jnp.dtype(dtype).name
         if name not in FLOATS:
             raise TypeError(f"{type(self).__name__} stores {FLOATS}; got x of dtype {name}")
+
+    def _encode_explicit(self, x: Array, seed: Seed) -> tuple[Array, ...]:
+        """The arrays to store, sharded as `x`."""
+        given: tuple[typing.Any, ...] = (x, None if seed is None else jnp.asarray(seed))
+        stored: tuple[Array, ...] = over_automatic_axes(self._encode_once, given, x)
+        return stored
+
+    def _decode_explicit(self, encoded: Encoded) -> Array:
+        """The array, sharded as that of the stored ones that has the most axes."""
+
+        def decode(arrays: tuple[typing.Any, ...]) -> Array:
+            return self._decode_once(arrays, encoded.shape, encoded.dtype)
+
+        most = max(jax.tree.leaves(encoded.arrays), key=lambda a: a.ndim)
+        decoded: Array = over_automatic_axes(decode, (encoded.arrays,), most)
+        return decoded
 
     # JAX traces these once for all arrays of a shape, and inlines the result.
 

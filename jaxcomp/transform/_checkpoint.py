@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import InconclusiveDimensionOperation, jaxpr_as_fun
 
+from jaxcomp._core.explicit import explicit_axes
 from jaxcomp.codecs import noise
 from jaxcomp.codecs._codec import Seed
 from jaxcomp.policies import recipes
 from jaxcomp.policies._policy import JaxPolicy, Policy, has_codecs
 from jaxcomp.policies._specs import PolicyLike, policy_for_function
 from jaxcomp.transform._decisions import PolicyLog
-from jaxcomp.transform._explicit import automatic, explicit_axes, over_automatic_axes
+from jaxcomp.transform._explicit import automatic, run_over_automatic_axes
 from jaxcomp.transform._keyed import Keyed
 from jaxcomp.transform._linear_map import ByPosition
 from jaxcomp.transform._loops import Looped
@@ -63,7 +64,10 @@ class Checkpointed:
             return _with_derivative(program, coded, self._policy)(self._seed, *arguments)
 
         given = [*constants, *leaves]
-        made = over_automatic_axes(program, run, given) if explicit_axes() else run(program, *given)
+        if explicit_axes():
+            made = run_over_automatic_axes(program, run, given)
+        else:
+            made = run(program, *given)
         return jax.tree.unflatten(tree, made)
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:

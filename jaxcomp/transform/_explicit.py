@@ -13,24 +13,16 @@ from typing import Any
 import jax
 from jax.extend import linear_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
+from jaxcomp._core.explicit import automatic_mesh, explicit_axes
 from jaxcomp.transform._programs import Program, Values, apply, closed, read, scope_of
 
 _SHARDINGS = ("out_sharding", "sharding", "dst_sharding")
 _ALONE = jax.make_jaxpr(lambda: 0)().jaxpr  # of an equation that stands alone
 
 
-def explicit_axes() -> tuple[str, ...]:
-    """The names of the explicit axes of the mesh in whose context the caller is."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return ()
-    pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return tuple(name for name, kind in pairs if kind == AxisType.Explicit)
-
-
-def over_automatic_axes(
+def run_over_automatic_axes(
     program: Program, run: Callable[..., list[Any]], arguments: Sequence[Any]
 ) -> list[Any]:
     """Runs what is made of a program of explicit axes over automatic ones.
@@ -66,9 +58,7 @@ def automatic(program: Program) -> Iterator[Program]:
 
 def _rewriter() -> "_Rewriter":
     """Of the mesh in whose context the caller is."""
-    explicit = jax.sharding.get_abstract_mesh()
-    automatic = explicit.update_axis_types(dict.fromkeys(explicit_axes(), AxisType.Auto))
-    return _Rewriter(explicit, automatic)
+    return _Rewriter(jax.sharding.get_abstract_mesh(), automatic_mesh())
 
 
 def _spec(aval: Any) -> PartitionSpec:

@@ -1,0 +1,55 @@
+"""Codecs and layers of `jaxcomp.nn` over explicit axes, the batch over the devices."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import jaxcomp as jc
+from jaxcomp.models import catalog
+from tests.helpers import assert_close, assert_same_bits, normal
+
+CODECS = [
+    jc.Quantize(3),
+    jc.Float8(axis=-2),
+    jc.AvgPool(2),
+    jc.DualPrecision(2),
+    jc.BlockSparse((4, 1), 0.5),
+    jc.PerSample((4, 1)),
+]
+
+
+def _placed(x, kind):
+    mesh = jax.make_mesh((8,), ("batch",), (kind,))
+    return mesh, jax.device_put(x, NamedSharding(mesh, PartitionSpec("batch")))
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_codes_are_those_of_one_device(codec):
+    x = normal((16, 8, 8, 32))
+    alone = jax.jit(lambda x: codec.encode(x, 3))(x)
+    mesh, placed = _placed(x, AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        encoded = jax.jit(lambda x: codec.encode(x, 3))(placed)
+        decoded = jax.jit(codec.decode)(encoded)
+    assert_same_bits(encoded, alone)
+    assert decoded.sharding.is_equivalent_to(placed.sharding, x.ndim)
+    assert_close(decoded, jax.jit(codec.decode)(alone), 1e-6)
+
+
+def test_a_residual_network_has_the_gradients_of_automatic_axes():
+    images = normal((16, 8, 8, 3))
+    found = []
+    for kind in (AxisType.Explicit, AxisType.Auto):
+        mesh, placed = _placed(images, kind)
+        with jax.set_mesh(mesh):
+            model = catalog.create("resnet20", num_classes=10, image_size=8, rngs=nnx.Rngs(0))
+            graphdef, params, rest = nnx.split(jc.compress(model, "fused:bits=4"), nnx.Param, ...)
+
+            def loss(params, x, graphdef=graphdef, rest=rest):
+                return jnp.square(nnx.merge(graphdef, params, rest, copy=True)(x)).mean()
+
+            found.append(jax.tree.map(np.asarray, jax.jit(jax.grad(loss))(params, placed)))
+    assert_close(*found, 1e-4)
