@@ -26,13 +26,12 @@ def scopes_of(name_stack: Any) -> tuple[str, ...]:
 
     Example:
         >>> import jax
-        >>> with jax.named_scope("block"):
-        ...     program = jax.make_jaxpr(jax.vmap(jax.numpy.sin))(jax.numpy.ones(2))
+        >>> block = jax.named_call(jax.numpy.sin, name="block")
+        >>> program = jax.make_jaxpr(jax.vmap(block))(jax.numpy.ones(2))
         >>> scopes_of(program.eqns[0].source_info.name_stack)
         ('block',)
     """
-    names = (element.name for element in name_stack.stack if isinstance(element, _SCOPE))
-    return tuple(name for name in names if not _MACHINERY.match(name))
+    return tuple(element.name for element in name_stack.stack if isinstance(element, _SCOPE))
 
 
 @dataclass(frozen=True)
