@@ -9,7 +9,11 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 def explicit_axes() -> tuple[str, ...]:
     """The names of the explicit axes of the mesh in whose context the caller is."""
-    mesh = jax.sharding.get_abstract_mesh()
+    return explicit_axes_of(jax.sharding.get_abstract_mesh())
+
+
+def explicit_axes_of(mesh: AbstractMesh) -> tuple[str, ...]:
+    """The names of the explicit axes of a mesh."""
     if mesh.empty:
         return ()
     pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)

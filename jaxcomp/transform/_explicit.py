@@ -15,7 +15,7 @@ from jax.extend import linear_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from jaxcomp._core.explicit import automatic_mesh, explicit_axes
+from jaxcomp._core.explicit import automatic_mesh, explicit_axes, explicit_axes_of
 from jaxcomp.transform._programs import Program, Values, apply, closed, read, scope_of
 
 _SHARDINGS = ("out_sharding", "sharding", "dst_sharding")
@@ -100,6 +100,10 @@ class _Rewriter:
         return [read(env, atom) for atom in jaxpr.outvars]
 
     def _results(self, equation: JaxprEqn, values: list[Any]) -> list[Any]:
+        if equation.primitive.name == "mesh_cast":  # to or from automatic axes
+            return values
+        if not explicit_axes_of(equation.ctx.cur_abstract_mesh):
+            return apply(_ALONE, equation, values)
         asked = next((equation.params[k] for k in _SHARDINGS if equation.params.get(k)), None)
         if equation.primitive.name == "reshard":
             return [_constrained(values[0], asked)]

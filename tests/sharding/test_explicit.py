@@ -82,11 +82,18 @@ def with_rules(weights, x):
     return jax.shard_map(lambda y: y - y.max(-1, keepdims=True), **specs)(y)
 
 
+def nested(weights, x):
+    """A function of `jc.checkpoint` in a layer of `jax.checkpoint` in a loop."""
+    layer = jax.checkpoint(jc.checkpoint(tensor_parallel, jc.Exact()))
+    return jax.lax.scan(lambda x, _: (layer(weights, x), None), x, None, length=2)[0]
+
+
 SPLIT = {"up": P(None, "model"), "down": P("model", None), "scale": P()}
 CASES = {
     tensor_parallel: (SPLIT, P("data")),
     looped: (SPLIT, P("data")),
     with_rules: (SPLIT, P("data")),
+    nested: (SPLIT, P("data")),
     gathered: ({"up": P("data"), "down": P(None, "data"), "scale": P("data")}, P("data")),
     in_sequence: (dict.fromkeys(SPLIT, P()), P(None, "data")),
 }
