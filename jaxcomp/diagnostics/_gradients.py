@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxcomp._core.explicit import explicit_axes
 from jaxcomp._core.modules import split_model
 from jaxcomp.diagnostics._exact import encodes, exact_copy
 from jaxcomp.nn._coded import coded_modules
@@ -222,9 +223,20 @@ def gradient_of(loss: Loss, model: nnx.Module, has_aux: bool = False) -> Callabl
 
 def sgd_variance(exact: Callable[[Any, Any], Any], params: Any, batch: Any, parts: int) -> float:
     """The variance of the gradient over batches of this size, from parts of one."""
-    split = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
-    each = [vector(exact(params, jax.tree.map(lambda x, i=i: x[i], split))) for i in range(parts)]
+    each = [vector(exact(params, _part(batch, i, parts))) for i in range(parts)]
     return float(np.var(each, axis=0, ddof=1).sum() / parts)
+
+
+def _part(batch: Any, number: int, parts: int) -> Any:
+    """One of equal parts of a batch, sharded as the batch."""
+
+    def cut(x: Any) -> Any:
+        size = x.shape[0] // parts
+        piece = np.asarray(x)[number * size : (number + 1) * size]
+        # Over explicit axes the type of the batch carries its sharding.
+        return jax.device_put(piece, x.sharding) if explicit_axes() else piece
+
+    return jax.tree.map(cut, batch)
 
 
 def moved(params: Any, draw: int) -> Any:

@@ -95,6 +95,10 @@ def _does_not_fit(search: Search) -> DoesNotFitError:
             f"noise of {search.noise_of(least):.3f}{''.join(f'; {note}' for note in search.notes)}"
         )
     reached = [c for c in search.found if c.result.report.total_bytes and c.result.moments]
+    admitted = [c for c in reached if c.assignment is not None or search.admits(c.strategy)]
+    if reached and not admitted:
+        return DoesNotFitError(f"{budget}: nothing that was compiled keeps to pin and actions")
+    reached = admitted
     if not reached:
         return DoesNotFitError(f"{budget}: nothing could be compiled")
     least = min(reached, key=lambda c: c.result.report.total_bytes or 0)

@@ -6,6 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, get_args
 
+import jax
+from flax import nnx
+
 from jaxcomp.diagnostics._gradients import check_data
 from jaxcomp.memory._analyze import usable_bytes
 from jaxcomp.memory._declared import takes_gradient
@@ -72,10 +75,10 @@ def fit(
             used only where a plan without them does not fit.
         noise: The largest standard deviation that codes may add to the gradient, as a part of that
             of SGD, such as 0.1. It needs `data`.
-        data: What the noise of codes is measured on: a loss of a model and a batch, the model with
-            its parameters, and a batch, which may be smaller than `batch`. The gradient is taken on
-            the attached device, three times for the codes of each kind of group. Without it, the
-            noise is not known.
+        data: What the noise of codes is measured on: a loss of a model and a batch, the NNX model
+            with its parameters, and a batch, which may be smaller than `batch`. The gradient is
+            taken on the attached device, three times for the codes of each kind of group. Without
+            it, the noise is not known.
         biased: Whether batch norms may have codes that clip (`recipes.fused`), which are faster and
             bias the gradient.
         pin: Choices that are given, by a regular expression for paths of modules: "keep",
@@ -192,6 +195,8 @@ def check_noise(noise: float | None, data: Data | None) -> None:
     if not isinstance(data, tuple) or len(data) != 3:
         raise TypeError(f"data={type(data).__name__}: expected a tuple (loss, model, batch)")
     check_data(*data, parts=PARTS)
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(nnx.state(data[1]))):
+        raise TypeError("data: expected a model with its parameters, not of nnx.eval_shape")
 
 
 def _pinned(

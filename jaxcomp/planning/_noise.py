@@ -1,10 +1,10 @@
 """How much noise the codes of each group bring into the gradient, measured on a user's data."""
 
 import collections
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from flax import nnx
 
 from jaxcomp.diagnostics._gradients import Loss, gradient_of, moved, sgd_variance, vector
 from jaxcomp.planning._groups import policy_of
+from jaxcomp.policies._policy import Policy
 from jaxcomp.transform._compress import compress
 from jaxcomp.transform._plan import without_indices
 
@@ -22,7 +23,7 @@ PARTS = 4  # of the batch, for SGD's noise
 _CODE = "quantize:bits="
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Noise:
     """Variances of the gradient, in units of SGD's own.
 
@@ -60,6 +61,7 @@ def measure(
     groups: Iterable[str],
     bits: Iterable[int],
     biased: bool,
+    part: float,
     progress: Callable[[str], AbstractContextManager[Any]],
 ) -> Noise:
     """Measures the noise of the groups.
@@ -72,6 +74,8 @@ def measure(
         groups: Their names.
         bits: Bits of an element that are measured.
         biased: Whether batch norms may have codes that clip.
+        part: The size of the batch as a part of that of the plan. Values that are too small for a
+            code are so by this part.
         progress: Is entered with what is measured.
 
     Raises:
@@ -93,7 +97,8 @@ def measure(
 
     def variance(members: list[str], choice: str) -> float:
         policy = policy_of(kept | dict.fromkeys(members, choice), biased)
-        coded = gradient_of(loss, compress(nnx.clone(model), policy))
+        rules = (dataclasses.replace(r, min_size=int(part * r.min_size)) for r in policy.rules)
+        coded = gradient_of(loss, compress(nnx.clone(model), Policy(tuple(rules))))
         pairs = zip(drawn, right, strict=True)
         errors = [np.square(vector(coded(p, batch)) - gradient).sum() for p, gradient in pairs]
         return float(np.mean(errors)) / scale

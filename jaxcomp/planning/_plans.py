@@ -71,7 +71,11 @@ def run(search: Search, models: Sequence[Any], allowed: Allowed) -> None:
     if quantized is not None and allowed.data is not None:
         groups = sorted({*quantized.declared, *plain.declared})
         measured = {middle, *({2} & {*bits})}  # 2 bits: batch norms have 3
-        search.noise = measure(allowed.data, groups, measured, allowed.biased, search.progress)
+        (*_, leaf) = jax.tree.leaves(allowed.data[2])
+        part = min(1.0, leaf.shape[0] / search.batch)
+        search.noise = measure(
+            allowed.data, groups, measured, allowed.biased, part, search.progress
+        )
     if "recompute" in allowed.actions and search.left:
         recomputed = _tried(search, "remat", Strategy.parse("remat"))
     if "accumulate" in allowed.actions:

@@ -9,6 +9,7 @@ from typing import Any
 from jax.extend.core import JaxprEqn
 
 from jaxcomp.codecs import Codec
+from jaxcomp.codecs._offload import inner_codec
 from jaxcomp.memory._source_line import source_line
 from jaxcomp.policies._policy import JaxPolicy, Policy
 from jaxcomp.policies._rule import Rule
@@ -132,8 +133,8 @@ def _by_rule(rule: Rule, value: Value) -> Decision:
     codec = rule.action
     if not isinstance(codec, Codec):
         return Decision(codec)
-    if codec.is_exact:
-        return Decision("keep")
+    if inner_codec(codec).is_exact:
+        return Decision("offload" if codec.on_host else "keep")
     if not set(codec.kinds) & set(Codec.kinds):
         raise ValueError(
             f"{rule} matches {describe(value)}: {codec} is only for layers of jaxcomp.nn of the "
@@ -190,7 +191,8 @@ def _check_matched(policy: Policy, matched: set[Rule], values: list[Value]) -> N
             )
         )
         raise ValueError(
-            f"{rule} matches nothing, or only what an earlier rule took; the function has "
+            f"{rule} matches nothing, or only what an earlier rule took (what branches of "
+            "jax.lax.cond compute is not seen); the function has "
             f"names: {names}; primitives: {primitives}; roles: {roles}; paths: {paths}; at "
             f"most {max((math.prod(v.shape) for v in values), default=0)} elements"
         )

@@ -42,7 +42,14 @@ def run_over_automatic_axes(
 
     rewriter = _rewriter()
     automatic = jax.sharding.auto_axes(inner, axes=explicit_axes(), out_sharding=specs)
-    return list(automatic(*arguments))
+    return list(automatic(*map(_on_mesh, arguments)))
+
+
+def _on_mesh(array: Any) -> Any:
+    """An array that lies on no mesh, such as a new parameter, replicated on that of the context."""
+    if not isinstance(array, jax.Array) or not jax.typeof(array).sharding.mesh.empty:
+        return array
+    return jax.sharding.reshard(array, PartitionSpec(*[None] * array.ndim))
 
 
 @contextlib.contextmanager

@@ -91,7 +91,7 @@ class Plan:
         codecs = [*(s.codec for each in schedules for s in each.stored.values()), *of_units]
         biased = {str(codec) for codec in codecs if _is_biased(codec)}
         notes += [f"biased: {codec} is a biased codec" for codec in sorted(biased)]
-        if looped.schedule.biased:
+        if looped.schedule.biased and codes:
             notes.append("biased: nonlinear steps are recomputed from decoded values")
         return cls(values, exact_bytes, tuple(notes))
 

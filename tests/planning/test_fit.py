@@ -418,6 +418,20 @@ def test_plans_keep_to_a_limit_of_noise():
         fit(make_step, budget=budget, noise=1e-4, **given)
 
 
+def test_noise_is_measured_on_a_small_batch_too():
+    """Values that are too small for a code in the small batch are not in the step's."""
+    budget = int(0.6 * _total(jc.planning.Strategy.parse("plain")))
+    given = {"batch": BATCH, "target": "cpu", "actions": ("keep", "quantize"), "budget": budget}
+    small = (*DATA[:2], DATA[2][:32])
+    assert fit(make_step, data=small, **given).noise > 0.01
+
+
+def test_no_answer_is_told_of_what_does_not_keep_to_a_pin():
+    pin = {"blocks/0": "quantize:bits=8"}
+    with pytest.raises(DoesNotFitError, match="nothing that was compiled keeps to pin and actions"):
+        fit(make_step, batch=BATCH, budget="20MiB", target="cpu", pin=pin, compiles=2)
+
+
 def test_values_are_offloaded_where_nothing_else_fits(capsys):
     pytest.importorskip("jax_cuda13_plugin")
     make = functools.partial(make_step, depth=6)

@@ -1,4 +1,7 @@
+import jax
+import jax.numpy as jnp
 import pytest
+from jax.ad_checkpoint import checkpoint_name
 
 import jaxcomp as jc
 from jaxcomp.policies import from_spec, recipes
@@ -135,3 +138,20 @@ def test_windows_of_linear_layers_lie_along_their_features():
     rules = recipes.division()
     assert _decide(rules, "dot") == jc.DualPrecision(along="features")
     assert _decide(rules, "conv") == jc.DualPrecision(along="map")
+
+
+def test_named_values_are_offloaded_exactly():
+    def product(weights, x):
+        return jax.nn.gelu(checkpoint_name(x @ weights, "up")) @ weights.T
+
+    policy = recipes.save_names({"up": jc.Offload(jc.Exact())})
+    plan = jc.plan(jc.checkpoint(product, policy), jnp.ones((16, 32)), jnp.ones((8, 4, 16)))
+    (value,) = (v for v in plan.values if v.decision == "offload")
+    assert value.shape == (8, 4, 32)
+    assert not any("biased" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize(("named", "error"), [(["up"], TypeError), ({}, ValueError)])
+def test_bad_names_are_errors(named, error):
+    with without_type_checks(), pytest.raises(error, match="named="):
+        recipes.save_names(named)

@@ -180,3 +180,32 @@ def test_a_stock_model_has_the_gradients_of_automatic_axes():
             placed = jax.device_put(images, NamedSharding(mesh, P("data")))
             found.append(jax.tree.map(np.asarray, _step(model, placed)))
     assert_close(*found, 1e-4)
+
+
+def test_parameters_that_lie_on_no_mesh():
+    """Such as new ones: the gradient of each example, and the type of a gradient."""
+    with jax.set_mesh(jax.make_mesh((4, 2), ("data", "model"))):
+        x = jax.device_put(_multiples(8, 16), P("data"))
+        weights = jnp.eye(16) / 2
+
+        def product(weights, x):
+            return jnp.tanh(jnp.einsum("...d,df->...f", x, weights))
+
+        coded = jc.checkpoint(product, jc.Exact())
+        grads = []
+        for fn in (product, coded):
+            gradient = jax.grad(lambda w, x, fn=fn: fn(w, x).sum())
+            of_each = jax.jit(jax.vmap(gradient, (None, 0)))(weights, x)
+            grads.append((of_each, jax.jit(gradient)(weights, x)))
+        assert_close(*grads)
+        assert jax.typeof(grads[0][1]).sharding.spec == jax.typeof(grads[1][1]).sharding.spec
+
+
+def test_gradients_are_checked_on_a_sharded_batch():
+    with jax.set_mesh(jax.make_mesh((4, 2), ("data", "model"))):
+        x = jax.device_put(jax.random.normal(jax.random.key(0), (256, 64)), P("data"))
+        rngs = nnx.Rngs(0)
+        layers = nnx.Linear(64, 256, rngs=rngs), nnx.gelu, nnx.Linear(256, 64, rngs=rngs)
+        model = jc.compress(nnx.Sequential(*layers), "quantize:bits=4")
+        report = jc.check_gradients(lambda m, x: jnp.square(m(x)).mean(), model, x)
+    assert 0.001 < report.noise_over_sgd < 1
