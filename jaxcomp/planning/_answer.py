@@ -96,9 +96,8 @@ def _does_not_fit(search: Search) -> DoesNotFitError:
         )
     reached = [c for c in search.found if c.result.report.total_bytes and c.result.moments]
     admitted = [c for c in reached if c.assignment is not None or search.admits(c.strategy)]
-    if reached and not admitted:
-        return DoesNotFitError(f"{budget}: nothing that was compiled keeps to pin and actions")
-    reached = admitted
+    aside = "" if admitted else ", which does not keep to pin and actions"
+    reached = admitted or reached
     if not reached:
         return DoesNotFitError(f"{budget}: nothing could be compiled")
     least = min(reached, key=lambda c: c.result.report.total_bytes or 0)
@@ -106,7 +105,7 @@ def _does_not_fit(search: Search) -> DoesNotFitError:
     where, saved, rest = least.result.peak()
     given = report.argument_bytes or 0
     return DoesNotFitError(
-        f"{budget}: nothing fits; the least is {least.name} with "
+        f"{budget}: nothing fits; the least is {least.name}{aside}, with "
         f"{format_bytes(report.total_bytes or 0)}, of which {format_bytes(given)} are arguments "
         f"(parameters, optimizer state, batch) and at the peak, in the {where}, "
         f"{format_bytes(saved)} saved activations and {format_bytes(max(0, rest - given))} other "

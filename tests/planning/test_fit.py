@@ -158,7 +158,7 @@ def test_micro_batches_are_not_for_batch_norms():
         model = transform(model)
         return _step(transform, model), (model, jax.ShapeDtypeStruct((batch, WIDTH), "f4"))
 
-    with pytest.raises(DoesNotFitError, match=r"the least is plain .* split_batch_statistics"):
+    with pytest.raises(DoesNotFitError, match=r"the least is plain.* split_batch_statistics"):
         fit(normed, batch=BATCH, budget="4MiB", target="cpu", actions=("accumulate",))
     plan = fit(
         normed,
@@ -405,12 +405,14 @@ def test_all_values_in_few_bits_are_the_last_resort(monkeypatch):
 def test_plans_keep_to_a_limit_of_noise():
     budget = int(0.6 * _total(jc.planning.Strategy.parse("plain")))
     given = {"batch": BATCH, "target": "cpu", "actions": ("keep", "quantize"), "data": DATA}
+    given |= {"bits": (8, 4)}
     free = fit(make_step, budget=budget, **given)
     quiet = fit(make_step, budget=budget, noise=free.noise / 4, **given)
     assert quiet.noise <= free.noise / 4
     assert quiet.milliseconds >= free.milliseconds
     for plan in (free, quiet):
-        report = jc.check_gradients(_loss, jc.compress(nnx.clone(DATA[1]), plan.policy), DATA[2])
+        model = jc.compress(nnx.clone(DATA[1]), plan.policy)
+        report = jc.check_gradients(_loss, model, DATA[2], draws=6)
         assert report.noise_over_sgd == pytest.approx(plan.noise, rel=0.4)
         assert FittedPlan.from_json(plan.to_json()) == plan
         assert f"estimated noise of the gradient: {plan.noise:.3f} of SGD's" in str(plan)
@@ -428,17 +430,15 @@ def test_noise_is_measured_on_a_small_batch_too():
 
 def test_no_answer_is_told_of_what_does_not_keep_to_a_pin():
     pin = {"blocks/0": "quantize:bits=8"}
-    with pytest.raises(DoesNotFitError, match="nothing that was compiled keeps to pin and actions"):
+    with pytest.raises(DoesNotFitError, match="which does not keep to pin and actions, with"):
         fit(make_step, batch=BATCH, budget="20MiB", target="cpu", pin=pin, compiles=2)
 
 
 def test_values_are_offloaded_where_nothing_else_fits(capsys):
     pytest.importorskip("jax_cuda13_plugin")
     make = functools.partial(make_step, depth=6)
-    given = {"batch": 16384, "target": "h100", "budget": "90MiB", "bits": (8,)}
-    with pytest.raises(DoesNotFitError, match="nothing fits; the least is "):
-        fit(make, actions=("keep", "quantize"), **given)
-    plan = fit(make, actions=("keep", "quantize", "offload"), **given)
+    actions = ("quantize", "offload")
+    plan = fit(make, batch=16384, target="h100", budget="90MiB", actions=actions, bits=(8,))
     with capsys.disabled():
         print(f"\n{plan}")
     actions = {part.action for part in plan.parts}
