@@ -61,23 +61,24 @@ def run(search: Search, models: Sequence[Any], allowed: Allowed) -> None:
     quantized = recomputed = None
     bits = allowed.bits if "quantize" in allowed.actions else ()
     middle = min(bits, key=lambda b: abs(b - 4), default=4)
-    named = [allowed.uniform(f"quantize:bits={middle}")] if bits else []
-    named += [Strategy.parse("remat")] if "recompute" in allowed.actions else []
-    if search.left >= len(named):
-        search.prepare(named)
+    uniform = {b: allowed.uniform(f"quantize:bits={b}") for b in bits}
+    remat = Strategy.parse("remat")
+    recomputes = "recompute" in allowed.actions
+    first = [*([uniform[middle]] if bits else []), *([remat] if recomputes else [])]
+    if search.left >= len(first):
+        search.prepare(first)
     if bits and search.left:
-        name = f"quantize:bits={middle}"
-        quantized = _tried(search, name, allowed.uniform(name))
+        quantized = _tried(search, f"quantize:bits={middle}", uniform[middle])
     if quantized is not None and allowed.data is not None:
         groups = sorted({*quantized.declared, *plain.declared})
         measured = {middle, *({2} & {*bits})}  # 2 bits: batch norms have 3
-        (*_, leaf) = jax.tree.leaves(allowed.data[2])
-        part = min(1.0, leaf.shape[0] / search.batch)
+        size = jax.tree.leaves(allowed.data[2])[0].shape[0]
+        part = min(1.0, size / search.batch)
         search.noise = measure(
             allowed.data, groups, measured, allowed.biased, part, search.progress
         )
-    if "recompute" in allowed.actions and search.left:
-        recomputed = _tried(search, "remat", Strategy.parse("remat"))
+    if recomputes and search.left:
+        recomputed = _tried(search, "remat", remat)
     if "accumulate" in allowed.actions:
         if allowed.split_batch_statistics or _have_no_statistics(models):
             _accumulate(search, plain)
@@ -86,13 +87,12 @@ def run(search: Search, models: Sequence[Any], allowed: Allowed) -> None:
                 "no micro-batches: batch norms would see fewer images (or the model is a function, "
                 "of which that is not known); split_batch_statistics=True allows them"
             )
+    others = {*bits} - {middle} if quantized is not None else ()
     known = Known(
         plain,
         quantized,
         middle,
-        {b: search.declared(allowed.uniform(f"quantize:bits={b}")) for b in {*bits} - {middle}}
-        if quantized is not None
-        else {},
+        {b: search.declared(uniform[b]) for b in others},
         recomputed if search.groups.recomputes else None,
         "keep" in allowed.actions,
         search.noise,
@@ -102,8 +102,7 @@ def run(search: Search, models: Sequence[Any], allowed: Allowed) -> None:
     if quantized is not None or recomputed is not None:
         _improve(search, known, allowed, reserved=_OF_OFFLOAD if may_offload else 0)
     if quantized is not None:
-        fewer = [b for b in sorted(bits, reverse=True) if b < middle]
-        _fewest_bits(search, {b: allowed.uniform(f"quantize:bits={b}") for b in fewer})
+        _fewest_bits(search, {b: uniform[b] for b in sorted(bits, reverse=True) if b < middle})
     if search.best() is None and "offload" in allowed.actions:
         if may_offload:
             _offload(search, known, allowed)

@@ -1,10 +1,10 @@
 """The strategies that were compiled on the way to a plan."""
 
+import contextlib
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,6 +58,7 @@ class Search:
         most_noise: The largest standard deviation that codes may add to the gradient, in units of
             SGD's.
         noise: Of the codes; None as long as it is not measured.
+        ready: Steps that were traced ahead of their turn, by spec, and whether XLA may recompute.
         found: What was compiled.
         errors: The error of the estimated bytes of each plan, as a fraction.
         notes: What was not tried, and why.
@@ -68,11 +69,12 @@ class Search:
     target: Target
     budget: int
     compiles: int
-    progress: Callable[[str], AbstractContextManager[Any]]
+    progress: Callable[[str], contextlib.AbstractContextManager[Any]]
     groups: Groups
     admits: Callable[[Strategy], bool]
     most_noise: float = math.inf
     noise: Noise | None = None
+    ready: dict[str, tuple[TracedStep, bool]] = field(default_factory=dict)
     found: list[Candidate] = field(default_factory=list)
     errors: list[float] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -82,7 +84,8 @@ class Search:
     ) -> Probe:
         """Compiles a strategy and remembers it."""
         with self.progress(name):
-            result = self._probe(*self._traced_for(strategy))
+            traced = self.ready.pop(strategy.spec, None) or self._traced_for(strategy)
+            result = self._probe(*traced)
         self.found.append(Candidate(name, strategy, result, assignment))
         return result
 
@@ -166,5 +169,7 @@ class Search:
         if self.target.attached or workers < 2:
             return
         with ThreadPoolExecutor(workers) as pool:
-            for traced, xla_remat in [self._traced_for(s) for s in strategies]:
-                pool.submit(self._probe, traced, xla_remat)
+            for strategy in strategies:
+                with contextlib.suppress(Exception):  # which is told when its turn comes
+                    self.ready[strategy.spec] = self._traced_for(strategy)
+                    pool.submit(self._probe, *self.ready[strategy.spec])

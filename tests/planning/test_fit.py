@@ -484,6 +484,14 @@ def test_steps_for_an_absent_target_are_compiled_at_once(monkeypatch):
     assert {"quantize:bits=4", "remat"} <= {c.name for c in plan.frontier}
 
 
+def test_what_cannot_be_traced_at_once_is_told_in_its_turn(monkeypatch):
+    """A function whose blocks are not recomputed has no `remat`."""
+    pytest.importorskip("jax_cuda13_plugin")
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    with pytest.raises(DoesNotFitError, match="remat failed: ValueError: make_step is expected to"):
+        fit(_of_linen, batch=BATCH, target="h100", budget="3MiB", bits=(4,), compiles=3)
+
+
 def test_offloading_needs_a_known_link():
     with pytest.raises(DoesNotFitError, match="no offload: the bandwidth between cpu and its host"):
         fit(make_step, batch=BATCH, budget="1.2MiB", target="cpu", actions=("offload",))
