@@ -1,5 +1,6 @@
 """Meshes with explicit axes, over which types of arrays carry their sharding."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -26,9 +27,9 @@ def automatic_mesh() -> AbstractMesh:
     return jax.sharding.get_abstract_mesh().update_axis_types(kinds)
 
 
-def spec_of(array: Any) -> PartitionSpec:
+def spec_of(kind: Any) -> PartitionSpec:
     """The explicit sharding of an array, by its type."""
-    spec: PartitionSpec = jax.typeof(array).sharding.spec
+    spec: PartitionSpec = kind.sharding.spec
     return spec
 
 
@@ -47,16 +48,14 @@ def over_automatic_axes(fn: Callable[..., Any], arrays: tuple[Any, ...], like: j
         plain = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arrays)
         shapes = jax.eval_shape(fn, *plain)
     sizes = jax.sharding.get_abstract_mesh().shape
-    spec = [*spec_of(like), *[None] * like.ndim][: like.ndim]
+    spec = [*spec_of(jax.typeof(like)), *[None] * like.ndim][: like.ndim]
 
     def placed(result: Any) -> PartitionSpec:
         known = spec if len(result.shape) == like.ndim else spec[:1]
         entries = []
         for size, entry in zip(result.shape, known, strict=False):
             names = entry if isinstance(entry, tuple) else (entry,) if entry else ()
-            parts = 1
-            for name in names:
-                parts *= sizes[name]
+            parts = math.prod(sizes[name] for name in names)
             entries.append(entry if size % parts == 0 else None)
         return PartitionSpec(*entries)
 

@@ -141,16 +141,14 @@ class Codec(abc.ABC):
         """
         self.check(x.shape, x.dtype)
         with jax.named_scope(self.stored_name()):
-            if explicit_axes():
-                return Encoded(self._encode_explicit(x, seed), x.shape, x.dtype)
-            return Encoded(self._encode_once(x, seed), x.shape, x.dtype)
+            encode = self._encode_explicit if explicit_axes() else self._encode_once
+            return Encoded(encode(x, seed), x.shape, x.dtype)
 
     def decode(self, encoded: Encoded) -> Shaped[Array, "..."]:
         """Returns the array that `encoded` stands for, in the shape and dtype of the original."""
         with jax.named_scope(self.stored_name()):
-            if explicit_axes():
-                return self._decode_explicit(encoded)
-            return self._decode_once(encoded.arrays, encoded.shape, encoded.dtype)
+            decode = self._decode_explicit if explicit_axes() else self._decode_once
+            return decode(encoded.arrays, encoded.shape, encoded.dtype)
 
     def nbytes(self, shape: tuple[int, ...], dtype: DTypeLike) -> int:
         """Returns the exact size of an encoded array in bytes, with metadata and padding.
@@ -191,14 +189,16 @@ class Codec(abc.ABC):
         stored: tuple[Array, ...] = over_automatic_axes(self._encode_once, given, x)
         return stored
 
-    def _decode_explicit(self, encoded: Encoded) -> Array:
+    def _decode_explicit(
+        self, arrays: tuple[typing.Any, ...], shape: tuple[int, ...], dtype: DTypeLike
+    ) -> Array:
         """The array, sharded as that of the stored ones that has the most axes."""
 
         def decode(arrays: tuple[typing.Any, ...]) -> Array:
-            return self._decode_once(arrays, encoded.shape, encoded.dtype)
+            return self._decode_once(arrays, shape, dtype)
 
-        most = max(jax.tree.leaves(encoded.arrays), key=lambda a: a.ndim)
-        decoded: Array = over_automatic_axes(decode, (encoded.arrays,), most)
+        most = max(jax.tree.leaves(arrays), key=lambda a: a.ndim)
+        decoded: Array = over_automatic_axes(decode, (arrays,), most)
         return decoded
 
     # JAX traces these once for all arrays of a shape, and inlines the result.

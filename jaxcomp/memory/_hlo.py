@@ -8,7 +8,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 from pathlib import Path
 
@@ -166,8 +166,9 @@ class Module:
             frame_id = _field("parent_frame_id", frame) - 1  # XLA prints the parent plus one.
 
 
+@lru_cache(maxsize=1)
 def parse(text: str) -> Module:
-    """Parses the text of a compiled HLO module.
+    """Parses the text of a compiled HLO module. The last one is remembered for its other figures.
 
     Args:
         text: the text of the module, `compiled.as_text()`.

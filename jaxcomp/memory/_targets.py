@@ -53,40 +53,15 @@ class Tpu:
 
 
 TPUS = (
-    Tpu(
-        "v4",
-        "1x1x1",
-        32 * 2**30,
-        30.75,
-        1228 * 10**9,
-        275.0,
-        clock_ghz=1.05,
-        link_bandwidth=16 * 10**9,
-        options=(("chip_config_name", "megacore"),),
-    ),
-    Tpu(
-        "v5e",
-        "1x1",
-        16 * 2**30,
-        15.75,
-        819 * 10**9,
-        197.0,
-        clock_ghz=1.5,
-        link_bandwidth=16 * 10**9,
-    ),
-    Tpu(
-        "v5p",
-        "1x1x1",
-        96 * 2**30,
-        95.73,
-        2765 * 10**9,
-        459.0,
-        clock_ghz=1.75,
-        link_bandwidth=16 * 10**9,
-    ),
+    Tpu("v4", "1x1x1", 32 * 2**30, 30.75, 1228 * 10**9, 275.0, clock_ghz=1.05,
+        link_bandwidth=16 * 10**9, options=(("chip_config_name", "megacore"),)),
+    Tpu("v5e", "1x1", 16 * 2**30, 15.75, 819 * 10**9, 197.0, clock_ghz=1.5,
+        link_bandwidth=16 * 10**9),
+    Tpu("v5p", "1x1x1", 96 * 2**30, 95.73, 2765 * 10**9, 459.0, clock_ghz=1.75,
+        link_bandwidth=16 * 10**9),
     Tpu("v6e", "1x1", 32 * 2**30, 31.24, 1640 * 10**9, 918.0, link_bandwidth=32 * 10**9),
     Tpu("tpu7x", "1x1x1", 96 * 2**30, 94.74, 3690 * 10**9, 1153.5, devices_per_chip=2),
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

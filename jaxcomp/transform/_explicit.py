@@ -15,7 +15,7 @@ from jax.extend import linear_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from jaxcomp._core.explicit import automatic_mesh, explicit_axes, explicit_axes_of
+from jaxcomp._core.explicit import automatic_mesh, explicit_axes, explicit_axes_of, spec_of
 from jaxcomp.transform._programs import Program, Values, apply, closed, read, scope_of
 
 _SHARDINGS = ("out_sharding", "sharding", "dst_sharding")
@@ -35,14 +35,14 @@ def run_over_automatic_axes(
     Returns:
         The results, with the shardings of the program's.
     """
-    specs = [_spec(aval) for aval in program.out_avals]
+    specs = [spec_of(aval) for aval in program.out_avals]
 
     def inner(*values: Any) -> list[Any]:
         return run(rewriter.program(program), *values)
 
     rewriter = _rewriter()
-    automatic = jax.sharding.auto_axes(inner, axes=explicit_axes(), out_sharding=specs)
-    return list(automatic(*map(_on_mesh, arguments)))
+    over = jax.sharding.auto_axes(inner, axes=explicit_axes(), out_sharding=specs)
+    return list(over(*map(_on_mesh, arguments)))
 
 
 def _on_mesh(array: Any) -> Any:
@@ -66,11 +66,6 @@ def automatic(program: Program) -> Iterator[Program]:
 def _rewriter() -> "_Rewriter":
     """Of the mesh in whose context the caller is."""
     return _Rewriter(jax.sharding.get_abstract_mesh(), automatic_mesh())
-
-
-def _spec(aval: Any) -> PartitionSpec:
-    spec: PartitionSpec = aval.sharding.spec
-    return spec
 
 
 class _Rewriter:
