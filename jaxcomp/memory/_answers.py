@@ -1,7 +1,7 @@
 """A disk cache for the results of compilations for absent devices.
 
-JAX's persistent compilation cache does not serve absent devices. This cache stores the HLO text and
-the byte counts of such programs in the folder of JAX's cache, if the user has set one.
+JAX's persistent compilation cache does not serve absent devices. This cache stores the HLO text,
+the byte counts and the dump of such programs in the folder of JAX's cache, if the user has set one.
 """
 
 import gzip

@@ -60,6 +60,13 @@ def one_file(directory: str | Path, kind: str) -> str:
     return max(found, key=lambda path: path.stat().st_size).read_text()
 
 
+def read_dump(directory: str | Path) -> dict[str, str]:
+    """Reads the files of a dump from which a timeline is made, by name."""
+    kinds = ("buffer-assignment", "buffer-assignment-values", "live-range")
+    found = [path for kind in kinds for path in Path(directory).glob(f"*-{kind}.txt")]
+    return {path.name: path.read_text() for path in found}
+
+
 def read_ranges(text: str) -> tuple[list[str], dict[Value, tuple[int, int]]]:
     """Reads a `live-range` file.
 

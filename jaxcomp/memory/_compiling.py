@@ -27,7 +27,7 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from . import _answers as answers
 from . import _compile_worker as compile_worker
-from ._buffer_assignment import dump_options
+from ._buffer_assignment import dump_options, no_compilation_cache, read_dump
 from ._options import compiler_options
 from ._targets import Target
 from ._tracing import TracedStep, inner_jaxprs
@@ -103,14 +103,13 @@ def compile_step(
         CompileError: if the compilation fails, also for lack of memory on a TPU.
         OSError: if `dump_dir` cannot be written.
     """
-    options: dict[str, Any] = {}
     if dump_dir is not None:
         Path(dump_dir).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=dump_dir).close()
-        options = dict(dump_options(os.fspath(dump_dir)))
+    folder = None if dump_dir is None else os.fspath(dump_dir)
     if target.attached:
-        return _compile_here(step, target, options, xla_remat)
-    return _compile_in_child(step, target, options, xla_remat)
+        return _compile_here(step, target, xla_remat, folder)
+    return _compile_in_child(step, target, xla_remat, folder)
 
 
 def fingerprint(step: TracedStep, target: Target) -> str:
@@ -128,7 +127,7 @@ def fingerprint(step: TracedStep, target: Target) -> str:
 
 
 def _compile_here(
-    step: TracedStep, target: Target, options: dict[str, Any], xla_remat: bool
+    step: TracedStep, target: Target, xla_remat: bool, dump_dir: str | None
 ) -> CompiledStep:
     for leaf in step.arguments:
         place = _place(leaf)
@@ -138,7 +137,12 @@ def _compile_here(
     jax.config.update("jax_compiler_enable_remat_pass", xla_remat)
     try:
         with jax.default_device(jax.local_devices(backend=target.platform)[0]):
-            return CompiledStep(**compile_worker.compile_lowered(step.traced.lower(), options))
+            lowered = step.traced.lower()
+            if dump_dir is None:
+                return CompiledStep(**compile_worker.compile_lowered(lowered, {}))
+            with no_compilation_cache():
+                options = dump_options(dump_dir)
+                return CompiledStep(**compile_worker.compile_lowered(lowered, options))
     except jax.errors.JaxRuntimeError as error:
         raise CompileError(str(error)) from error
     finally:
@@ -146,7 +150,7 @@ def _compile_here(
 
 
 def _compile_in_child(
-    step: TracedStep, target: Target, options: dict[str, Any], xla_remat: bool
+    step: TracedStep, target: Target, xla_remat: bool, dump_dir: str | None
 ) -> CompiledStep:
     exported = _export(step, target.platform)
     for_this_device = compiler_options()
@@ -158,17 +162,20 @@ def _compile_in_child(
         "mesh": _mesh(step, exported.nr_devices, target),
         "donated": step.donated,
         "argument_names": step.jaxpr.debug_info.arg_names,
-        "compiler_options": own | options,
+        "compiler_options": own,
         "xla_remat": xla_remat,
     }
     rest = {name: part for name, part in request.items() if name != "exported"}
-    # Only a compilation writes a dump, so a request for one bypasses the cache.
-    kept = None if options else answers.answer_file(exported.mlir_module_serialized, rest)
+    kept = answers.answer_file(exported.mlir_module_serialized, rest, dump_dir is not None)
     answer = answers.read(kept) if kept else None
     if answer is None:
-        answer = _with_tile_sizes(request, target)
+        dump = {} if dump_dir is None else dump_options(dump_dir)
+        answer = _with_tile_sizes(request | {"compiler_options": own | dump}, target)
         if kept:
-            answers.write(kept, answer)
+            answers.write(kept, answer | {"dump": read_dump(dump_dir) if dump_dir else {}})
+    else:
+        for name, text in answer.pop("dump").items():
+            (Path(dump_dir or "") / name).write_text(text)
     return CompiledStep(**answer)
 
 

@@ -8,7 +8,6 @@ from itertools import pairwise
 from pathlib import Path
 
 from ._buffer_assignment import (
-    no_compilation_cache,
     one_file,
     read_places,
     read_ranges,
@@ -251,7 +250,7 @@ def compile_with_timeline(
     step: TracedStep, target: Target, *, xla_remat: bool
 ) -> tuple[CompiledStep, Timeline]:
     """Compiles a traced function, as `compile_step`, and reads the timeline of the program."""
-    with no_compilation_cache(), tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as directory:
         compiled = compile_step(step, target, xla_remat=xla_remat, dump_dir=directory)
         return compiled, read_timeline(directory, compiled.hlo_text)
 

@@ -57,7 +57,9 @@ def fit(
     corrected, and the program is solved again. Only what was compiled and fits is returned, and an
     exact strategy wins where it is estimated to be as fast.
 
-    Compiled steps are remembered, so that further budgets for the same step take less time.
+    Compiled steps are remembered, so that further budgets for the same step take less time. Those
+    for absent targets are also kept in the folder of JAX's compilation cache, if there is one
+    (`JAX_COMPILATION_CACHE_DIR`).
 
     The time is that of the HBM traffic and of the FLOPs at the target's peak rates; on a TPU it is
     XLA's estimate of the cycles. It ranks strategies and is no prediction of the step time.

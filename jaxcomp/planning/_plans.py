@@ -165,18 +165,21 @@ def _tried(
 
 
 def _accumulate(search: Search, plain: Probe) -> None:
-    """Compiles the fewest micro-batches that are estimated to fit."""
+    """Compiles the fewest micro-batches that are estimated to fit, and more if that is faster."""
     given, total = plain.report.argument_bytes or 0, plain.report.total_bytes or 0
-    count, tries = 2, 2
+    count, tries, fastest = 2, 2, plain.seconds
     if search.batch % count:
         search.notes.append(f"no micro-batches: batch={search.batch} is odd")
     while search.batch % count == 0 and search.left and tries:
         if given + (total - given) / count <= search.budget:
             name = f"accumulate:{count}"
             result = _tried(search, name, Strategy.parse(name))
-            if result is None or search.fits(result):
+            if result is None or (search.fits(result) and result.seconds >= fastest):
                 return
-            tries -= 1
+            if search.fits(result):
+                fastest = result.seconds
+            else:
+                tries -= 1
         count *= 2
 
 

@@ -84,9 +84,13 @@ def test_a_second_look_is_not_compiled(tmp_path, monkeypatch):
         ]
         assert asked == [True, False]
         assert looks[0] == looks[1]
+        product = jax.jit(lambda x: jnp.cos(x @ x))
+        first, second = (timeline(product, X, target="h100") for _ in range(2))
+        assert first == second
+        assert asked == [True, False, True]
         jax.config.update("jax_compilation_cache_dir", None)
         compile_step(trace(jnp.sin, X), resolve("h100"))
-        assert asked == [True, False, True]
+        assert asked == [True, False, True, True]
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
 
