@@ -12,7 +12,7 @@ from ._live_bytes import Timeline, compile_with_timeline
 from ._report import MemoryReport
 from ._targets import Target, resolve
 from ._tracing import TracedStep, trace
-from ._traffic import estimated_cycles, hbm_traffic, host_traffic
+from ._traffic import collective_traffic, estimated_cycles, hbm_traffic, host_traffic
 
 # The TPU compiler's error for a program that does not fit. Other compilers do not raise one.
 _OUT_OF_HBM = "CompileTimeHbmOom"
@@ -223,6 +223,7 @@ def _compiled_figures(compiled: CompiledStep, target: Target) -> dict[str, Any]:
         "total_bytes": total,
         "hbm_traffic_bytes": hbm_traffic(compiled.hlo_text),
         "host_traffic_bytes": host_traffic(compiled.hlo_text),
+        "collective_bytes": collective_traffic(compiled.hlo_text),
         "estimated_cycles": estimated_cycles(compiled.hlo_text),
         "compile_seconds": compiled.compile_seconds,
         "xla_flag": compiled.xla_flag,

@@ -52,6 +52,8 @@ class MemoryReport:
             device; `xla_remat=False` in `analyze` shows it without.
         host_traffic_bytes: bytes that one run copies to and from the host's memory. `None` if the
             trip count of a loop depends on data.
+        collective_bytes: bytes of the results of collectives (all-reduce, all-gather and the like)
+            in one run, on one device. `None` if the trip count of a loop depends on data.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -84,6 +86,7 @@ class MemoryReport:
     xla_flag: str | None = None
     xla_recomputes: bool | None = None
     host_traffic_bytes: int | None = None
+    collective_bytes: int | None = None
 
     def to_dict(self) -> dict[str, str | int | float | None]:
         """Converts the report to a dictionary.
@@ -152,6 +155,8 @@ class MemoryReport:
             rows.append(("recomputed by XLA", "yes"))
         if self.host_traffic_bytes:
             rows.append(("host traffic", format_bytes(self.host_traffic_bytes)))
+        if self.collective_bytes:
+            rows.append(("collectives", format_bytes(self.collective_bytes)))
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 

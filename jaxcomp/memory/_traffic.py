@@ -45,6 +45,15 @@ _ARITHMETIC = {
 _SLICES = {"slice", "dynamic-slice", "gather"}
 _UPDATES = {"dynamic-update-slice", "scatter"}
 _CALLS = {"call", "call-start", "async-start"}
+_COLLECTIVES = {
+    "all-reduce",
+    "all-gather",
+    "all-to-all",
+    "reduce-scatter",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+}
 
 
 def hbm_traffic(hlo_text: str) -> int | None:
@@ -100,6 +109,25 @@ def host_traffic(hlo_text: str) -> int | None:
     """
     module = parse(hlo_text)
     return _total(module, module.entry, lambda c, i: _traffic(module, c, i, _on_host))
+
+
+def collective_traffic(hlo_text: str) -> int | None:
+    """Counts the bytes of the results of collectives in one run of an optimized HLO module.
+
+    These are all-reduce, all-gather, reduce-scatter and the like, on one device, alone or in a
+    fusion. What the network carries depends on the algorithm: a ring sends up to twice as much.
+
+    Args:
+        hlo_text: the text of a compiled module, `compiled.as_text()`.
+
+    Returns:
+        The number of bytes; `None` if the trip count of a loop depends on data.
+
+    Raises:
+        ValueError: if `hlo_text` is not a compiled HLO module.
+    """
+    module = parse(hlo_text)
+    return _total(module, module.entry, lambda _, i: _received(module, i))
 
 
 def estimated_cycles(hlo_text: str) -> int | None:
@@ -233,6 +261,16 @@ def _traffic(
     if opcode.endswith("-start"):
         return read
     return read + _written(module, computation, instruction, instruction, counted)
+
+
+def _received(module: Module, instruction: Instruction) -> int:
+    """Bytes of the results of a collective; those of a `-start` are of its `-done`."""
+    if instruction.opcode.removesuffix("-done") in _COLLECTIVES:
+        return sum(array.bytes for array in instruction.arrays)
+    if instruction.opcode != "fusion":
+        return 0
+    called = [module.computations[name] for names in instruction.called.values() for name in names]
+    return sum(_received(module, i) for c in called for i in c.instructions.values())
 
 
 def _start(computation: Computation, done: Instruction) -> Instruction:

@@ -27,6 +27,7 @@ FIGURES = {
     "xla_flag": None,
     "xla_recomputes": True,
     "host_traffic_bytes": 2**20,
+    "collective_bytes": 2**21,
 }
 
 
@@ -35,9 +36,11 @@ def table(report: MemoryReport) -> dict[str, str]:
     return {name.strip(): value.strip() for name, value in rows}
 
 
-def test_host_traffic_is_a_row_where_there_is_some():
+def test_host_traffic_and_collectives_are_rows_where_there_are_some():
     assert table(MemoryReport(**FIGURES))["host traffic"] == "1.0 MiB"
-    assert "host traffic" not in table(MemoryReport(**FIGURES | {"host_traffic_bytes": 0}))
+    assert table(MemoryReport(**FIGURES))["collectives"] == "2.0 MiB"
+    none = MemoryReport(**FIGURES | {"host_traffic_bytes": 0, "collective_bytes": 0})
+    assert not {"host traffic", "collectives"} & table(none).keys()
 
 
 def test_dict_and_json_hold_every_figure():

@@ -6,12 +6,19 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from jaxcomp.memory._compiling import compile_step
 from jaxcomp.memory._hlo import parse
 from jaxcomp.memory._targets import resolve
 from jaxcomp.memory._tracing import trace
-from jaxcomp.memory._traffic import estimated_cycles, hbm_traffic, host_traffic
+from jaxcomp.memory._traffic import (
+    collective_traffic,
+    estimated_cycles,
+    hbm_traffic,
+    host_traffic,
+)
 
 LAYERS = 16
 
@@ -235,3 +242,17 @@ def test_a_fusion_with_many_ways_through_it_is_counted_at_once():
     key = jax.random.key(0)
     drawn = text(lambda x: jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0), X)
     assert hbm_traffic(drawn) >= 2 * X.nbytes
+
+
+def test_collectives_count_their_results_once_per_iteration():
+    mesh = jax.make_mesh((8,), ("data",), (AxisType.Auto,))
+
+    def local(x):
+        y, _ = jax.lax.scan(lambda y, _: (jax.lax.psum(y, "data") / 8, None), x, length=5)
+        return jax.lax.all_gather(y, "data", tiled=True)
+
+    fn = jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P(), check_vma=False)
+    x = jnp.ones((8 * 32, 4))
+    text = jax.jit(fn).lower(x).compile().as_text()
+    assert collective_traffic(text) == 5 * 32 * 4 * 4 + x.nbytes
+    assert collective_traffic(jax.jit(jnp.sin).lower(x).compile().as_text()) == 0

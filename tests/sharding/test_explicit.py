@@ -1,7 +1,6 @@
 """Meshes with explicit axes: gradients of one device, and no more collectives than plain has."""
 
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +10,12 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxcomp as jc
+from jaxcomp.memory._traffic import collective_traffic
 from tests.helpers import assert_close
 
 P = PartitionSpec
 WIDTH, HIDDEN = 64, 512
 SAMPLES = 2**15  # bytes of arguments that are read to seed the noise
-_COLLECTIVE = re.compile(
-    r"= (.*?) (all-reduce|all-gather|reduce-scatter|collective-permute|all-to-all)(?:-start)?\("
-)
-_SIZES = {"f32": 32, "u32": 32, "s32": 32, "bf16": 16, "u8": 8, "pred": 8, "u4": 4}
 
 
 def _multiples(*shape, seed=0):
@@ -109,17 +105,6 @@ def _placed(fn, mesh):
     return placed, jax.device_put(X, NamedSharding(mesh, spec))
 
 
-def _collectives(text):
-    """Bytes of the collectives of a compiled program."""
-    found = 0
-    for line in text.splitlines():
-        if match := _COLLECTIVE.search(line):
-            for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", match[1]):
-                elements = np.prod([int(size) for size in dims.split(",") if size])
-                found += int(elements * _SIZES[dtype]) // 8
-    return found
-
-
 @pytest.mark.parametrize("fn", CASES)
 @pytest.mark.parametrize("policy", [jc.Exact(), jc.Quantize(4)])
 def test_gradients_are_those_of_one_device(fn, policy):
@@ -140,7 +125,7 @@ def test_gradients_are_those_of_one_device(fn, policy):
         assert_close(found, alone, 1e-5 if exact else 1e-4)
     if fn is not with_rules:  # which is another function there
         assert saved == jc.plan(coded, WEIGHTS, X).saved_bytes
-    more, base = map(_collectives, texts)
+    more, base = map(collective_traffic, texts)
     if fn is not in_sequence or exact:  # whose ranges are over the sequence
         again = sum(w.nbytes for w in WEIGHTS.values()) if fn is gathered else 0
         assert more <= base + again + SAMPLES  # gathered weights are not saved
