@@ -17,6 +17,7 @@ from rich.console import Console
 from jaxcomp import memory, planning
 from jaxcomp.memory._live_bytes import format_bytes
 from jaxcomp.memory._report import known
+from jaxcomp.memory._targets import resolve
 from jaxcomp.models import steps
 from jaxcomp.planning import MakeStep
 from jaxcomp.planning._fit import ACTIONS, BITS
@@ -38,10 +39,19 @@ _Dtype = Annotated[
     Literal["float32", "bfloat16", "float16"],
     typer.Option(help="Dtype of the computation, for a model by name."),
 ]
+_Fsdp = Annotated[
+    bool,
+    typer.Option(
+        "--fsdp",
+        help="Shard parameters and optimizer over the devices of the target, such as h100:8, for a "
+        "model by name. The batch always is.",
+    ),
+]
 _Target = Annotated[
     str | None,
     typer.Option(
-        help="Device to compile for: cpu, h100, rtx3090, v5e, ... It need not be attached. "
+        help="Device to compile for: cpu, h100, rtx3090, v5e, ..., or several, such as h100:8 or "
+        "v5e:4x4. It need not be attached. "
         "Default: the attached device."
     ),
 ]
@@ -82,6 +92,7 @@ def memory_command(
     image: _Image = 224,
     dtype: _Dtype = "bfloat16",
     target: _Target = None,
+    fsdp: _Fsdp = False,
     capacity: Annotated[
         float | None,
         typer.Option(help="Memory that the step may use, in GiB. Default: that of the target."),
@@ -126,7 +137,7 @@ def memory_command(
             _check_writable(file)
         with _recorded_interrupt(interrupted):
             planning.compare(
-                _make_step(model, image, dtype),
+                _make_step(model, image, dtype, target, fsdp),
                 rows,
                 batch=batch,
                 target=target,
@@ -163,6 +174,7 @@ def fit_command(
     image: _Image = 224,
     dtype: _Dtype = "bfloat16",
     target: _Target = None,
+    fsdp: _Fsdp = False,
     action: Annotated[
         list[str] | None,
         typer.Option(help=f"What the plan may do; repeatable. Default: {', '.join(ACTIONS)}."),
@@ -224,7 +236,7 @@ def fit_command(
             "biased": biased,
             "progress": _progress,
         }
-        make_step = _make_step(model, image, dtype)
+        make_step = _make_step(model, image, dtype, target, fsdp)
         with _recorded_interrupt(interrupted):
             if max_batch:
                 batch = planning.largest_batch(make_step, **allowed)
@@ -261,11 +273,15 @@ def _pinned(text: str) -> tuple[str, str]:
     return path, choice
 
 
-def _make_step(model: str, image: int, dtype: str) -> MakeStep:
+def _make_step(model: str, image: int, dtype: str, target: str | None, fsdp: bool) -> MakeStep:
     """The step factory of a model by name, or the user's own."""
     module, colon, function = model.partition(":")
     if not colon:
-        return steps.classifier(model, image, dtype)
+        count = 1 if target is None else resolve(target).devices
+        mesh = None if count == 1 else memory.mesh(str(target), (count,), ("data",))
+        return steps.classifier(model, image, dtype, mesh, fsdp=fsdp)
+    if fsdp:
+        raise ValueError("--fsdp: expected a model by name; a step factory has its own shardings")
     if module.endswith(".py"):
         raise ValueError(f"model={model!r}: expected a module's name, without .py")
     sys.path.insert(0, "")

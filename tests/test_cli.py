@@ -132,6 +132,8 @@ def test_a_model_by_name(run):
         (["my_factory:make_step", "plain", "--json", "no/t.json"], "expected a file in a folder"),
         (["resnet20", "plain", "--image", "0"], "image=0"),
         (["resnet20", "plain", "--batch", "0"], "batch=0"),
+        (["resnet20", "plain", "--fsdp"], "fsdp=True: expected a mesh"),
+        (["my_factory:make_step", "plain", "--fsdp"], "expected a model by name"),
     ],
 )
 def test_bad_input(run, arguments, error):

@@ -6,14 +6,33 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxcomp.models import catalog, training
+from jaxcomp.models.sharding import state_shardings
 from jaxcomp.planning import Strategy
 
 
+def sharded(arguments: tuple[Any, Any, Any], mesh: Mesh | AbstractMesh, *, fsdp: bool) -> Any:
+    """The shapes of a state, inputs and labels, with their shardings over a mesh."""
+    state, *batch = arguments
+    by_example = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+    shardings = (state_shardings(state, mesh, fsdp=fsdp), by_example, by_example)
+    return jax.tree.map(
+        lambda array, sharding: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding),
+        (state, *batch),
+        shardings,
+    )
+
+
 def classifier(
-    name: str, image: int = 224, dtype: DTypeLike = jnp.bfloat16
+    name: str,
+    image: int = 224,
+    dtype: DTypeLike = jnp.bfloat16,
+    mesh: Mesh | AbstractMesh | None = None,
+    *,
+    fsdp: bool = False,
 ) -> Callable[[Strategy, int], tuple[Callable[..., Any], tuple[Any, ...]]]:
     """Makes a step factory: SGD with momentum on a batch of images of 1000 classes.
 
@@ -21,14 +40,17 @@ def classifier(
         name: The model, as `jaxcomp.models.catalog.create` takes it.
         image: Height and width of the images.
         dtype: Dtype of the computation and the images; parameters are float32.
+        mesh: The devices that the batch is split over; None for a single one.
+        fsdp: Whether parameters and optimizer are sharded, as by `sharding.state_shardings`.
 
     Returns:
         A function of a strategy and a batch size. It returns the jitted step, which donates its
         state, and the shapes of its arguments (state, images, labels).
 
     Raises:
-        ValueError: If `name` is unknown or `image` is not positive. The returned function raises
-            one if the model cannot take images of this size.
+        ValueError: If `name` is unknown, `image` is not positive, or `fsdp` has no mesh. The
+            returned function raises one if the model cannot take images of this size, or the
+            batch does not divide over the devices.
 
     Example:
         >>> make_step = classifier("resnet18", image=64)
@@ -39,8 +61,11 @@ def classifier(
     catalog.check_name(name)
     if image < 1:
         raise ValueError(f"image={image}: expected a positive number of pixels")
+    if fsdp and mesh is None:
+        raise ValueError("fsdp=True: expected a mesh of devices")
 
     def make_step(transform: Strategy, batch: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        transform.check_batch(batch, 1 if mesh is None else mesh.size)
         model = transform(
             nnx.eval_shape(
                 lambda: catalog.create(
@@ -53,6 +78,7 @@ def classifier(
         step = training.make_train_step(loss_fn, optimizer, transform.micro_batches)
         state = jax.eval_shape(lambda: training.init_state(model, optimizer))
         images = jax.ShapeDtypeStruct((batch, image, image, 3), dtype)
-        return step, (state, images, jax.ShapeDtypeStruct((batch,), jnp.int32))
+        arguments = state, images, jax.ShapeDtypeStruct((batch,), jnp.int32)
+        return step, arguments if mesh is None else sharded(arguments, mesh, fsdp=fsdp)
 
     return make_step

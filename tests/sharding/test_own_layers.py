@@ -8,7 +8,8 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxcomp as jc
-from jaxcomp.models import catalog
+from jaxcomp.models import catalog, training
+from jaxcomp.models.sharding import state_shardings
 from tests.helpers import assert_close, assert_same_bits, normal
 
 CODECS = [
@@ -53,3 +54,26 @@ def test_a_residual_network_has_the_gradients_of_automatic_axes():
 
             found.append(jax.tree.map(np.asarray, jax.jit(jax.grad(loss))(params, placed)))
     assert_close(*found, 1e-4)
+
+
+def _first_step(fsdp):
+    mesh = jax.make_mesh((8,), ("data",), (AxisType.Auto,))
+    model = catalog.create("resnet20", num_classes=10, image_size=8, rngs=nnx.Rngs(0))
+    jc.compress(model, "quantize:bits=8")
+    optimizer = training.sgd(lambda count: 0.1, momentum=0.9, nesterov=False, weight_decay=1e-4)
+    step = training.make_train_step(training.make_loss(model, label_smoothing=0.0), optimizer, 1)
+    state = training.init_state(model, optimizer)
+    state = jax.device_put(state, state_shardings(state, mesh, fsdp=fsdp))
+    batch = jax.device_put(
+        (normal((16, 8, 8, 3)), jnp.arange(16) % 10), NamedSharding(mesh, PartitionSpec("data"))
+    )
+    return step(state, *batch)[0]
+
+
+def test_a_residual_network_with_sharded_parameters():
+    sharded = _first_step(True)
+    copied = _first_step(False)
+    kernels = [p for p in jax.tree.leaves(sharded.params) if p.size >= 2**14]
+    assert kernels and all(len(p.sharding.device_set) == 8 for p in kernels)
+    assert all(p.addressable_shards[0].data.size == p.size // 8 for p in kernels)
+    assert_close(sharded.params, copied.params, 0.02)  # sums round; noise is a hash of bits
