@@ -19,6 +19,9 @@ from jaxcomp.transform._programs import apply, is_variable, read, scope_of, vari
 from jaxcomp.transform._rebuild import Rebuild, Residual
 from jaxcomp.transform._schedule import Coefficient, Schedule
 
+_CONSTRAINT = "sharding_constraint"
+_MOVES = ("convert_element_type", "reshape", "transpose", _CONSTRAINT)
+
 
 def forward(schedule: Schedule, seed: Seed, arguments: Sequence[Any]) -> tuple[list[Any], Residual]:
     """Runs the forward program.
@@ -235,9 +238,13 @@ def backward(
     for atom in variables(jaxpr.outvars):
         uses[atom] = uses.get(atom, 0) + 1
     transposes = _transposes(equations, jaxpr.outvars)
+    gathers = _gathers(equations, jaxpr.outvars)
     for equation in _weights_first(equations, is_rebuilt, env):
         if equation.outvars and equation.outvars[0] in env:
             continue  # a transposition, done with its product
+        if id(equation) in gathers:
+            env[equation.outvars[0]] = env[equation.invars[0]]
+            continue
         after = _largest([a for a in variables(equation.invars) if a in env])
         values = [
             rebuild.after(
@@ -326,6 +333,27 @@ def _transposes(equations: list[JaxprEqn], results: Sequence[Any]) -> dict[Any, 
         for value, reading in _readers(equations).items()
         if len(reading) == 1 and reading[0].primitive.name == "transpose" and value not in kept
     }
+
+
+def _gathers(equations: list[JaxprEqn], results: Sequence[Any]) -> set[int]:
+    """The `id` of sharding constraints on gradients of gathered parameters.
+
+    They are the transposes of constraints that gather parameters. A gradient would be added up on
+    all devices, of which each needs a part.
+    """
+    found: set[int] = set()
+    made = {v: e for e in equations for v in e.outvars}
+    for atom in results:
+        constraints: set[int] = set()
+        while (equation := made.get(atom) if is_variable(atom) else None) is not None:
+            if equation.primitive.name in HEAVY:
+                found |= constraints
+            if equation.primitive.name not in _MOVES:
+                break
+            if equation.primitive.name == _CONSTRAINT:
+                constraints.add(id(equation))
+            atom = equation.invars[0]
+    return found
 
 
 def _readers(equations: Iterable[JaxprEqn]) -> dict[Any, list[JaxprEqn]]:

@@ -101,18 +101,23 @@ def test_h100_saves_the_names_alone(capsys):
     def gather(weight):
         return jax.lax.with_sharding_constraint(weight, gathered)
 
-    temp = {}
+    temp, collectives = {}, {}
     for name, policy in (
         ("remat", None),
         ("keep", jc.recipes.save_names(dict.fromkeys(NAMES, "keep"))),
         ("float8", jc.recipes.save_names(dict.fromkeys(NAMES, jc.Float8()))),
         ("offload", jc.recipes.save_names(NAMES)),
     ):
-        report = analyze(_step(policy, gather), weights, x, target="h100:8")
-        temp[name] = report.temp_bytes
+        gradient = _step(policy, gather)
+        step = jax.jit(lambda w, x, gradient=gradient: jax.tree.map(jnp.add, w, gradient(w, x)))
+        report = analyze(step, weights, x, target="h100:8")
+        temp[name], collectives[name] = report.temp_bytes, report.collective_bytes
         with capsys.disabled():
             print(f"\nh100:8, {name}: {report.temp_bytes / 2**20:.0f} MiB a device")
+            print(f"  {report.collective_bytes / 2**20:.0f} MiB of collectives")
     values = LAYERS * 8 * 512 * (width + hidden) * 2  # of a device, in bfloat16
     assert temp["keep"] > temp["remat"] + 0.8 * values
     assert temp["float8"] < temp["remat"] + 0.6 * values
     assert temp["offload"] < temp["float8"] - 0.3 * LAYERS * 8 * 512 * hidden
+    # Gradients of gathered weights are scattered, also where their products decode.
+    assert max(collectives["float8"], collectives["offload"]) < 1.02 * collectives["keep"]
