@@ -7,8 +7,10 @@ answer to the file that its argument names. It imports nothing of jaxcomp, to st
 import pickle
 import re
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -43,10 +45,27 @@ def compile_lowered(lowered: Any, compiler_options: dict[str, Any]) -> dict[str,
     stats = compiled.memory_analysis()
     figures = {name: getattr(stats, name) for name in dir(stats) if not name.startswith("_")}
     return {
-        "hlo_text": compiled.as_text(),
+        "hlo_text": _text(compiled, lowered, compiler_options),
         "memory": {name: value for name, value in figures.items() if isinstance(value, int)},
         "compile_seconds": seconds,
     }
+
+
+def _text(compiled: Any, lowered: Any, compiler_options: dict[str, Any]) -> str:
+    """The optimized HLO text.
+
+    JAX cannot read some asynchronous instructions of libtpu, such as gathers by the sparse cores of
+    a v5p. The program is then compiled again, with a dump of its text.
+    """
+    try:
+        text: str = compiled.as_text()
+    except jax.errors.JaxRuntimeError:
+        with tempfile.TemporaryDirectory() as folder:
+            dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+            lowered.compile(compiler_options=compiler_options | dump)
+            files = Path(folder).glob("*.after_codegen.txt")
+            text = max(files, key=lambda path: path.stat().st_size).read_text()
+    return text
 
 
 def _own_names(hlo_text: str, argument_names: Sequence[str]) -> str:

@@ -1,4 +1,5 @@
 from importlib import metadata
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +7,7 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jaxcomp.memory import CompileError, analyze, compiler_options, timeline
+from jaxcomp.memory import _compile_worker as compile_worker
 from jaxcomp.memory import _compiling as compiling
 from jaxcomp.memory._compiling import compile_step
 from jaxcomp.memory._targets import Target, resolve
@@ -194,3 +196,17 @@ def test_another_error_is_no_reason_for_a_flag(monkeypatch):
     monkeypatch.setattr(compiling, "_ask_child", child)
     with pytest.raises(CompileError, match="another"):
         compiling._with_tile_sizes({}, resolve("cpu"))
+
+
+def test_text_that_jax_cannot_read_is_that_of_a_dump():
+    class Compiled:
+        def as_text(self):
+            raise jax.errors.JaxRuntimeError("async-update instruction should have 1 operands")
+
+    class Lowered:
+        def compile(self, compiler_options):
+            for name, text in (("small", "-"), ("whole", "HloModule whole")):
+                file = Path(compiler_options["xla_dump_to"], f"{name}.after_codegen.txt")
+                file.write_text(text)
+
+    assert compile_worker._text(Compiled(), Lowered(), {}) == "HloModule whole"
