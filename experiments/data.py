@@ -96,6 +96,8 @@ class Dataset:
         augment: bool,
         drop_remainder: bool,
         start_batch: int = 0,
+        part: int = 0,
+        parts: int = 1,
     ) -> Iterator[Batch]:
         """Iterates over the batches of one epoch.
 
@@ -113,10 +115,12 @@ class Dataset:
             drop_remainder: whether to drop the last batch if it is short.
             start_batch: the number of the first batch, 0 to ``num_batches``. The latter gives no
                 batches.
+            part: the number of the part of each batch that is read, 0 or more.
+            parts: the number of parts, which divides ``batch_size``.
 
         Returns:
-            The batches: images float32 of shape (n, height, width, channels), labels int32 of
-            shape (n,).
+            The batches, or their parts: images float32 of shape (n, height, width, channels),
+            labels int32 of shape (n,). The part of a short batch may be short, or left out.
 
         Raises:
             ValueError: an argument is outside its range.
@@ -134,12 +138,18 @@ class Dataset:
         for name, value in (("seed", seed), ("epoch", epoch)):
             if value < 0:
                 raise ValueError(f"{name}={value}: expected 0 or more")
+        if parts < 1 or batch_size % parts:
+            raise ValueError(f"parts={parts}: expected a divisor of batch_size={batch_size}")
+        if not 0 <= part < parts:
+            raise ValueError(f"part={part}: expected 0 to {parts - 1}")
         examples = self._examples(split)
         order = np.arange(len(examples))
         if split == "train":
             generator(seed, epoch, ORDER).shuffle(order)
         order = order[start_batch * batch_size : num_batches * batch_size]
-        raw = examples.read(order, batch_size, (seed, epoch) if augment else None)
+        size = batch_size // parts
+        order = order[np.arange(len(order)) % batch_size // size == part]
+        raw = examples.read(order, size, (seed, epoch) if augment else None)
         return (Batch(normalize(images, self.mean, self.std), labels) for images, labels in raw)
 
     def _examples(self, split: SplitName) -> Examples:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from experiments.processes import is_first
+
 if TYPE_CHECKING:
     from tensorboardX import SummaryWriter
 
@@ -38,7 +40,7 @@ def open_tensorboard(directory: Path, step: int) -> "SummaryWriter":
 
 
 class Monitor:
-    """Shows the progress of a run and writes its TensorBoard scalars.
+    """Shows the progress of a run on the first process and writes its TensorBoard scalars.
 
     Args:
         title: the text before the progress bar.
@@ -59,7 +61,7 @@ class Monitor:
             MofNCompleteColumn(),
             TextColumn("{task.fields[figures]}"),
             TimeRemainingColumn(),
-            console=Console(stderr=True),
+            console=Console(stderr=True, quiet=not is_first()),
         )
         self._task = self._progress.add_task(title, completed=step, total=num_steps, figures="")
 

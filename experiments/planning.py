@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 from flax import nnx
 
 from experiments.config import TrainConfig
@@ -32,7 +33,8 @@ class Planner:
         """Continues from `plans`, a record by step, to which each plan is added.
 
         Raises:
-            ValueError: If the configuration has `plan_steps`, and the strategy does not quantize.
+            ValueError: If the configuration has `plan_steps`, and the strategy does not quantize or
+                there are several processes.
         """
         self.config, self.dataset, self.plans = config, dataset, plans
         bits = quantized_bits(config.strategy)
@@ -41,6 +43,8 @@ class Planner:
                 f"plan_steps={config.plan_steps}: expected a strategy that quantizes, "
                 f"not {config.strategy}"
             )
+        if config.plan_steps is not None and jax.process_count() > 1:
+            raise ValueError(f"plan_steps={config.plan_steps}: expected a single process")
         self.planner = BitPlanner(
             cross_entropy, bits=max(bits, default=2), every=config.plan_steps or 1
         )

@@ -10,7 +10,7 @@ from flax import nnx
 
 from experiments.config import DTYPES, TrainConfig
 from experiments.data import Dataset
-from experiments.devices import abstract_batch, replicate, shard
+from experiments.devices import abstract_batch, place, shard
 from jaxcomp.models import catalog, training
 from jaxcomp.planning import Strategy
 
@@ -56,8 +56,10 @@ def learning_rate(config: TrainConfig, epoch_steps: int) -> optax.Schedule:
     )
 
 
-def build(config: TrainConfig, dataset: Dataset) -> Run:
+def build(config: TrainConfig, dataset: Dataset, *, fsdp: bool = False) -> Run:
     """Makes the model and the functions of a run, and traces its training step.
+
+    With `fsdp`, parameters and optimizer are sharded over the devices.
 
     Raises:
         ValueError: If the model or the strategy is unknown, the batch is not a multiple of
@@ -76,7 +78,7 @@ def build(config: TrainConfig, dataset: Dataset) -> Run:
             rngs=nnx.Rngs(config.seed),
         )
     )
-    state = replicate(training.init_state(model, _optimizer(config, dataset)))
+    state = place(training.init_state(model, _optimizer(config, dataset)), fsdp=fsdp)
     return of_model(model, state, config, dataset)
 
 
@@ -115,16 +117,27 @@ def cross_entropy(model: nnx.Module, batch: tuple[jax.Array, jax.Array]) -> jax.
 
 
 def evaluate(run: Run, state: training.TrainState, dataset: Dataset, batch: int) -> float:
-    """Returns the accuracy on the whole test split.
+    """Returns the accuracy on the whole test split, of which each process reads a part.
 
-    A short batch is padded to `batch` images, with the label -1 that no prediction equals.
+    A short batch is padded, with the label -1 that no prediction equals.
     """
     correct = 0
-    read = min(batch, len(dataset.test))
-    for images, labels in dataset.batches(
-        "test", read, seed=0, epoch=0, augment=False, drop_remainder=False
-    ):
-        missing = batch - len(labels)
+    parts = jax.process_count()
+    read = min(batch, len(dataset.test)) // parts * parts
+    batches = dataset.batches(
+        "test",
+        read,
+        seed=0,
+        epoch=0,
+        augment=False,
+        drop_remainder=False,
+        part=jax.process_index(),
+        parts=parts,
+    )
+    none = np.zeros((0, *dataset.image_shape), np.float32), np.zeros(0, np.int32)
+    for _ in range(dataset.num_batches("test", read, drop_remainder=False)):
+        images, labels = next(batches, none)
+        missing = batch // parts - len(labels)
         images = np.pad(images, ((0, missing), (0, 0), (0, 0), (0, 0)))
         labels = np.pad(labels, (0, missing), constant_values=-1)
         correct += int(run.eval_step(state, *shard(images, labels)))

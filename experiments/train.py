@@ -2,6 +2,8 @@
 
     python -m experiments.train --model resnet20 --strategy quantize:bits=2 --out runs/quantize2
 
+Several processes train together with `--coordinator`; `--fsdp` shards the state over all devices.
+
 Ctrl-C saves a checkpoint and stops. The same command with `--resume` continues, and its result is
 bit-identical to that of an uninterrupted run. On a GPU this needs
 `XLA_FLAGS=--xla_gpu_deterministic_ops=true`, since some kernels add in a varying order.
@@ -32,6 +34,7 @@ from experiments.options import (
     usage_errors,
 )
 from experiments.planning import Planner
+from experiments.processes import any_process, check_equal, is_first, join
 from experiments.record import describe_environment, make_folder, write_json
 from experiments.run import build, count_epoch_steps, evaluate
 from jaxcomp.models import training
@@ -81,10 +84,12 @@ def train(
     resume: bool = False,
     checkpoint_steps: int | None = None,
     tensorboard: bool = False,
+    fsdp: bool = False,
 ) -> TrainResult:
     """Trains a model and writes checkpoints, metrics.json and TensorBoard scalars into `out`.
 
-    The first Ctrl-C saves a checkpoint at the current step and returns.
+    The first Ctrl-C saves a checkpoint at the current step and returns. With several processes
+    each reads its part of a batch, all write the checkpoints, and the first writes all else.
 
     Args:
         config: Configuration of the run.
@@ -93,15 +98,21 @@ def train(
         checkpoint_steps: Steps between two checkpoints, besides those at the end of each epoch;
             None saves no others.
         tensorboard: Whether to write TensorBoard scalars, which needs tensorboardX.
+        fsdp: Whether parameters and optimizer are sharded over the devices. The result is that of
+            copies but for rounding, and a run may be resumed with the other.
 
     Raises:
         FileExistsError: If `out` has a run already, and `resume` is False.
         FileNotFoundError: If `resume` is True, and `out` has no checkpoint.
         ModuleNotFoundError: If tensorboardX is not installed.
         OSError: If `out` cannot be written.
-        ValueError: If an argument is wrong, or the checkpoint is of another run. Nothing is written
-            then.
+        ValueError: If an argument is wrong or differs between processes, or the checkpoint is of
+            another run. Nothing is written then.
     """
+    check_equal(
+        {name: value for name, value in config.to_json().items() if name != "data_dir"}
+        | {"resume": resume, "checkpoint_steps": checkpoint_steps, "fsdp": fsdp}
+    )
     if checkpoint_steps is not None and checkpoint_steps < 1:
         raise ValueError(f"checkpoint_steps={checkpoint_steps}: expected 1 or more")
     checkpoints = Checkpoints(out / "checkpoints")
@@ -113,12 +124,13 @@ def train(
     elif checkpoints.latest_step() is not None:
         raise FileExistsError(f"out={str(out)!r}: has a run already; pass --resume to continue it")
     dataset = load(config.dataset, config.data_dir)
-    run = build(config, dataset)
+    run = build(config, dataset, fsdp=fsdp)
     planner = Planner(config, dataset, history.plans)
     run = planner.restored(run)
     state = checkpoints.load_state(run.state) if resume else run.state
     taken = int(state.step)
-    writer = open_tensorboard(out / "tensorboard", taken) if tensorboard else None
+    is_logged = tensorboard and is_first()
+    writer = open_tensorboard(out / "tensorboard", taken) if is_logged else None
     make_folder(out)
 
     epoch_steps = count_epoch_steps(config, dataset)
@@ -155,6 +167,8 @@ def train(
                 augment=config.augment,
                 drop_remainder=True,
                 start_batch=position,
+                part=jax.process_index(),
+                parts=jax.process_count(),
             )
             for images, labels in islice(batches, epoch_steps - position):
                 batch = shard(images, labels)
@@ -164,7 +178,8 @@ def train(
                 unread.append(metrics)
                 if len(unread) == REPORT_STEPS:
                     read_metrics()
-                if interrupted.is_set():
+                reads = jax.process_count() == 1 or not unread
+                if reads and any_process(interrupted.is_set()):
                     save()
                     return TrainResult(state, history, finished=False)
                 due = checkpoint_steps is not None and taken % checkpoint_steps == 0
@@ -175,7 +190,8 @@ def train(
             monitor.report_epoch(epoch + 1, history.test_accuracy[-1])
             save()
     result = {"config": config.to_json()} | describe_environment() | asdict(history)
-    write_json(out / METRICS, result)
+    if is_first():
+        write_json(out / METRICS, result)
     return TrainResult(state, history, finished=True)
 
 
@@ -225,8 +241,21 @@ def main(
         int | None, typer.Option(help="Steps between two checkpoints within an epoch.")
     ] = None,
     tensorboard: Annotated[bool, typer.Option(help="Write TensorBoard scalars.")] = True,
+    fsdp: Annotated[
+        bool, typer.Option("--fsdp", help="Shard parameters and optimizer over the devices.")
+    ] = False,
+    coordinator: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="The first of several processes; auto for what the cluster's environment says.",
+        ),
+    ] = None,
+    processes: Annotated[int | None, typer.Option(help="Number of processes.")] = None,
+    process_id: Annotated[int | None, typer.Option(help="Number of this one, from 0.")] = None,
 ) -> None:
     """Train an image classifier. Ctrl-C saves a checkpoint; --resume continues from it."""
+    join(coordinator, processes, process_id)
     config = TrainConfig(
         model=model,
         dataset=dataset,
@@ -253,7 +282,10 @@ def main(
         resume=resume,
         checkpoint_steps=checkpoint_steps,
         tensorboard=tensorboard,
+        fsdp=fsdp,
     )
+    if not is_first():
+        raise typer.Exit(0 if result.finished else 130)
     if not result.finished:
         typer.echo(f"stopped at step {int(result.state.step)}; --resume continues")
         raise typer.Exit(130)

@@ -94,7 +94,7 @@ def test_eight_devices_equal_one(model, batch, micro_batches):
         training.make_loss(model, 0.0), optimizer(), micro_batches
     )
     state = training.init_state(model, optimizer())
-    replicated = devices.replicate(jax.tree.map(jnp.copy, state))
+    replicated = devices.place(jax.tree.map(jnp.copy, state))
     one, metrics_one = train_step(state, *batch)
     sharded = devices.shard(*batch)
     assert len(sharded[0].sharding.device_set) == 8
