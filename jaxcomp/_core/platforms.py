@@ -32,6 +32,11 @@ def no_barrier_on_tpu(operands: T) -> T:
     )
 
 
+def constrain_on_tpu(value: T, constrain: Form[T]) -> T:
+    """Constrains a sharding on a TPU; elsewhere the compiler chooses one."""
+    return lax.platform_dependent(value, tpu=constrain, default=lambda value: value)
+
+
 def remake_on_tpu(made: T, remake: Form[T]) -> T:
     """Computes a value again on a TPU after its codes, fused into the kernel that reads it."""
     return lax.platform_dependent(made, tpu=remake, default=lambda made: made)

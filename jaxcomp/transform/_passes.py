@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.extend.core import DropVar, JaxprEqn, jaxpr_as_fun
 
-from jaxcomp._core import barriers
+from jaxcomp._core import barriers, platforms
 from jaxcomp.codecs import Exact, noise
 from jaxcomp.codecs._codec import Seed
 from jaxcomp.ops._row_major import row_major_operand
@@ -243,7 +243,7 @@ def backward(
         if equation.outvars and equation.outvars[0] in env:
             continue  # a transposition, done with its product
         if id(equation) in gathers:
-            env[equation.outvars[0]] = env[equation.invars[0]]
+            env[equation.outvars[0]] = _scattered(jaxpr, equation, env[equation.invars[0]])
             continue
         after = _largest([a for a in variables(equation.invars) if a in env])
         values = [
@@ -333,6 +333,14 @@ def _transposes(equations: list[JaxprEqn], results: Sequence[Any]) -> dict[Any, 
         for value, reading in _readers(equations).items()
         if len(reading) == 1 and reading[0].primitive.name == "transpose" and value not in kept
     }
+
+
+def _scattered(jaxpr: Any, constraint: JaxprEqn, value: Any) -> Any:
+    """The gradient of a gathered parameter, without the constraint that would gather it too.
+
+    XLA for TPUs would then scatter it in a loop of small products, which takes longer.
+    """
+    return platforms.constrain_on_tpu(value, lambda value: apply(jaxpr, constraint, [value])[0])
 
 
 def _gathers(equations: list[JaxprEqn], results: Sequence[Any]) -> set[int]:
