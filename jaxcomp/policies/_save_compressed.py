@@ -17,6 +17,10 @@ def save_compressed() -> Callable[..., bool]:
     Returns:
         A policy that saves the values named `jaxcomp/<codec>`, of all codecs defined by now.
 
+    Raises:
+        NotImplementedError: If the option `jax_remat3` is on. That `jax.checkpoint` ignores names
+            within the rules of a `jax.custom_vjp`, and would recompute all codes.
+
     Example:
         >>> import jax.numpy as jnp
         >>> import jaxcomp as jc
@@ -30,6 +34,11 @@ def save_compressed() -> Callable[..., bool]:
         >>> saved_shapes(save_compressed())
         [(16, 1), (16, 8)]
     """
+    if jax.config.values.get("jax_remat3"):
+        raise NotImplementedError(
+            "save_compressed: with the option jax_remat3, jax.checkpoint ignores the names of codes "
+            "and saves none of them; turn the option off, or use jaxcomp.checkpoint"
+        )
     names = {kind.stored_name() for kind in codec_types() if hasattr(kind, "name")}
     return jax.checkpoint_policies.save_only_these_names(*names)
 

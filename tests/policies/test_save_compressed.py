@@ -4,6 +4,7 @@ import typing
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import jaxcomp as jc
 
@@ -56,3 +57,13 @@ def test_gradient_is_that_without_checkpoint() -> None:
     again = jax.checkpoint(f, policy=jc.policies.save_compressed())
     got, expected = (jax.jit(jax.grad(g, (0, 1)))(X, W) for g in (again, f))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), got, expected)
+
+
+def test_an_option_of_jax_that_ignores_names_is_told() -> None:
+    before = jax.config.values["jax_remat3"]
+    jax.config.update("jax_remat3", True)
+    try:
+        with pytest.raises(NotImplementedError, match="with the option jax_remat3"):
+            jc.policies.save_compressed()
+    finally:
+        jax.config.update("jax_remat3", before)
