@@ -36,8 +36,8 @@ def save_compressed() -> Callable[..., bool]:
     """
     if jax.config.values.get("jax_remat3"):
         raise NotImplementedError(
-            "save_compressed: with the option jax_remat3, jax.checkpoint ignores the names of codes "
-            "and saves none of them; turn the option off, or use jaxcomp.checkpoint"
+            "save_compressed: with the option jax_remat3, jax.checkpoint ignores the names of "
+            "codes and saves none of them; turn the option off, or use jaxcomp.checkpoint"
         )
     names = {kind.stored_name() for kind in codec_types() if hasattr(kind, "name")}
     return jax.checkpoint_policies.save_only_these_names(*names)
