@@ -98,7 +98,7 @@ def test_helper_modules_are_private():
         for name in MODULES
         if name.count(".") == 2 and not any(part.startswith("_") for part in name.split("."))
     }
-    models = {"catalog", "resmlp", "resnet", "steps", "training"}
+    models = {"catalog", "resmlp", "resnet", "sharding", "steps", "training"}
     expected = {f"jaxcomp.models.{name}" for name in models}
     expected |= {"jaxcomp.codecs.noise", "jaxcomp.codecs.packing", "jaxcomp.policies.recipes"}
     assert {name for name in public if name.startswith("jaxcomp.")} == expected

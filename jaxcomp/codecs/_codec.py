@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Shaped
 
+from jaxcomp._core.barriers import undifferentiable
 from jaxcomp._core.explicit import explicit_axes, over_automatic_axes
 
 FLOATS = ("float32", "bfloat16", "float16")
@@ -138,8 +139,10 @@ class Codec(abc.ABC):
         Raises:
             TypeError: If the codec cannot store the dtype of `x`.
             ValueError: If the codec cannot store the shape of `x`.
+            NotImplementedError: If it is differentiated, unless the codec is exact.
         """
         self.check(x.shape, x.dtype)
+        x = x if self.is_exact else undifferentiable(x)
         with jax.named_scope(self.stored_name()):
             encode = self._encode_explicit if explicit_axes() else self._encode_once
             return Encoded(encode(x, seed), x.shape, x.dtype)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from jaxcomp._core.barriers import undifferentiable
 from jaxcomp.codecs import noise, packing
 from jaxcomp.codecs._codec import Codec, Encoded, Seed, array_nbytes, channel_axes
 
@@ -151,6 +152,7 @@ class Quantize(Codec):
         Returns:
             The encoded array, as from `encode`.
         """
+        x = undifferentiable(x)
         with jax.named_scope(self.stored_name()):
             ends = _on_grid(low, high, 2**self.bits - 1, float(jnp.finfo(x.dtype).eps))
             least, most = (jnp.full((1,) * x.ndim, end, x.dtype) for end in ends)

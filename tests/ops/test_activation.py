@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxcomp import Exact, Quantize, ops
+from jaxcomp import Exact, Float8, Quantize, ops
 from tests.helpers import (
     DTYPES,
     assert_close,
@@ -137,3 +137,14 @@ def test_dropout_has_the_bits_of_flax(broadcast, dtype):
 def test_dropout_of_all_is_an_error(rate):
     with without_type_checks(), pytest.raises(ValueError, match=f"rate={rate}: expected"):
         ops.dropout(jnp.ones(3), jax.random.key(0), rate)
+
+
+@pytest.mark.parametrize("codec", [Quantize(4), Float8()])
+def test_second_derivatives_through_a_code_are_an_error(codec):
+    """Also where all arrays of the code are integers, which have no tangents."""
+
+    def slope(x):
+        return jax.grad(lambda x: ops.gelu(x, codec=codec).sum())(x).sum()
+
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        jax.grad(slope)(normal((4, 64)))
