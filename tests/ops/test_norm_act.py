@@ -34,6 +34,14 @@ from tests.ops.norm_act_cases import (
 )
 
 
+# Every case with every source of scales, and every source with every number of bits.
+EACH_WITH_EACH = [
+    (case, (2, 3, 4)[(i + j) % 3], source)
+    for i, case in enumerate(CASES)
+    for j, source in enumerate(SCALE_SOURCES)
+]
+
+
 def levels_of(activation):
     """The stored values in the norm's units, and which are positive."""
     codec, code = activation.codec, activation.code
@@ -85,9 +93,7 @@ def surrogate(case, means, variances, exact):
     return fn
 
 
-@pytest.mark.parametrize("scale_source", SCALE_SOURCES)
-@pytest.mark.parametrize("bits", [2, 3, 4])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "bits", "scale_source"), EACH_WITH_EACH)
 def test_backward_is_exact_at_the_decoded_values(case, bits, scale_source, monkeypatch):
     coded, given = of_case(functools.partial(norm_act, bits=bits, scale_source=scale_source), case)
     args = given(jnp.float32)

@@ -14,8 +14,9 @@ from tests.helpers import DTYPES, as_float, assert_same_bits, normal
 from tests.ops.norm_act_cases import NHWC, SCALE_SOURCES, SHAPE, norm_act, of_case
 
 
-@pytest.mark.parametrize("bits", [2, 4])
-@pytest.mark.parametrize("case", ["relu", "added", "normed", "linear"])
+@pytest.mark.parametrize(
+    ("case", "bits"), [("relu", 2), ("relu", 4), ("added", 4), ("normed", 4), ("linear", 4)]
+)
 def test_the_form_for_a_tpu_makes_the_same_codes_and_gradients(case, bits, as_on):
     coded, given = of_case(functools.partial(norm_act, bits=bits), case)
 
@@ -28,9 +29,17 @@ def test_the_form_for_a_tpu_makes_the_same_codes_and_gradients(case, bits, as_on
     assert_same_bits(run(), expected)
 
 
-@pytest.mark.parametrize("stored", [{}, {"signed": True}, {"offload": True}], ids=str)
-@pytest.mark.parametrize("bits", [2, 4])
-@pytest.mark.parametrize("case", ["relu", "added", "normed", "pooled"])
+STORED = [{}, {"signed": True}, {"offload": True}]
+
+
+@pytest.mark.parametrize(
+    ("case", "bits", "stored"),
+    [
+        ("relu", 2, {}),
+        *((case, 4, how) for case in ("relu", "added", "normed", "pooled") for how in STORED),
+    ],
+    ids=str,
+)
 def test_on_a_tpu_four_bits_are_there_before_their_value(case, bits, stored, as_on, monkeypatch):
     """It is made of statistics that passed the barrier with them; a sum only if they leave."""
     coded, given = of_case(functools.partial(norm_act, bits=bits, **stored), case)
