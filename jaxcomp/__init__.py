@@ -8,6 +8,8 @@
 - `nn`, `ops`: layers and operations; `memory`: what XLA needs for a step; `models`: networks.
 """
 
+from importlib.metadata import version as _version
+
 from jaxcomp import codecs, diagnostics, memory, models, nn, ops, planning, policies
 from jaxcomp.codecs import (
     AvgPool,
@@ -64,3 +66,6 @@ __all__ = (
 
 def __dir__() -> tuple[str, ...]:
     return __all__
+
+
+__version__ = _version("jaxcomp")

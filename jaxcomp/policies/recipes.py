@@ -19,6 +19,19 @@ from jaxcomp.codecs._sign_aware import ScaleSource
 from jaxcomp.policies._policy import Policy
 from jaxcomp.policies._rule import Action, Rule
 
+__all__ = (
+    "actnn",
+    "automatic",
+    "boundary",
+    "division",
+    "everywhere",
+    "fused",
+    "pooling",
+    "pruning",
+    "save_names",
+    "transformer",
+)
+
 Level = Literal["L0", "L1", "L2", "L3", "L4", "L5"]
 
 _MIN_SIZE = 2**14
@@ -309,3 +322,7 @@ def actnn(level: Level = "L3") -> Policy:
         return Policy((Rule(Quantize(bits=4), op="conv"),))
     policy = everywhere(Quantize(bits=4 if level == "L2" else 2))
     return policy.offloaded(in_turn=level == "L5") if level in ("L4", "L5") else policy
+
+
+def __dir__() -> tuple[str, ...]:
+    return __all__

@@ -33,7 +33,6 @@ from tests.ops.norm_act_cases import (
     stock,
 )
 
-
 # Every case with every source of scales, and every source with every number of bits.
 EACH_WITH_EACH = [
     (case, (2, 3, 4)[(i + j) % 3], source)
