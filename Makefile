@@ -11,10 +11,10 @@ DOCS_STAMP := $(VENV)/.stamp-docs
 # With no platform named, the compilers for absent GPUs and TPUs log that their device is missing.
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: help venv demo test zoo bench-memory lint format docs constraints clean
+.PHONY: help venv demo test test-aot zoo bench-memory lint format docs constraints clean
 
 help:
-	@echo "make demo | test | zoo | bench-memory | lint | format | docs | constraints | venv | clean"
+	@echo "make demo | test | test-aot | zoo | bench-memory | lint | format | docs | constraints | venv | clean"
 
 venv: $(STAMP)
 
@@ -32,6 +32,10 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2
+
+# Memory and traffic of whole steps, compiled for absent GPUs and TPUs.
+test-aot: $(STAMP)
+	$(BIN)/python -m pytest -n 2 -m aot -s
 
 # Networks of other packages, in an environment of their own. It takes about a quarter of an hour, in
 # one process: two would compile each network twice.

@@ -1,19 +1,27 @@
 """Checkpoints of a training run, written by Orbax: the state as arrays and a record as JSON."""
 
+import hashlib
+import json
+import warnings
 from pathlib import Path
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 
+from experiments.processes import is_first
 from jaxcomp.models.training import TrainState
+
+_SUMS = "sha256.json"  # of the files of a checkpoint, in its folder
 
 
 class Checkpoints:
     """The checkpoints in a folder. Each belongs to one step, and only the last two are kept.
 
     Orbax writes a checkpoint under a temporary name and then renames it, so a checkpoint is never
-    partial. The folder is created by the first :meth:`save`.
+    partial. The checksums of its files are written after it and are verified when it is loaded. A
+    damaged checkpoint is named in a warning, and the one before it is loaded. The folder is created
+    by the first :meth:`save`.
 
     Args:
         directory: the folder of the checkpoints.
@@ -50,17 +58,21 @@ class Checkpoints:
                 state=ocp.args.StandardSave(state), record=ocp.args.JsonSave(record)
             )
             self._open().save(step, args=arguments)
+            if is_first():
+                folder = self._directory / str(step)
+                (folder / _SUMS).write_text(json.dumps(_checksums(folder)))
 
     def load_record(self) -> dict[str, Any]:
-        """Loads the record of the last checkpoint.
+        """Loads the record of the last checkpoint that is whole.
 
         Raises:
             FileNotFoundError: there is no checkpoint.
+            ValueError: all are damaged.
         """
         return self._restore(record=ocp.args.JsonRestore()).record
 
     def load_state(self, like: TrainState) -> TrainState:
-        """Loads the state of the last checkpoint.
+        """Loads the state of the last checkpoint that is whole.
 
         Args:
             like: a state of the same structure. It gives the shapes, dtypes and shardings.
@@ -70,13 +82,41 @@ class Checkpoints:
 
         Raises:
             FileNotFoundError: there is no checkpoint.
-            ValueError: the arrays of the checkpoint do not match ``like``.
+            ValueError: all are damaged, or the arrays do not match ``like``.
         """
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
         return self._restore(state=ocp.args.StandardRestore(abstract)).state
 
     def _restore(self, **arguments: ocp.args.CheckpointArgs) -> ocp.args.Composite:
-        step = self.latest_step()
-        if step is None:
+        steps = sorted(self._open().all_steps(), reverse=True) if self._directory.is_dir() else []
+        if not steps:
             raise FileNotFoundError(f"no checkpoint in {self._directory}")
-        return self._open().restore(step, args=ocp.args.Composite(**arguments))
+        found = {step: damage(self._directory / str(step)) for step in steps}
+        whole = [step for step in steps if not found[step]]
+        told = "; ".join(f"checkpoint {step}: {text}" for step, text in found.items() if text)
+        if not whole:
+            raise ValueError(f"no checkpoint in {self._directory} is whole: {told}")
+        if whole[0] != steps[0]:
+            warnings.warn(f"{told}; checkpoint {whole[0]} is loaded", stacklevel=3)
+        return self._open().restore(whole[0], args=ocp.args.Composite(**arguments))
+
+
+def damage(folder: Path) -> str:
+    """What differs from the checksums of a checkpoint; empty if nothing does, or it has none."""
+    if not (folder / _SUMS).exists():
+        return ""
+    try:
+        expected = json.loads((folder / _SUMS).read_text())
+    except ValueError:
+        return f"{_SUMS} is damaged"
+    found = _checksums(folder)
+    names = sorted(name for name in expected if found.get(name) != expected[name])
+    return ", ".join(f"{name} is {'damaged' if name in found else 'missing'}" for name in names)
+
+
+def _checksums(folder: Path) -> dict[str, str]:
+    return {
+        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != _SUMS
+    }

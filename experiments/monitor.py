@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -15,16 +14,8 @@ if TYPE_CHECKING:
     from tensorboardX import SummaryWriter
 
 
-def open_tensorboard(directory: Path, step: int) -> "SummaryWriter":
-    """Opens a writer of TensorBoard scalars.
-
-    Args:
-        directory: the folder of the event files.
-        step: the number of completed steps. TensorBoard drops the events of later steps, which an
-            interrupted run may have written.
-
-    Returns:
-        The writer.
+def import_tensorboard() -> "type[SummaryWriter]":
+    """Imports the writer of TensorBoard scalars.
 
     Raises:
         ModuleNotFoundError: tensorboardX is not installed.
@@ -36,7 +27,7 @@ def open_tensorboard(directory: Path, step: int) -> "SummaryWriter":
             "tensorboard=True needs the package tensorboardX, which is not installed; install it "
             "with: pip install 'jaxcomp[train]', or turn TensorBoard off with --no-tensorboard"
         ) from error
-    return SummaryWriter(str(directory), purge_step=step + 1)
+    return SummaryWriter
 
 
 class Monitor:

@@ -10,6 +10,7 @@ bit-identical to that of an uninterrupted run. On a GPU this needs
 """
 
 import time
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -23,7 +24,8 @@ from experiments.config import TrainConfig
 from experiments.data import load
 from experiments.devices import shard
 from experiments.interrupt import deferred_interrupt
-from experiments.monitor import Monitor, open_tensorboard
+from experiments.lock import locked
+from experiments.monitor import Monitor, import_tensorboard
 from experiments.options import (
     Batch,
     DataDir,
@@ -35,7 +37,7 @@ from experiments.options import (
 )
 from experiments.planning import Planner
 from experiments.processes import any_process, check_equal, is_first, join
-from experiments.record import describe_environment, make_folder, write_json
+from experiments.record import describe_environment, write_json
 from experiments.run import build, count_epoch_steps, evaluate
 from jaxcomp.models import training
 
@@ -102,7 +104,8 @@ def train(
             copies but for rounding, and a run may be resumed with the other.
 
     Raises:
-        FileExistsError: If `out` has a run already, and `resume` is False.
+        FileExistsError: If `out` has a run already, and `resume` is False, or one that is still
+            running.
         FileNotFoundError: If `resume` is True, and `out` has no checkpoint.
         ModuleNotFoundError: If tensorboardX is not installed.
         OSError: If `out` cannot be written.
@@ -129,18 +132,21 @@ def train(
     run = planner.restored(run)
     state = checkpoints.load_state(run.state) if resume else run.state
     taken = int(state.step)
-    is_logged = tensorboard and is_first()
-    writer = open_tensorboard(out / "tensorboard", taken) if is_logged else None
-    make_folder(out)
-
+    writer = import_tensorboard() if tensorboard and is_first() else None
     epoch_steps = count_epoch_steps(config, dataset)
     started = time.perf_counter() - history.seconds
     unread: list[training.Metrics] = []
 
     with (
+        locked(out) if is_first() else nullcontext(),
         deferred_interrupt() as interrupted,
         Monitor(
-            config.strategy, taken, config.epochs * epoch_steps, config.batch, writer
+            config.strategy,
+            taken,
+            config.epochs * epoch_steps,
+            config.batch,
+            # TensorBoard drops events of later steps, which an interrupted run may have written.
+            writer and writer(str(out / "tensorboard"), purge_step=taken + 1),
         ) as monitor,
     ):
 

@@ -18,6 +18,7 @@ from experiments.checkpoint import Checkpoints
 from experiments.config import TrainConfig
 from experiments.devices import shard
 from experiments.examples import InMemory
+from experiments.lock import locked
 from experiments.monitor import Monitor
 from experiments.run import build, evaluate, learning_rate
 from experiments.train import train
@@ -336,3 +337,9 @@ def test_ctrl_c_saves_and_exits(tmp_path):
     step = checkpoints.latest_step()
     assert f"stopped at step {step}; --resume continues" in output
     assert len(checkpoints.load_record()["history"]["loss"]) == step
+
+
+def test_two_runs_cannot_write_into_one_folder(tiny, tmp_path):
+    with locked(tmp_path), pytest.raises(FileExistsError, match="another run is writing there"):
+        train(CONFIG, tmp_path)
+    assert not (tmp_path / "checkpoints").exists()
