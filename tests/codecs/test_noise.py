@@ -127,6 +127,7 @@ def test_fingerprint_has_no_gradient():
     assert gradient(jnp.ones(3)).tolist() == [1, 1, 1]
 
 
+@pytest.mark.aot
 @pytest.mark.parametrize("shape", [(50257, 768), (100_000_000,)])
 def test_a_tpu_samples_a_large_array(shape):
     """A strided slice of all of it would have to fit into the vector memory."""

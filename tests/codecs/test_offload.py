@@ -106,6 +106,7 @@ def test_planned_bits_stay_on_the_host():
     assert any(isinstance(inner_codec(codec), PerSample) for codec in codecs)
 
 
+@pytest.mark.aot
 def test_h100_frees_the_device(capsys):
     pytest.importorskip("jax_cuda13_plugin")
     layers, shape = 6, (4096, 1024)

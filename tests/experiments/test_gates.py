@@ -10,6 +10,7 @@ def test_a_table_of_another_target_is_not_added_to(tmp_path):
         gates.main(tmp_path, "v5e", add=True)
 
 
+@pytest.mark.aot
 @pytest.mark.parametrize(
     ("operation", "codec"),
     [

@@ -138,6 +138,7 @@ def transposed_rows(x, w):
 ROWS = (jax.ShapeDtypeStruct((4, 64, 24), jnp.float32), jax.ShapeDtypeStruct((64, 64), jnp.float32))
 
 
+@pytest.mark.aot
 @needs_gpu_compiler
 @pytest.mark.parametrize("target", ["h100", "rtx3060-12gb"])
 def test_a_product_that_the_first_tile_sizes_do_not_fit_is_compiled_with_a_flag(target):
@@ -151,6 +152,7 @@ def test_a_product_that_the_first_tile_sizes_do_not_fit_is_compiled_with_a_flag(
     assert analyze(step, *ROWS, target=target).xla_flag is None
 
 
+@pytest.mark.aot
 @needs_gpu_compiler
 def test_the_flag_has_a_timeline_and_changes_no_program_that_compiles_without(monkeypatch):
     sizes = (

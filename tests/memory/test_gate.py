@@ -41,6 +41,7 @@ def _stored_by_block(codec: jc.Codec, batch: int, size: int, width: int, dtype: 
     return coded + masks + statistics + (weights + scales) * jnp.dtype(dtype).itemsize
 
 
+@pytest.mark.aot
 @pytest.mark.parametrize("bits", [2, 4])
 def test_h100_keeps_what_a_block_declares(bits: int, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("jax_cuda13_plugin")
@@ -82,6 +83,7 @@ def _saves_half_a_result(
     assert second < first - value / 2
 
 
+@pytest.mark.aot
 def test_norms_in_turn_need_less(capsys: pytest.CaptureFixture[str]) -> None:
     """Of a block with a projection, whose two norms' cotangents are then not there at once."""
     pytest.importorskip("jax_cuda13_plugin")
@@ -105,6 +107,7 @@ def test_norms_in_turn_need_less(capsys: pytest.CaptureFixture[str]) -> None:
     _saves_half_a_result("a block with a projection", reports, capsys)
 
 
+@pytest.mark.aot
 def test_a_tpus_step_needs_half_of_plains_and_less_time(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -95,6 +95,7 @@ def test_a_scan_moves_what_the_unrolled_program_moves_and_naive_counts_do_not(pa
     check_against_unrolled(text, pass_)
 
 
+@pytest.mark.aot
 def test_the_same_for_an_h100():
     check_against_unrolled(text_for_h100, jax.value_and_grad)
 

@@ -149,6 +149,7 @@ def test_a_spread_batch_is_summed_at_the_end(product, samples):
     assert_close(gradient(replicate(w), shard(x)), gradient(w, x), 1e-5)
 
 
+@pytest.mark.aot
 def test_a_tpu_takes_its_kernel():
     shapes = (4, 64, 128), (128, 64)
     x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)

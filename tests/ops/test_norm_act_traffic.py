@@ -4,6 +4,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from jaxcomp import SignAware, memory, ops
 from jaxcomp.ops._norm_act_vjp import NormActVjp
@@ -21,6 +22,7 @@ def traffic(fn, *shapes, target="h100"):
     return step.hbm_traffic_bytes
 
 
+@pytest.mark.aot
 def test_an_h100_moves_less_for_two_norms_at_once():
     x, row = (64, 28, 28, 256), (256,)
     codec = SignAware(bits=4)
@@ -38,6 +40,7 @@ def test_an_h100_moves_less_for_two_norms_at_once():
     assert found < expected - 2 * math.prod(x)
 
 
+@pytest.mark.aot
 def test_a_tpu_sums_over_the_map(monkeypatch):
     x, row = (16, 112, 112, 64), (64,)
     window = (3, 3), (2, 2), ((1, 1), (1, 1))
@@ -52,6 +55,7 @@ def test_a_tpu_sums_over_the_map(monkeypatch):
     assert 2 * found < expected
 
 
+@pytest.mark.aot
 def test_an_h100_never_writes_what_is_pooled():
     x, row = (64, 56, 56, 64), (64,)
     codec = SignAware(bits=4)

@@ -88,6 +88,7 @@ def test_of_a_spread_input_there_is_no_collective_but_the_sum(axis, as_on):
     assert collectives(run, replicate(kernel), shard(x)) == {"all-reduce"}
 
 
+@pytest.mark.aot
 @pytest.mark.parametrize("codec", [SignAware(bits=4), Offload(SignAware(bits=4))])
 def test_an_h100_reads_the_integers_in_the_product(codec, monkeypatch):
     x = jax.ShapeDtypeStruct((64, 28, 28, 256), jnp.bfloat16)

@@ -44,6 +44,7 @@ def test_several_gpus_keep_what_is_spread_where_it_is():
     assert "tensor<1152xf32>" not in program.mlir_module()
 
 
+@pytest.mark.aot
 def test_the_step_after_a_convolution_copies_less():
     x = jax.ShapeDtypeStruct((8, 16, 16, 64), jnp.bfloat16)
     w = jax.ShapeDtypeStruct((3, 3, 64, 64), jnp.float32)
@@ -126,6 +127,7 @@ def arguments(edge):
     return w, jax.ShapeDtypeStruct((8, edge, edge, 16), jnp.bfloat16)
 
 
+@pytest.mark.aot
 @pytest.mark.parametrize("make", [by_layers, by_engine])
 def test_a_product_of_a_compressed_map_of_odd_size_compiles_without_a_transposition(make):
     """XLA preferred the range's layout for the product too; in JAX 0.10 it then gave up."""
@@ -133,6 +135,7 @@ def test_a_product_of_a_compressed_map_of_odd_size_compiles_without_a_transposit
     assert "[8,32,56,56]" not in compile_step(step, resolve("h100")).hlo_text
 
 
+@pytest.mark.aot
 def test_an_h100_needs_and_moves_less_for_maps_in_row_major_order(monkeypatch):
     def figures():
         step = jax.grad(by_engine(jc.Quantize(4)))

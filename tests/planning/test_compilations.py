@@ -16,6 +16,7 @@ from tests.planning.small import (
 )
 
 
+@pytest.mark.aot
 def test_values_are_offloaded_where_nothing_else_fits(capsys):
     pytest.importorskip("jax_cuda13_plugin")
     make = functools.partial(make_step, depth=6)
@@ -49,6 +50,7 @@ def _is_uniform(strategy):
     return not any(rule.path for rule in strategy.policy.rules)
 
 
+@pytest.mark.aot
 def test_steps_for_an_absent_target_are_compiled_at_once(monkeypatch):
     pytest.importorskip("jax_cuda13_plugin")
     monkeypatch.setattr("os.cpu_count", lambda: 4)
@@ -66,6 +68,7 @@ def test_steps_for_an_absent_target_are_compiled_at_once(monkeypatch):
     assert {"quantize:bits=4", "remat"} <= {c.name for c in plan.frontier}
 
 
+@pytest.mark.aot
 def test_what_cannot_be_traced_at_once_is_told_in_its_turn(monkeypatch):
     """A function whose blocks are not recomputed has no `remat`."""
     pytest.importorskip("jax_cuda13_plugin")

@@ -85,6 +85,7 @@ def test_eight_devices_with_sharded_parameters(kind):
     assert_close(_step(kept, lambda weight: weight)(weights, x), exact)
 
 
+@pytest.mark.aot
 def test_h100_saves_the_names_alone(capsys):
     """Eight devices, whose parameters are sharded; the batch of each is 8 x 512."""
     pytest.importorskip("jax_cuda13_plugin")

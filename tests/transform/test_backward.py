@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax import lax
 
 import jaxcomp as jc
@@ -68,6 +69,7 @@ def test_effects_of_the_backward_pass_stay(capsys):
     assert set(capsys.readouterr().out.split()) == {str(32 * 256)}
 
 
+@pytest.mark.aot
 def test_a_row_of_products_is_not_computed_again_before_its_cotangent_is_there():
     def gate(x, w1, w2):
         return x * jax.nn.sigmoid((jnp.tanh(x @ w1) @ w2).mean(-1, keepdims=True))
@@ -87,6 +89,7 @@ def test_a_row_of_products_is_not_computed_again_before_its_cotangent_is_there()
     assert bare < 0.7 * temp(gate)
 
 
+@pytest.mark.aot
 def test_the_backward_pass_of_a_norm_writes_no_more_than_jax_does():
     x, row = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((8, 512, 256), (1, 1, 256)))
 

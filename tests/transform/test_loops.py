@@ -219,6 +219,7 @@ def test_jax_policies_are_asked_in_the_loop():
     assert (3, 32, 96) in {v.shape for v in many.values}
 
 
+@pytest.mark.aot
 def test_codes_of_iterations_wait_in_the_hosts_memory():
     offloading, keeping = (jc.checkpoint(_stack, codec) for codec in (jc.Offload(CODEC), CODEC))
     assert_close(*(_gradients(f, X, UP, DOWN) for f in (offloading, keeping)), 1e-6)

@@ -34,6 +34,7 @@ def _attention(x, weights):
     return x + mixed.reshape(x.shape)
 
 
+@pytest.mark.aot
 def test_h100_keeps_what_long_attention_declares(capsys):
     pytest.importorskip("jax_cuda13_plugin")
 
@@ -56,6 +57,7 @@ def test_h100_keeps_what_long_attention_declares(capsys):
     assert compiled <= 1.1 * declared
 
 
+@pytest.mark.aot
 @pytest.mark.parametrize("action", [jc.Offload(jc.Quantize(8)), "offload"])
 def test_h100_keeps_nothing_of_what_is_offloaded(action, capsys):
     """Sums over a cotangent, such as a bias's gradient, do not wait for the end either."""
