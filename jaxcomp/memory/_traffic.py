@@ -127,7 +127,8 @@ def collective_traffic(hlo_text: str) -> int | None:
         ValueError: if `hlo_text` is not a compiled HLO module.
     """
     module = parse(hlo_text)
-    return _total(module, module.entry, lambda _, i: _received(module, i))
+    channels: set[str] = set()
+    return _total(module, module.entry, lambda _, i: _received(module, i, channels))
 
 
 def estimated_cycles(hlo_text: str) -> int | None:
@@ -263,14 +264,24 @@ def _traffic(
     return read + _written(module, computation, instruction, instruction, counted)
 
 
-def _received(module: Module, instruction: Instruction) -> int:
-    """Bytes of the results of a collective; those of a `-start` are of its `-done`."""
+def _received(module: Module, instruction: Instruction, channels: set[str]) -> int:
+    """Bytes of the results of a collective; those of a `-start` are of its `-done`.
+
+    On a TPU, a collective that runs beside other work is in several fusions. `channels` has those
+    that were counted.
+    """
     if instruction.opcode.removesuffix("-done") in _COLLECTIVES:
         return sum(array.bytes for array in instruction.arrays)
     if instruction.opcode != "fusion":
         return 0
-    called = [module.computations[name] for names in instruction.called.values() for name in names]
-    return sum(_received(module, i) for c in called for i in c.instructions.values())
+    total = 0
+    for name in (name for names in instruction.called.values() for name in names):
+        for inner in module.computations[name].instructions.values():
+            found = re.search(r"channel_id=(\d+)", inner.attributes)
+            if found is None or found.group(1) not in channels:
+                total += _received(module, inner, channels)
+            channels |= {found.group(1)} if found else set()
+    return total
 
 
 def _start(computation: Computation, done: Instruction) -> Instruction:

@@ -28,7 +28,8 @@ def state_shardings(state: Any, mesh: Mesh | AbstractMesh, *, fsdp: bool = False
     Example:
         >>> import jax.numpy as jnp
         >>> mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,))
-        >>> state_shardings({"kernel": jnp.ones((64, 512))}, mesh, fsdp=True)["kernel"].is_fully_replicated
+        >>> shardings = state_shardings({"kernel": jnp.ones((64, 512))}, mesh, fsdp=True)
+        >>> shardings["kernel"].is_fully_replicated  # one device has all of it
         True
     """
 
