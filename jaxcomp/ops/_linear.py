@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxcomp._core import barriers
+from jaxcomp._core.explicit import explicit_axes, over_automatic_axes
 from jaxcomp._core.shard_map import match_varying, type_like
 from jaxcomp.codecs import BlockSparse, Codec, Encoded, Offload
 from jaxcomp.codecs._codec import Seed
@@ -83,7 +84,7 @@ def dot_general(
     layer = [[*map(list, axes)] for axes in dimension_numbers] == [[[lhs.ndim - 1], [0]], [[], []]]
     gradient = None
     if isinstance(inner_codec(codec), BlockSparse) and layer and rhs.ndim == 2:
-        gradient = layer_gradient(codec, lhs, rhs.shape[1], rhs.dtype, precision)
+        gradient = layer_gradient(codec, lhs, rhs, rhs.dtype, precision)
     return bilinear(
         stock, codec, lhs, rhs, seed, sink=sink, by_rows=layer, weight_gradient=gradient
     )
@@ -92,7 +93,7 @@ def dot_general(
 def layer_gradient(
     codec: Codec,
     x: Float[Array, "batch ... features"],
-    columns: int,
+    kernel: Float[Array, "features columns"],
     dtype: DTypeLike,
     precision: lax.PrecisionLike,
 ) -> WeightGradient:
@@ -101,7 +102,7 @@ def layer_gradient(
     Args:
         codec: Codec of the layer's input.
         x: The layer's input; only its shape and dtype are used.
-        columns: Number of columns of the weight.
+        kernel: The weight; its columns and explicit sharding are those of the gradient.
         dtype: Dtype of the weight gradient.
         precision: Precision of the product.
 
@@ -109,9 +110,19 @@ def layer_gradient(
         A function of the encoded input and the cotangent.
     """
     codec = inner_codec(codec)
+    product: WeightGradient
     if isinstance(codec, BlockSparse):
-        return block_product.gradient(codec, x, columns, dtype, precision)
-    return functools.partial(block_product.by_dense, codec, precision=precision, dtype=dtype)
+        product = block_product.gradient(codec, x, kernel.shape[1], dtype, precision)
+    else:
+        product = functools.partial(block_product.by_dense, codec, precision=precision, dtype=dtype)
+
+    def over_any_axes(code: Encoded, cotangent: Array) -> Array:
+        if not explicit_axes():
+            return product(code, cotangent)
+        made: Array = over_automatic_axes(product, (code, cotangent), like=kernel)
+        return made
+
+    return over_any_axes
 
 
 class Reads(typing.NamedTuple):

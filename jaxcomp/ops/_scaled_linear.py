@@ -63,7 +63,7 @@ def scaled_linear(
     codec.check(x.shape, x.dtype)
     x, kernel, bias, scale, seed = match_varying((x, kernel, bias, scale, seed))
     wide = jnp.result_type(kernel.dtype, scale.dtype, jnp.float32)
-    product = layer_gradient(codec, x, kernel.shape[1], wide, precision)
+    product = layer_gradient(codec, x, kernel, wide, precision)
     others = tuple(range(x.ndim - 1))
 
     def times(x: Array, kernel: Array) -> Array:

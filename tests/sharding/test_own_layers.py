@@ -77,3 +77,22 @@ def test_a_residual_network_with_sharded_parameters():
     assert kernels and all(len(p.sharding.device_set) == 8 for p in kernels)
     assert all(p.addressable_shards[0].data.size == p.size // 8 for p in kernels)
     assert_close(sharded.params, copied.params, 0.02)  # sums round; noise is a hash of bits
+
+
+@pytest.mark.parametrize("policy", ["quantize:bits=8", "pruning:density=0.5"])
+def test_products_of_codes_and_dropout_over_explicit_axes(policy):
+    x = normal((16, 64, 128))
+    network = catalog.create("resmlp_tiny", num_classes=10, image_size=32, rngs=nnx.Rngs(0))
+    model = nnx.Sequential(network.blocks[0], jc.nn.Dropout(0.3, rngs=nnx.Rngs(1)))
+    graphdef, params, rest = nnx.split(jc.compress(model, policy), nnx.Param, ...)
+
+    @jax.jit
+    def gradient(params, x):
+        return jax.grad(
+            lambda params: jnp.square(nnx.merge(graphdef, params, rest, copy=True)(x)).mean()
+        )(params)
+
+    alone = gradient(params, x)
+    mesh, placed = _placed(x, AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        assert_close(gradient(params, placed), alone, 1e-3)
