@@ -6,6 +6,7 @@ import signal
 import pytest
 from typer.testing import CliRunner
 
+import jaxcomp
 from jaxcomp import planning
 from jaxcomp.cli import app
 
@@ -89,6 +90,7 @@ def test_version():
     result = CliRunner().invoke(app, ["--version"])
     assert result.exit_code == 0
     assert result.output == importlib.metadata.version("jaxcomp") + "\n"
+    assert importlib.metadata.version("jaxcomp") == jaxcomp.__version__
 
 
 def test_fit_writes_a_plan(run, tmp_path):
