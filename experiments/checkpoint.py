@@ -30,6 +30,7 @@ class Checkpoints:
     def __init__(self, directory: Path) -> None:
         self._directory = directory.absolute()
         self._manager: ocp.CheckpointManager | None = None
+        self._whole: int | None = None  # the last step whose files were verified
 
     def _open(self) -> ocp.CheckpointManager:
         if self._manager is None:
@@ -57,6 +58,7 @@ class Checkpoints:
             arguments = ocp.args.Composite(
                 state=ocp.args.StandardSave(state), record=ocp.args.JsonSave(record)
             )
+            self._whole = None
             self._open().save(step, args=arguments)
             if is_first():
                 folder = self._directory / str(step)
@@ -88,17 +90,24 @@ class Checkpoints:
         return self._restore(state=ocp.args.StandardRestore(abstract)).state
 
     def _restore(self, **arguments: ocp.args.CheckpointArgs) -> ocp.args.Composite:
+        if self._whole is None:
+            self._whole = self._last_whole()
+        return self._open().restore(self._whole, args=ocp.args.Composite(**arguments))
+
+    def _last_whole(self) -> int:
         steps = sorted(self._open().all_steps(), reverse=True) if self._directory.is_dir() else []
         if not steps:
             raise FileNotFoundError(f"no checkpoint in {self._directory}")
-        found = {step: damage(self._directory / str(step)) for step in steps}
-        whole = [step for step in steps if not found[step]]
-        told = "; ".join(f"checkpoint {step}: {text}" for step, text in found.items() if text)
-        if not whole:
-            raise ValueError(f"no checkpoint in {self._directory} is whole: {told}")
-        if whole[0] != steps[0]:
-            warnings.warn(f"{told}; checkpoint {whole[0]} is loaded", stacklevel=3)
-        return self._open().restore(whole[0], args=ocp.args.Composite(**arguments))
+        told: list[str] = []
+        for step in steps:
+            text = damage(self._directory / str(step))
+            if text:
+                told.append(f"checkpoint {step}: {text}")
+                continue
+            if told:
+                warnings.warn(f"{'; '.join(told)}; checkpoint {step} is loaded", stacklevel=4)
+            return step
+        raise ValueError(f"no checkpoint in {self._directory} is whole: {'; '.join(told)}")
 
 
 def damage(folder: Path) -> str:

@@ -1,7 +1,7 @@
 r"""Compares the memory, traffic and collectives of sharded training steps, per device.
 
     python -m experiments.bench.sharding --out experiments/results/sharding
-    python -m experiments.bench.sharding --case decoder --target h100:8 --row remat --out OUT
+    python -m experiments.bench.sharding --case "decoder, fsdp" --target h100:8 --out OUT
 
 All steps are compiled ahead of time; nothing is run. `data` has a copy of parameters and optimizer
 on each device, `fsdp` shards them. Each device has 128 images (ResNet-50) or one sequence of 4,096
@@ -38,10 +38,10 @@ TARGETS = ("h100:8", "v5e:4x4", "v5p:8x8x4")
 _policies = jax.checkpoint_policies
 
 
-def _names(action: Any, *offloaded: str) -> Callable[[Layer], Layer]:
-    """Saves the names of a layer by jaxcomp; some in the host's memory."""
-    named = {name: jc.Offload(action) if name in offloaded else action for name in NAMES}
-    return lambda layer: jc.checkpoint(layer, jc.recipes.save_names(named))
+def _names(codec: jc.Codec) -> Callable[[Layer], Layer]:
+    """Saves the names of a layer by a codec."""
+    policy = jc.recipes.save_names(dict.fromkeys(NAMES, codec))
+    return lambda layer: jc.checkpoint(layer, policy)
 
 
 def _remat(policy: Any) -> Callable[[Layer], Layer]:
@@ -62,7 +62,7 @@ DECODER: dict[str, Callable[[Layer], Layer]] = {
     ),
     "names in Float8": _names(jc.Float8()),
     "names in 4 bits": _names(jc.Quantize(4)),
-    "names in Float8, offloaded": _names(jc.Float8(), *NAMES),
+    "names in Float8, offloaded": _names(jc.Offload(jc.Float8())),
     "automatic:bits=4": lambda layer: jc.checkpoint(layer, "automatic:bits=4"),
 }
 RESNET = ("plain", "remat", "accumulate:4", "offload", "automatic:bits=4", "fused:bits=4")
@@ -99,7 +99,7 @@ def build(case: str, target: str, row: str) -> tuple[Any, tuple[Any, ...]]:
     step, weights, optimizer = make_step(sizes, over, DECODER[row])
     state = jax.eval_shape(optimizer.init, weights)
     tokens = jax.ShapeDtypeStruct((devices, sizes.length), jnp.int32)
-    (weights, state), tokens, _ = sharded(((weights, state), tokens, tokens), over, fsdp=fsdp)
+    (weights, state), tokens = sharded(((weights, state), tokens), over, fsdp=fsdp)
     jitted = jax.jit(step, donate_argnums=(0, 1), compiler_options=compiler_options())
     return jitted, (weights, state, tokens)
 

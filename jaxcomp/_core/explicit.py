@@ -36,6 +36,8 @@ def spec_of(kind: Any) -> PartitionSpec:
 def over_automatic_axes(fn: Callable[..., Any], arrays: tuple[Any, ...], like: jax.Array) -> Any:
     """Calls a function over automatic axes; its results are sharded as one of its arguments.
 
+    Where no axis is explicit, it only calls the function.
+
     An axis of a result is sharded as the axis of `like` at the same position, if it divides. A
     result of another rank is sharded along axis 0 alone.
 
@@ -44,6 +46,8 @@ def over_automatic_axes(fn: Callable[..., Any], arrays: tuple[Any, ...], like: j
         arrays: Its arguments, any pytrees.
         like: The array that gives the shardings.
     """
+    if not explicit_axes():
+        return fn(*arrays)
     with jax.sharding.use_abstract_mesh(automatic_mesh()):
         plain = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), arrays)
         shapes = jax.eval_shape(fn, *plain)

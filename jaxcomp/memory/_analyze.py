@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
 
+from ._collectives import collective_traffic
 from ._compiling import CompiledStep, CompileError, compile_step
 from ._declared import NotDifferentiableError, declared_residuals
 from ._flops import jaxpr_flops
@@ -12,7 +13,7 @@ from ._live_bytes import Timeline, compile_with_timeline
 from ._report import MemoryReport
 from ._targets import Target, resolve
 from ._tracing import TracedStep, trace
-from ._traffic import collective_traffic, estimated_cycles, hbm_traffic, host_traffic
+from ._traffic import estimated_cycles, hbm_traffic, host_traffic
 
 # The TPU compiler's error for a program that does not fit. Other compilers do not raise one.
 _OUT_OF_HBM = "CompileTimeHbmOom"

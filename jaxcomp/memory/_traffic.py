@@ -45,15 +45,6 @@ _ARITHMETIC = {
 _SLICES = {"slice", "dynamic-slice", "gather"}
 _UPDATES = {"dynamic-update-slice", "scatter"}
 _CALLS = {"call", "call-start", "async-start"}
-_COLLECTIVES = {
-    "all-reduce",
-    "all-gather",
-    "all-to-all",
-    "reduce-scatter",
-    "ragged-all-to-all",
-    "collective-permute",
-    "collective-broadcast",
-}
 
 
 def hbm_traffic(hlo_text: str) -> int | None:
@@ -89,7 +80,7 @@ def hbm_traffic(hlo_text: str) -> int | None:
         524288
     """
     module = parse(hlo_text)
-    return _total(module, module.entry, lambda c, i: _traffic(module, c, i, _in_hbm))
+    return total_over(module, module.entry, lambda c, i: _traffic(module, c, i, _in_hbm))
 
 
 def host_traffic(hlo_text: str) -> int | None:
@@ -108,27 +99,7 @@ def host_traffic(hlo_text: str) -> int | None:
         ValueError: if `hlo_text` is not a compiled HLO module.
     """
     module = parse(hlo_text)
-    return _total(module, module.entry, lambda c, i: _traffic(module, c, i, _on_host))
-
-
-def collective_traffic(hlo_text: str) -> int | None:
-    """Counts the bytes of the results of collectives in one run of an optimized HLO module.
-
-    These are all-reduce, all-gather, reduce-scatter and the like, on one device, alone or in a
-    fusion. What the network carries depends on the algorithm: a ring sends up to twice as much.
-
-    Args:
-        hlo_text: the text of a compiled module, `compiled.as_text()`.
-
-    Returns:
-        The number of bytes; `None` if the trip count of a loop depends on data.
-
-    Raises:
-        ValueError: if `hlo_text` is not a compiled HLO module.
-    """
-    module = parse(hlo_text)
-    channels: set[str] = set()
-    return _total(module, module.entry, lambda _, i: _received(module, i, channels))
+    return total_over(module, module.entry, lambda c, i: _traffic(module, c, i, _on_host))
 
 
 def estimated_cycles(hlo_text: str) -> int | None:
@@ -148,7 +119,7 @@ def estimated_cycles(hlo_text: str) -> int | None:
         ValueError: if `hlo_text` is not a compiled HLO module.
     """
     module = parse(hlo_text)
-    return _total(module, module.entry, lambda c, i: _cycles(i)) or None
+    return total_over(module, module.entry, lambda c, i: _cycles(i)) or None
 
 
 class Cost(NamedTuple):
@@ -214,7 +185,7 @@ def _cycles(instruction: Instruction) -> int:
     return int(found.group(1)) if found else 0
 
 
-def _total(module: Module, computation: Computation, count: Count) -> int | None:
+def total_over(module: Module, computation: Computation, count: Count) -> int | None:
     """The sum of `count` over the instructions that run; `None` if a trip count is not known."""
     total = 0
     for instruction in computation.instructions.values():
@@ -223,14 +194,14 @@ def _total(module: Module, computation: Computation, count: Count) -> int | None
             for key, names in instruction.called.items()
         }
         if instruction.opcode == "while":
-            once = [_total(module, c, count) for c in (*called["body"], *called["condition"])]
+            once = [total_over(module, c, count) for c in (*called["body"], *called["condition"])]
             part = _times(trip_count(module, computation, instruction), once)
         elif instruction.opcode == "conditional":
-            branches = [_total(module, c, count) for cs in called.values() for c in cs]
+            branches = [total_over(module, c, count) for cs in called.values() for c in cs]
             known = [b for b in branches if b is not None]
             part = max(known) if len(known) == len(branches) else None
         elif instruction.opcode in _CALLS:
-            part = _times(1, [_total(module, c, count) for cs in called.values() for c in cs])
+            part = _times(1, [total_over(module, c, count) for cs in called.values() for c in cs])
         else:
             part = count(computation, instruction)
         if part is None:
@@ -262,26 +233,6 @@ def _traffic(
     if opcode.endswith("-start"):
         return read
     return read + _written(module, computation, instruction, instruction, counted)
-
-
-def _received(module: Module, instruction: Instruction, channels: set[str]) -> int:
-    """Bytes of the results of a collective; those of a `-start` are of its `-done`.
-
-    On a TPU, a collective that runs beside other work is in several fusions. `channels` has those
-    that were counted.
-    """
-    if instruction.opcode.removesuffix("-done") in _COLLECTIVES:
-        return sum(array.bytes for array in instruction.arrays)
-    if instruction.opcode != "fusion":
-        return 0
-    total = 0
-    for name in (name for names in instruction.called.values() for name in names):
-        for inner in module.computations[name].instructions.values():
-            found = re.search(r"channel_id=(\d+)", inner.attributes)
-            if found is None or found.group(1) not in channels:
-                total += _received(module, inner, channels)
-            channels |= {found.group(1)} if found else set()
-    return total
 
 
 def _start(computation: Computation, done: Instruction) -> Instruction:

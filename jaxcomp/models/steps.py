@@ -14,11 +14,11 @@ from jaxcomp.models.sharding import state_shardings
 from jaxcomp.planning import Strategy
 
 
-def sharded(arguments: tuple[Any, Any, Any], mesh: Mesh | AbstractMesh, *, fsdp: bool) -> Any:
-    """The shapes of a state, inputs and labels, with their shardings over a mesh."""
+def sharded(arguments: tuple[Any, ...], mesh: Mesh | AbstractMesh, *, fsdp: bool) -> Any:
+    """The shapes of a state and the arrays of a batch, with their shardings over a mesh."""
     state, *batch = arguments
     by_example = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-    shardings = (state_shardings(state, mesh, fsdp=fsdp), by_example, by_example)
+    shardings = (state_shardings(state, mesh, fsdp=fsdp), *[by_example] * len(batch))
     return jax.tree.map(
         lambda array, sharding: jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding),
         (state, *batch),

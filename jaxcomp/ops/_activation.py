@@ -1,7 +1,6 @@
 """Activation functions and dropout that save a packed mask or a quantized derivative."""
 
 import functools
-import typing
 from collections.abc import Callable, Sequence
 
 import jax
@@ -9,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, UInt32
 
 from jaxcomp._core import barriers
-from jaxcomp._core.explicit import explicit_axes, over_automatic_axes
+from jaxcomp._core.explicit import over_automatic_axes
 from jaxcomp._core.shard_map import match_varying
 from jaxcomp.codecs import Codec, Encoded, Packed, Quantize
 from jaxcomp.codecs._codec import Seed
@@ -189,12 +188,6 @@ def dropout(
         raise ValueError(f"rate={rate}: expected at least 0 and below 1")
     if not all(-x.ndim <= axis < x.ndim for axis in broadcast_dims):
         raise ValueError(f"broadcast_dims={broadcast_dims}: expected axes of x of shape {x.shape}")
-    if explicit_axes():
-        options: dict[str, typing.Any] = dict(rate=rate, broadcast_dims=broadcast_dims, codec=codec)
-        dropped: Array = over_automatic_axes(
-            functools.partial(dropout, **options), (x, key), like=x
-        )
-        return dropped
     x, key = match_varying((x, key))
     dims = {axis % x.ndim for axis in broadcast_dims}
     shape = tuple(1 if axis in dims else n for axis, n in enumerate(x.shape))
@@ -220,4 +213,5 @@ def dropout(
         return masked(cotangent, codec.decode(mask)), None
 
     op.defvjp(forward, backward)
-    return op(x, key)
+    dropped: Array = over_automatic_axes(op, (x, key), like=x)
+    return dropped

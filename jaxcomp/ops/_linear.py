@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxcomp._core import barriers
-from jaxcomp._core.explicit import explicit_axes, over_automatic_axes
+from jaxcomp._core.explicit import over_automatic_axes
 from jaxcomp._core.shard_map import match_varying, type_like
 from jaxcomp.codecs import BlockSparse, Codec, Encoded, Offload
 from jaxcomp.codecs._codec import Seed
@@ -116,13 +116,7 @@ def layer_gradient(
     else:
         product = functools.partial(block_product.by_dense, codec, precision=precision, dtype=dtype)
 
-    def over_any_axes(code: Encoded, cotangent: Array) -> Array:
-        if not explicit_axes():
-            return product(code, cotangent)
-        made: Array = over_automatic_axes(product, (code, cotangent), like=kernel)
-        return made
-
-    return over_any_axes
+    return lambda code, cotangent: over_automatic_axes(product, (code, cotangent), like=kernel)
 
 
 class Reads(typing.NamedTuple):

@@ -9,12 +9,12 @@ from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from jaxcomp.memory._collectives import collective_traffic
 from jaxcomp.memory._compiling import compile_step
 from jaxcomp.memory._hlo import parse
 from jaxcomp.memory._targets import resolve
 from jaxcomp.memory._tracing import trace
 from jaxcomp.memory._traffic import (
-    collective_traffic,
     estimated_cycles,
     hbm_traffic,
     host_traffic,

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxcomp as jc
-from jaxcomp.memory._traffic import collective_traffic
+from jaxcomp.memory._collectives import collective_traffic
 from tests.helpers import assert_close
 
 P = PartitionSpec
