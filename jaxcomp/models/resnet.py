@@ -234,7 +234,7 @@ MODELS: dict[str, Callable[..., ResNet]] = {
     },
     **{
         f"resnet{6 * n + 2}": functools.partial(ResNet, BasicBlock, (n, n, n), 16, imagenet=False)
-        for n in (3, 5, 7, 9, 18)
+        for n in (1, 2, 3, 5, 7, 9, 18)
     },
     "preact164": functools.partial(ResNet, PreActBottleneck, (18, 18, 18), 16, imagenet=False),
 }
@@ -253,7 +253,7 @@ def create(
 
     Args:
         name: "resnet18", "34", "50", "101", "152" (ImageNet, v1.5: the 3x3 convolution strides),
-            "resnet20", "32", "44", "56", "110" (CIFAR, shortcuts without parameters) or
+            "resnet8", "14", "20", "32", "44", "56", "110" (CIFAR, shortcuts without parameters) or
             "preact164" (CIFAR).
         num_classes: Number of logits.
         in_channels: Channels of the images.
