@@ -184,7 +184,8 @@ def fit_command(
         typer.Option(help="Bits of an element that the plan may use; repeatable. Default: all."),
     ] = None,
     biased: Annotated[
-        bool, typer.Option("--biased", help="Also allow codes of batch norms that clip.")
+        bool,
+        typer.Option("--biased", help="Also allow 2-bit codes of batch norms, which are biased."),
     ] = False,
     pin: Annotated[
         list[str] | None,

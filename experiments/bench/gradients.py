@@ -30,7 +30,7 @@ from experiments.options import Add, Out, Strategies, usage_errors
 from experiments.planning import quantized_bits
 from experiments.record import describe_environment, read_table, write_json, write_table
 from experiments.reproduce.transformers import TASKS, Runs, epochs
-from experiments.run import build, cross_entropy
+from experiments.run import build, count_epoch_steps, cross_entropy
 from jaxcomp._core.modules import split_model
 from jaxcomp.diagnostics import plan_bits
 from jaxcomp.memory import declared_residual_bytes
@@ -63,6 +63,7 @@ STRATEGIES = {
     ),
 }
 PLANNED = "planned:"
+DEFAULT_STEPS = (60, 600)
 CONFIG = TrainConfig(epochs=1, augment=False, warmup_epochs=0.2)
 OPTIMIZER: dict[str, dict[str, Any]] = {"resmlp_tiny": {"optimizer": "adamw", "lr": 2e-3}}
 
@@ -73,45 +74,51 @@ class Subject:
 
     Attributes:
         model: Makes the model by a strategy.
-        states: The states before and after training.
+        states: The states before training and after each number of steps.
         batch: Inputs and labels, for the gradients.
         other: Inputs and labels, to plan bits.
     """
 
     model: Callable[[str], nnx.Module]
-    states: tuple[TrainState, TrainState]
+    states: Sequence[TrainState]
     batch: tuple[jax.Array, jax.Array]
     other: tuple[jax.Array, jax.Array]
 
 
-def network(model: str, steps: int, batch: int) -> Subject:
+def network(model: str, steps: Sequence[int], batch: int) -> Subject:
     """Trains a model of `jaxcomp.models.catalog` on images."""
     data = load(CONFIG.dataset)
-    config = dataclasses.replace(
-        CONFIG, model=model, batch=batch, epoch_steps=steps, **OPTIMIZER.get(model, {})
-    )
-    run = build(config, data)
-    before, state = jax.tree.map(jnp.copy, run.state), run.state
-    for images, labels in track(list(itertools.islice(epochs(data, batch, 0), steps)), "training"):
-        state, _ = run.train_step(state, images, labels)
+    config = dataclasses.replace(CONFIG, model=model, batch=batch, **OPTIMIZER.get(model, {}))
+    an_epoch = count_epoch_steps(config, data)
+    states: list[TrainState] = []
+    for count in steps:
+        parts = -(-count // an_epoch)
+        run = build(dataclasses.replace(config, epochs=parts, epoch_steps=count // parts), data)
+        states = states or [jax.tree.map(jnp.copy, run.state)]
+        state = run.state
+        batches = itertools.islice(epochs(data, batch, 0), count)
+        for images, labels in track(batches, "training", total=count):
+            state, _ = run.train_step(state, images, labels)
+        states.append(state)
     unseen = [jax.tree.map(jnp.asarray, next(epochs(data, batch, seed))) for seed in (1, 2)]
 
     def in_strategy(strategy: str) -> nnx.Module:
         return build(dataclasses.replace(config, strategy=strategy), data).model
 
-    return Subject(in_strategy, (before, state), *unseen)
+    return Subject(in_strategy, states, *unseen)
 
 
-def transformer(model: str, steps: int, batch: int) -> Subject:
+def transformer(model: str, steps: Sequence[int], batch: int) -> Subject:
     """Trains a transformer of `experiments.reproduce.transformers` on its data."""
     task = TASKS[model](batch)
-    runs = Runs(task, "plain", steps)
+    runs = [Runs(task, "plain", count) for count in steps]
+    states = [runs[0].start(seed=0), *(run.train(seed=0)[0] for run in runs)]
     unseen = [jax.tree.map(jnp.asarray, next(task.train(seed))) for seed in (1, 2)]
 
     def in_strategy(strategy: str) -> nnx.Module:
         return Strategy.parse(strategy)(task.model(nnx.Rngs(0)))
 
-    return Subject(in_strategy, (runs.start(seed=0), runs.train(seed=0)[0]), *unseen)
+    return Subject(in_strategy, states, *unseen)
 
 
 def declared_bytes(model: nnx.Module, batch: tuple[jax.Array, jax.Array]) -> int:
@@ -134,7 +141,10 @@ def main(
             help="resnet20, resmlp_tiny, lm or vit; another model only together with --strategy."
         ),
     ] = CONFIG.model,
-    steps: Annotated[int, typer.Option(help="Training steps before the second check.")] = 60,
+    steps: Annotated[
+        list[int] | None,
+        typer.Option(help="Training steps before each further check. Default: 60 and 600."),
+    ] = None,
     batch: Annotated[int, typer.Option(help="Examples in a batch.")] = 128,
     draws: Annotated[int, typer.Option(help="Draws of the rounding noise.")] = 64,
     add: Add = False,
@@ -147,14 +157,17 @@ def main(
         )
     for name in strategies:
         Strategy.parse(name.removeprefix(PLANNED))  # raises before the training
-    subject = (transformer if model in TASKS else network)(model, steps, batch)
+    counts = sorted(set(steps or DEFAULT_STEPS))
+    if counts[0] < 1:
+        raise typer.BadParameter(f"steps={counts[0]}: expected 1 or more")
+    subject = (transformer if model in TASKS else network)(model, counts, batch)
 
     def in_training(strategy: str) -> nnx.Module:
         made = subject.model(strategy)
         made.train()
         return made
 
-    described = {"model": model, "batch": batch, "draws": draws, "steps": steps}
+    described = {"model": model, "batch": batch, "draws": draws, "steps": counts}
     exact_bytes = declared_bytes(in_training("plain"), subject.batch)
     rows: list[dict[str, Any]] = []
     if add:
@@ -164,7 +177,7 @@ def main(
         rows = [row for row in rows if row["row"] != name]
         strategy_itself = name.removeprefix(PLANNED)
         coded = in_training(strategy_itself)
-        for trained, state in zip((0, steps), subject.states, strict=True):
+        for trained, state in zip((0, *counts), subject.states, strict=True):
             nnx.update(coded, state.params, state.model_state)
             if name != strategy_itself:
                 (budget, *_) = quantized_bits(strategy_itself)
@@ -181,7 +194,7 @@ def main(
 
 def _write(out: Path, content: dict[str, Any]) -> str:
     """Writes all files and returns the table."""
-    command, rows, steps = content["command"], content["rows"], content["steps"]
+    command, rows, steps = content["command"], content["rows"], content["steps"][-1]
     write_json(out / "gradients.json", content)
     table = [
         ["strategy", "bits", "steps", "noise / SGD's", "bias (95% interval)", "floor", "Exact()"]

@@ -5,10 +5,10 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Int8, UInt32
 
 from jaxcomp.codecs import noise
+from jaxcomp.codecs._companding import Companding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,35 +17,27 @@ class Levels:
 
     The lowest codes stand for values that are not positive, the others for positive values.
 
-    Positive levels are spaced as in a floating-point format. A value `t` is mapped to `t / first +
-    1`. The mantissa of that float is rounded stochastically to `mantissa` bits. Rounding is
-    unbiased from 0 to `top`.
-
     Attributes:
         negatives: Number of codes for values that are not positive. 1: all of them decode to
             `bottom`. 2: they are rounded stochastically to `bottom` or 0.
-        positives: Number of codes for positive values. Their levels run from 0 to `top`.
-        first: Value at which the distance between levels doubles for the first time.
-        mantissa: The distance doubles after each 2^mantissa levels.
+        positive: The levels of positive values, from 0 to `top`. Rounding between them is
+            stochastic and unbiased.
         bottom: The lowest level.
 
     Example:
-        >>> levels = Levels(negatives=1, positives=3, first=0.75, mantissa=0, bottom=-0.8)
+        >>> levels = Levels(negatives=1, positive=Companding(0.75, (0, 1, 3)), bottom=-0.8)
         >>> levels.decode(jnp.arange(4))[0].tolist(), levels.top
         ([-0.800000011920929, 0.0, 0.75, 2.25], 2.25)
     """
 
     negatives: int
-    positives: int
-    first: float
-    mantissa: int
+    positive: Companding
     bottom: float
 
     @property
     def top(self) -> float:
         """The highest level. Larger values are clipped to it."""
-        octave, step = divmod(self.positives - 1, 2**self.mantissa)
-        return self.first * (2.0**octave * (1 + step / 2**self.mantissa) - 1)
+        return self.positive.top
 
     @functools.partial(jax.jit, static_argnums=0)
     def encode(
@@ -62,15 +54,15 @@ class Levels:
             random: 32 random bits for each value, from `noise.words`.
 
         Returns:
-            int32 codes in [0, negatives + positives).
+            int32 codes in [0, negatives + number of positive levels).
         """
-        shift = 23 - self.mantissa
-        floats = lax.bitcast_convert_type(jnp.maximum(t, 0) * (1 / self.first) + 1, jnp.uint32)
-        cut = ((floats + (random >> (32 - shift))) >> shift).astype(jnp.int32) - self._base
-        codes = self.negatives + jnp.clip(cut, 0, self.positives - 1)
+        fraction = noise.fraction(random)
+        last = len(self.positive.multiples) - 1
+        index = jnp.clip(self.positive.index(t), 0, last)
+        codes = self.negatives + jnp.floor(index + fraction).astype(jnp.int32)
         if self.negatives == 1:
             return jnp.where(positive, codes, 0)
-        above = t * (1 / self.bottom) < noise.fraction(random)
+        above = t * (1 / self.bottom) < fraction
         return jnp.where(positive, codes, above.astype(jnp.int32))
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -86,25 +78,12 @@ class Levels:
             The float32 levels, and the mask of positive values.
         """
         positive = codes >= self.negatives
-        up = self._up(codes) * self.first
         down = jnp.where(codes == 0, jnp.float32(self.bottom), 0.0)
-        return jnp.where(positive, up, down), positive
+        return jnp.where(positive, self._up(codes) * self.positive.unit, down), positive
 
     def multiples(self, codes: Int[Array, "*shape"]) -> Int8[Array, "*shape"]:
-        """Returns positive levels as multiples of `step`, and 0 for the other values."""
-        up = self._up(codes) * 2**self.mantissa
-        return jnp.where(codes >= self.negatives, up, 0.0).astype(jnp.int8)
+        """Returns positive levels as multiples of their unit, and 0 for the other values."""
+        return jnp.where(codes >= self.negatives, self._up(codes), 0.0).astype(jnp.int8)
 
     def _up(self, codes: Array) -> Array:
-        """Returns the positive levels in units of `first`."""
-        floats = (codes + (self._base - self.negatives)) << (23 - self.mantissa)
-        return lax.bitcast_convert_type(floats, jnp.float32) - 1
-
-    @property
-    def step(self) -> float:
-        """The smallest distance between positive levels; they are multiples of it."""
-        return self.first / 2**self.mantissa
-
-    @property
-    def _base(self) -> int:
-        return 127 << self.mantissa  # exponent bits of the float 1
+        return self.positive.multiple((codes - self.negatives).astype(jnp.float32))

@@ -11,27 +11,48 @@ from jaxtyping import Array, Bool, Float, Int8, UInt32
 
 from jaxcomp.codecs import noise, packing
 from jaxcomp.codecs._codec import Codec, Encoded, Seed, channel_axes
+from jaxcomp.codecs._companding import Companding
 from jaxcomp.codecs._levels import Levels
 from jaxcomp.codecs._rounding import to_bfloat16
 
 BITS = (2, 3, 4)
-SPAN = 4.0  # largest level of a normalised value, in standard deviations
-HIGHEST_THRESHOLD = 2.0  # of a pre-activation, in standard deviations
+# Largest deviation of a normalised value that has a level, in standard deviations, by bits.
+SPAN = {2: 4.0, 3: 12.0, 4: 16.0}
+# A threshold of a pre-activation is clipped to these, in standard deviations.
+THRESHOLDS = -3.0, 2.0
 
 ScaleSource = typing.Literal["norm", "range"]
 
-# `first` and `mantissa` of the levels by bits, with scales from the norm. Among the choices that
-# clip few real activations (2% of their sum with 2 bits), they have the least mean square error.
-_POSITIVE = {2: (0.75, 0), 3: (1.0, 1), 4: (0.7, 2)}
+# Levels with scales from the norm. They have the least mean square error in a network during
+# training. With 3 and 4 bits the last level is far away, so values are hardly ever clipped.
+_PREACTIVATION = {
+    2: Companding(0.75, (0, 1, 3)),
+    3: Companding(0.56, (0, 1, 2, 4, 8, 22)),
+    4: Companding(0.24, (0, 1, 2, 3, 4, 5, 6, 7, 9, 11, 13, 15, 23, 67)),
+}
+_ACTIVATION = {
+    2: Companding(0.75, (0, 1, 3)),
+    3: Companding(0.52, (0, 1, 2, 3, 5, 9, 23)),
+    4: Companding(0.2, (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 22, 28, 80)),
+}
+_DEVIATION = {  # on both sides of the mean
+    2: Companding(8 / 3, (0.5, 1.5)),
+    3: Companding(0.96, (0.5, 1.5, 3.5, 12.5)),
+    4: Companding(0.4, (0.5, 1.5, 2.5, 3.5, 5.5, 7.5, 11.5, 40)),
+}
 _NEGATIVE = {2: (1, -0.8), 3: (2, -6.0), 4: (2, -6.0)}  # number of codes and lowest level
-# `first` and `mantissa` with ranges, where nothing is clipped; least error in a trained network.
-_OF_RANGE = {2: (1.0, 0), 3: (1.0, 2), 4: (1.0, 3)}
+# Levels with ranges, where nothing is clipped; least error in a trained network.
+_OF_RANGE = {
+    2: Companding(1, (0, 1, 3)),
+    3: Companding(0.25, (0, 1, 2, 3, 4, 6, 8)),
+    4: Companding(0.125, (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 18, 20)),
+}
 _SLACK = 2.0**-8  # relative margin that makes rounding to bfloat16 go outward
 
 
 @dataclasses.dataclass(frozen=True)
 class SignAware(Codec):
-    """Quantizes the output of a ReLU: zero is exact, positive levels are exponentially spaced.
+    """Quantizes the output of a ReLU: zero is exact, and the distance of positive levels grows.
 
     `ops.norm_act` also encodes pre-activations by it. The sign of the decoded value is then the
     mask of the ReLU, which needs no bit of its own.
@@ -39,7 +60,9 @@ class SignAware(Codec):
     In `ops.norm_act` the levels are multiples of a per-channel scale. `scale_source` selects it:
 
     - "norm": the scale follows from the parameters of the batch norm. No pass over the array
-      computes ranges. Values beyond the last level are clipped to it.
+      computes ranges. The distance between levels grows, and the last one is far away: at 16 times
+      the scale with 4 bits, at 12 with 3. Values beyond it are clipped; `diagnostics.clipped`
+      counts them.
     - "range": the levels lie between the extremes of each channel of each sample (of each sample,
       for arrays of fewer than 3 axes), rounded outward to bfloat16. No value is clipped and the
       error is smaller, but computing the range takes one pass over the array.
@@ -50,8 +73,7 @@ class SignAware(Codec):
     Values up to the last level are unbiased, except that with 2 bits one code stands for all
     negative pre-activations. With ranges it decodes to their mean; a norm's backward pass is then
     biased. With "norm", the last level of 2 bits is 2.25 times the scale; in a trained network,
-    clipping loses 2% of the sum of the activations. With "norm" and 3 or 4 bits, clipping biases a
-    gradient by 1 to 2% of its norm.
+    clipping loses 2% of the sum of the activations.
 
     Attributes:
         bits: Bits per element: 2, 3 or 4.
@@ -84,8 +106,8 @@ class SignAware(Codec):
 
     @property
     def unbiased(self) -> bool:  # type: ignore[override]
-        """Whether a norm's backward pass is unbiased: with 3 or 4 bits and ranges."""
-        return self.bits > 2 and self.scale_source == "range"
+        """Whether a norm's backward pass is unbiased: with 3 or 4 bits."""
+        return self.bits > 2
 
     @property
     def fuses_decode_on_tpu(self) -> bool:  # type: ignore[override]
@@ -95,12 +117,13 @@ class SignAware(Codec):
     @property
     def levels(self) -> Levels:
         """The quantization levels, in multiples of the scale."""
-        if self.scale_source == "range":
-            (first, mantissa), negative = _OF_RANGE[self.bits], (_NEGATIVE[self.bits][0], -1.0)
-        else:
-            (first, mantissa), negative = _POSITIVE[self.bits], _NEGATIVE[self.bits]
-        negatives, bottom = negative if self.signed else (1, 0.0)
-        return Levels(negatives, 2**self.bits - negatives, first, mantissa, bottom)
+        negatives, bottom = _NEGATIVE[self.bits] if self.signed else (1, 0.0)
+        if self.scale_source == "norm":
+            positive = (_PREACTIVATION if self.signed else _ACTIVATION)[self.bits]
+            return Levels(negatives, positive, bottom)
+        unit, multiples = dataclasses.astuple(_OF_RANGE[self.bits])
+        positive = Companding(unit, multiples[: 2**self.bits - negatives])
+        return Levels(negatives, positive, -1.0 if self.signed else 0.0)
 
     @functools.partial(jax.jit, static_argnums=0, inline=True)
     def encode_scaled(self, x: Array, channel_scale: Array, random: Array) -> Encoded:
@@ -177,7 +200,7 @@ class SignAware(Codec):
         """
         *packed, channel_scale, _ = code.arrays
         codes = packing.unpack(tuple(packed), code.shape, self.bits)
-        return self.levels.multiples(codes), self.levels.step * channel_scale
+        return self.levels.multiples(codes), self.levels.positive.unit * channel_scale
 
     @functools.partial(jax.jit, static_argnums=0, inline=True)
     def encode_preactivation(
@@ -249,7 +272,7 @@ class SignAware(Codec):
 
     def _within(self, threshold: Array) -> Array:
         """Clips a threshold, so that levels that start at it still cover the usual values."""
-        return jnp.clip(threshold, -self.levels.top / 2, HIGHEST_THRESHOLD)
+        return jnp.clip(threshold, *THRESHOLDS)
 
     def _steps(self, ends: tuple[Array, ...], threshold: Array) -> tuple[Array, Array, Array]:
         """Returns the start of the levels of a range, and the scales above and below it."""
@@ -261,10 +284,10 @@ class SignAware(Codec):
     def encode_normalized(
         self, h: Float[Array, "*shape"], random: UInt32[Array, "*shape"]
     ) -> "Normalized":
-        """Encodes normalised values on equidistant levels.
+        """Encodes normalised values.
 
-        With `scale_source="norm"` the levels span -SPAN to SPAN, in which decoded values are
-        unbiased.
+        With `scale_source="norm"` the levels reach `SPAN` standard deviations to both sides, within
+        which decoded values are unbiased. With "range" they are equidistant.
 
         Args:
             h: float32 values with mean 0 and variance 1 in each channel.
@@ -273,10 +296,15 @@ class SignAware(Codec):
         Returns:
             The encoded values.
         """
-        ends: tuple[Array, ...] = () if self.scale_source == "norm" else extremes(h)
-        low, step = self.equidistant(ends)
-        level = jnp.clip((h - low) / jnp.where(step == 0, 1, step), 0, 2**self.bits - 1)
-        codes = jnp.floor(level + noise.fraction(random)).astype(jnp.int32)
+        ends: tuple[Array, ...] = ()
+        if self.scale_source == "norm":
+            size = _DEVIATION[self.bits].index(jnp.abs(h)) + 0.5
+            index = jnp.where(h < 0, -size, size) + self._middle
+        else:
+            low, step = equidistant(ends := extremes(h), self.bits)
+            index = (h - low) / jnp.where(step == 0, 1, step)
+        index = jnp.clip(index, 0, 2**self.bits - 1)
+        codes = jnp.floor(index + noise.fraction(random)).astype(jnp.int32)
         return Normalized(packing.pack(codes, self.bits), ends)
 
     @functools.partial(jax.jit, static_argnums=(0, 2), inline=True)
@@ -284,13 +312,18 @@ class SignAware(Codec):
         self, code: "Normalized", shape: tuple[int, ...]
     ) -> Float[Array, "*shape"]:
         """Returns the float32 values that `encode_normalized` encoded."""
-        low, step = self.equidistant(code.ends)
-        return packing.unpack(code.packed, shape, self.bits).astype(jnp.float32) * step + low
+        codes = packing.unpack(code.packed, shape, self.bits).astype(jnp.float32)
+        if self.scale_source == "range":
+            low, step = equidistant(code.ends, self.bits)
+            return codes * step + low
+        levels, index = _DEVIATION[self.bits], codes - self._middle
+        size = levels.multiple(jnp.abs(index) - 0.5) * levels.unit
+        return jnp.where(index < 0, -size, size)
 
-    def equidistant(self, ends: tuple[Array, ...]) -> tuple[Array, Array]:
-        """Returns the lowest of equidistant levels between two ends, and the distance of levels."""
-        low, high = (jnp.asarray(end, jnp.float32) for end in ends or (-SPAN, SPAN))
-        return low, (high - low) / (2**self.bits - 1)
+    @property
+    def _middle(self) -> float:
+        """The place of zero among the codes of `encode_normalized`."""
+        return (2**self.bits - 1) / 2
 
 
 class Preactivation(typing.NamedTuple):
@@ -325,6 +358,12 @@ def extremes(h: Array) -> tuple[Array, Array]:
     low = jnp.min(h, axes, keepdims=True, initial=jnp.inf)
     high = jnp.max(h, axes, keepdims=True, initial=-jnp.inf)
     return -_outward(-low), _outward(high)
+
+
+def equidistant(ends: tuple[Array, ...], bits: int) -> tuple[Array, Array]:
+    """Returns the lowest of equidistant levels between two ends, and the distance of levels."""
+    low, high = (end.astype(jnp.float32) for end in ends)
+    return low, (high - low) / (2**bits - 1)
 
 
 def _mean_unless_all(h: Array, positive: Array, low: Array) -> Array:

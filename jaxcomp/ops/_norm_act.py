@@ -46,15 +46,15 @@ def norm_act(
 
     - Without `residual`: one code of the pre-activation. The norm's backward pass reads it, it is
       the mask of the ReLU, and it is the code of the result.
-    - With `residual`: the normalised values have a uniform code. The result has a code of its own,
+    - With `residual`: the normalised values have a code of their own. The result has another,
       which is also the mask of the ReLU.
     - With `residual_norm`, the operation is `relu(batch_norm(x) + batch_norm(residual))`, for
-      blocks that change the shape. The normalised values of both norms have a uniform code. Both
+      blocks that change the shape. The normalised values of each norm have a code of their own. Both
       backward passes share their reads, so HBM traffic is lower than with two separate norms.
     - With `pool`, the result is the maximum of each window of the ReLU's output, as in the stem of
       a network. Neither the value before pooling nor its cotangent is written to memory. The
-      normalised values have a uniform code. The index of each window's maximum is saved exactly: in
-      4 bits, or in 8 bits if a window has more than 16 values.
+      normalised values have a code of their own. The index of each window's maximum is saved
+      exactly: in 4 bits, or in 8 bits if a window has more than 16 values.
 
     By default, the per-channel scale follows from the parameters of the norms, so no pass computes
     ranges, and the norm's statistics are the only metadata. With `SignAware(scale_source="range")`
@@ -63,10 +63,9 @@ def norm_act(
     Mask and statistics are exact. The backward pass applies the exact rule to the decoded
     normalised values. Operations that read the result decode its code with `codec.decode`. With 3
     or 4 bits, gradients are as unbiased as those of `ops.batch_norm`, except for values that the
-    levels clip: above `codec.levels.top` times the scale, or more than 4 standard deviations where
-    the normalised values have a code of their own. With ranges nothing is clipped. A NaN or Inf in
-    `x`, `scale` or `bias`, or in the statistics, makes the decoded values of its channel
-    non-finite.
+    levels clip: 16 times the scale with 4 bits, 12 times with 3. With ranges nothing is
+    clipped. A NaN or Inf in `x`, `scale` or `bias`, or in the statistics, makes the decoded values
+    of its channel non-finite.
 
     Args:
         x: float32, bfloat16 or float16 array with the features last, such as the result of a
@@ -219,7 +218,9 @@ def clipped(
     if codec.scale_source == "norm" and codec.signed:
         outside = [codec.clips(normalized[0] * sign(scale), threshold(scale, bias))]
     elif codec.scale_source == "norm":
-        outside = [functools.reduce(jnp.logical_or, (jnp.abs(h) > SPAN for h in normalized))]
+        outside = [
+            functools.reduce(jnp.logical_or, (jnp.abs(h) > SPAN[codec.bits] for h in normalized))
+        ]
         if activation.code is not None:
             *_, channel_scale, _ = activation.code.arrays
             above = activation.value > codec.levels.top * channel_scale

@@ -43,11 +43,11 @@ class Curved(Codec):
     """Decodes the result of `norm_curve` from the code of its normalised values.
 
     Attributes:
-        codec: How these are encoded.
+        bits: Bits of an element of that code.
         curve: The activation function.
     """
 
-    codec: SignAware
+    bits: int
     curve: Curve
     name: typing.ClassVar[str] = "curved"
     kinds = ()
@@ -55,13 +55,13 @@ class Curved(Codec):
     @property
     def unbiased(self) -> bool:  # type: ignore[override]
         """Whether a norm's backward pass is unbiased."""
-        return self.codec.unbiased
+        return self.bits > 2
 
     def read(
         self, kept: Kept, shape: tuple[int, ...]
     ) -> tuple[Curve, Array, Array, Array, Array, Array]:
         """Decodes the arguments of `_curves.result`."""
-        h, step = _dithered.decode(kept.code, self.codec, shape)
+        h, step = _dithered.decode(kept.code, self.bits, shape)
         piece = packing.unpack(kept.piece, shape, 2) if kept.piece else jnp.zeros((), jnp.int32)
         return self.curve, h, step, kept.gain, kept.offset, piece
 
@@ -93,21 +93,21 @@ def norm_curve(
         given: Its arguments.
         curve: The activation function that `activation` computes.
         activation: The activation function as the program has it.
-        codec: `SignAware`, or `Offload` of it.
+        codec: `SignAware`, or `Offload` of it. The levels lie between the extremes of each channel
+            of each sample, whatever its `scale_source`.
         seed: Integer scalar that selects the rounding noise.
 
     Returns:
         The result with its code, the mean and the variance.
     """
-    by = typing.cast(SignAware, inner_codec(codec))
-    curved = Curved(by, curve)
+    curved = Curved(typing.cast(SignAware, inner_codec(codec)).bits, curve)
     given, seed = match_varying((given, noise.folded(seed, noise.spot_check(given.x))))
     like = jax.eval_shape(lambda given: given, given)
 
     def compute(x: Array, scale: Array, bias: Array, seed: Array) -> typing.Any:
         mean, variance = norm.statistics(x)
         variance = norm.clip(variance)
-        code = _dithered.encode(norm.standardize(x, mean, variance), by, seed)
+        code = _dithered.encode(norm.standardize(x, mean, variance), curved.bits, seed)
         z = norm.normalize(x, mean, variance, scale, bias)
         y = activation(z)
         piece = () if curve.piece is None else packing.pack(curve.piece(z), 2)

@@ -81,8 +81,8 @@ def fit(
             with its parameters, and a batch, which may be smaller than `batch`. The gradient is
             taken on the attached device, three times for the codes of each kind of group. Without
             it, the noise is not known.
-        biased: Whether batch norms may have codes that clip (`recipes.fused`), which are faster and
-            bias the gradient.
+        biased: Whether batch norms may have 2-bit codes, which bias the gradient. Without them, 3
+            bits are the fewest of a batch norm.
         pin: Choices that are given, by a regular expression for paths of modules: "keep",
             "recompute" or "quantize:bits=N". `{"head/.*": "keep"}` is for a head and all in it. A
             pin for a part of a group is for the group.

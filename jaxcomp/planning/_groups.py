@@ -173,7 +173,7 @@ def policy_of(assignment: Mapping[str, str], biased: bool) -> Policy:
     Args:
         assignment: "keep", "recompute", "quantize:bits=N", or what is moved to the host, "offload"
             or "offload:quantize:bits=N", by group.
-        biased: Whether batch norms may have codes that clip.
+        biased: Whether batch norms may have 2-bit codes, which are biased.
     """
     alike: dict[tuple[int, str, str], list[str]] = {}
     for group, choice in assignment.items():
@@ -217,13 +217,10 @@ def rules_of(choice: str, biased: bool) -> tuple[Rule, ...]:
     if choice.startswith("offload:"):
         return _on_host(rules_of(choice.removeprefix("offload:"), biased))
     bits = int(choice.removeprefix("quantize:bits="))
-    if biased and bits < 8:
-        unit: tuple[Rule, ...] = (Rule(SignAware(bits), op=_UNIT, required=False),)
-    elif bits == 2:
-        unit = (Rule(SignAware(3, scale_source="range"), op=_UNIT, required=False),)
-    else:
+    if bits > 2:
         return _optional(recipes.automatic(bits))
-    return (*unit, *_optional(recipes.transformer(bits)))
+    unit = Rule(SignAware(2 if biased else 3), op=_UNIT, required=False)
+    return (unit, *_optional(recipes.transformer(bits)))
 
 
 def _optional(policy: Policy) -> tuple[Rule, ...]:

@@ -73,7 +73,7 @@ def measure(
         data: A loss of a model and a batch, the model, and a batch.
         groups: Their names.
         bits: Bits of an element that are measured.
-        biased: Whether batch norms may have codes that clip.
+        biased: Whether batch norms may have 2-bit codes, which are biased.
         part: The size of the batch as a part of that of the plan. Values that are too small for a
             code are so by this part.
         progress: Is entered with what is measured.

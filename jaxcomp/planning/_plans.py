@@ -28,7 +28,7 @@ class Allowed:
     Attributes:
         actions: Its kinds of choices.
         bits: Bits of a quantized element.
-        biased: Whether batch norms may have codes that clip.
+        biased: Whether batch norms may have 2-bit codes, which are biased.
         pinned: Choices that are given, by group.
         split_batch_statistics: Whether batch norms may see fewer images.
         data: What the noise of codes is measured on.

@@ -237,8 +237,9 @@ def _fits(unit: Unit, codec: Codec) -> bool:
         return isinstance(by, Packed)
     if not isinstance(by, SignAware) or (isinstance(codec, Offload) and codec.in_turn):
         return False
-    shape = unit.operands[0].aval.shape
-    return by.scale_source == "norm" or len(shape) > 2
+    smooth = isinstance(unit, NormAct) and unit.activation is not None
+    ranges = smooth or by.scale_source == "range"
+    return len(unit.operands[0].aval.shape) > 2 or not ranges
 
 
 def _units(pattern: Pattern) -> list[Unit]:

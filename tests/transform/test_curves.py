@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import jaxcomp as jc
-from jaxcomp.codecs import SignAware, _dithered
+from jaxcomp.codecs import _dithered
 from jaxcomp.ops import _curves
 from tests.helpers import error_of_mean
 
@@ -101,9 +101,7 @@ def test_one_code_for_norm_activation_and_gate(act, dtype):
 
 
 @pytest.mark.parametrize("curve", _curves.CURVES, ids=lambda c: c.function.__name__)
-@pytest.mark.parametrize("scale_source", ["norm", "range"])
-def test_functions_of_a_decoded_value_are_unbiased(curve, scale_source):
-    codec = SignAware(4, scale_source=scale_source)
+def test_functions_of_a_decoded_value_are_unbiased(curve):
     h = jnp.linspace(-3.5, 3.5, 64).reshape(1, 64, 1)
     gain, offset = jnp.full((1, 1, 1), 1.4), jnp.full((1, 1, 1), 0.2)
     z = gain * h + offset
@@ -111,7 +109,7 @@ def test_functions_of_a_decoded_value_are_unbiased(curve, scale_source):
 
     @jax.vmap
     def draw(seed):
-        decoded, step = _dithered.decode(_dithered.encode(h, codec, seed), codec, h.shape)
+        decoded, step = _dithered.decode(_dithered.encode(h, 4, seed), 4, h.shape)
         arguments = curve, decoded, step, gain, offset, piece
         return _curves.result(*arguments), *_curves.slopes(*arguments)
 
