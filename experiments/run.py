@@ -78,7 +78,7 @@ def build(config: TrainConfig, dataset: Dataset, *, fsdp: bool = False) -> Run:
             rngs=nnx.Rngs(config.seed),
         )
     )
-    state = place(training.init_state(model, _optimizer(config, dataset)), fsdp=fsdp)
+    state = place(training.init_state(model, optimizer(config, dataset)), fsdp=fsdp)
     return of_model(model, state, config, dataset)
 
 
@@ -92,12 +92,12 @@ def of_model(
     """
     loss_fn = training.make_loss(model, config.label_smoothing)
     micro_batches = Strategy.parse(config.strategy).micro_batches
-    train_step = training.make_train_step(loss_fn, _optimizer(config, dataset), micro_batches)
+    train_step = training.make_train_step(loss_fn, optimizer(config, dataset), micro_batches)
     train_step.trace(state, *abstract_batch(config.batch, dataset.image_shape))
     return Run(model, state, loss_fn, train_step, training.make_eval_step(model))
 
 
-def _optimizer(config: TrainConfig, dataset: Dataset) -> optax.GradientTransformation:
+def optimizer(config: TrainConfig, dataset: Dataset) -> optax.GradientTransformation:
     schedule = learning_rate(config, count_epoch_steps(config, dataset))
     if config.optimizer == "adamw":
         return training.adamw(schedule, weight_decay=config.weight_decay)
