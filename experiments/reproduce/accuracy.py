@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -120,7 +120,7 @@ class Runs:
         accuracy, loss = np.asarray(sums) / len(self.data.test)
         return {"test_accuracy": float(accuracy), "test_loss": float(loss)}
 
-    def _batches(self, split: str, seed: int, epoch: int) -> Any:
+    def _batches(self, split: Literal["train", "test"], seed: int, epoch: int) -> Any:
         size = self.config.batch if split == "train" else 500
         return self.data.batches(
             split, size, seed=seed, epoch=epoch, augment=False, drop_remainder=split == "train"

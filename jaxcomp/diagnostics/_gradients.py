@@ -11,11 +11,15 @@ from flax import nnx
 
 from jaxcomp._core.explicit import explicit_axes
 from jaxcomp._core.modules import split_model
+from jaxcomp.diagnostics._clipping import clipped_during
 from jaxcomp.diagnostics._exact import encodes, exact_copy
 from jaxcomp.nn._coded import coded_modules
 
 Loss = Callable[[Any, Any], Any]  # of a model and a batch
 Z = 1.96  # of a confidence interval of 95%
+_SIGNIFICANCE = 0.05
+_ROUNDING = 10  # a mean error is of the codes if it is so much larger than without them
+_MOST_SIGNS = 14  # of draws, as a power of two
 _LOST, _NEAR = 0.1, 0.5  # noise in units of SGD's: lost in it, and of its size
 
 
@@ -28,12 +32,15 @@ class Errors:
         bias_interval: Its 95% confidence interval, by the jackknife.
         floor: Norm of the mean error that the noise alone would leave after so many draws.
         noise: Standard deviation of one gradient.
+        p_value: How often random signs of the drawn errors give a mean as large as theirs; 1 if
+            their mean is less than ten times that of rounding alone.
     """
 
     bias: float
     bias_interval: tuple[float, float]
     floor: float
     noise: float
+    p_value: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +56,8 @@ class GradientReport:
         layers: Parameters and their parts of the variance of the coded gradient, largest first.
         parameters: Of each parameter's coded gradient by itself, as parts of the norm of its own
             exact one. Those whose exact gradient is zero are left out.
+        clipped: Fraction of clipped values of each layer, as `diagnostics.clipped` returns it,
+            largest first; empty if no layer has a `SignAware` codec.
     """
 
     coded: Errors
@@ -57,6 +66,22 @@ class GradientReport:
     draws: int
     layers: tuple[tuple[str, float], ...]
     parameters: tuple[tuple[str, Errors], ...]
+    clipped: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def biased(self) -> tuple[str, ...]:
+        """Parameters with a bias, the most significant first.
+
+        The probability of naming any parameter without a bias is at most 5% (Holm's correction for
+        as many tests as there are parameters). It takes about 16 draws to name one of a thousand.
+        """
+        ordered = sorted(self.parameters, key=lambda item: item[1].p_value)
+        names = []
+        for rank, (name, errors) in enumerate(ordered):
+            if errors.p_value > _SIGNIFICANCE / (len(ordered) - rank):
+                break
+            names.append(name)
+        return tuple(names)
 
     @property
     def noise_over_sgd(self) -> float:
@@ -68,8 +93,11 @@ class GradientReport:
         """The report in a sentence."""
         if self.coded.noise <= 2 * self.control.noise and self.coded.bias <= 2 * self.control.bias:
             return "nothing was encoded: the gradient is the exact one"
-        low, ratio = self.coded.bias_interval[0], self.noise_over_sgd
+        low, ratio, biased = self.coded.bias_interval[0], self.noise_over_sgd, self.biased
         bias = f"biased by {low:.1%} of the gradient or more" if low > 0 else "no bias was found"
+        if biased:
+            bias = bias if low > 0 else "biased"
+            bias += f" ({len(biased)} of {len(self.parameters)} parameters, first {biased[0]})"
         noise = f"the noise is {ratio:.2f} of SGD's"
         if ratio < _LOST:
             return f"{bias}; {noise} and lost in it"
@@ -122,6 +150,10 @@ def check_gradients(
     Returns:
         The report.
 
+    Warns:
+        UserWarning: If more than 1e-4 of a layer's values are clipped, as for
+            `diagnostics.clipped`.
+
     Raises:
         TypeError: If an argument has another type, or `loss` returns no floating-point scalar.
         ValueError: If there are fewer than 3 draws or 2 parts, the batch does not divide into the
@@ -149,18 +181,23 @@ def check_gradients(
     errors = np.stack([vector(coded(p, batch)) - gradient for p in drawn])
     control = np.stack([vector(exact(p, batch)) - gradient for p in drawn])
     norm = float(np.linalg.norm(gradient))
+    shares = clipped_during(loss, model, batch)
     sgd_noise = np.sqrt(sgd_variance(exact, params, batch, parts)) / norm
     return GradientReport(
-        _errors(errors, norm),
-        _errors(control, norm),
+        _errors(errors, control, norm),
+        _errors(control, control, norm),
         float(sgd_noise),
         draws,
         _shares(params, np.var(errors, axis=0, ddof=1)),
         tuple(
-            (name, _errors(errors[:, part], float(np.linalg.norm(gradient[part]))))
+            (
+                name,
+                _errors(errors[:, part], control[:, part], float(np.linalg.norm(gradient[part]))),
+            )
             for name, part in _parts(params)
             if gradient[part].any()
         ),
+        tuple(sorted(shares.items(), key=lambda item: -item[1])),
     )
 
 
@@ -258,7 +295,7 @@ def vector(gradient: Any) -> np.ndarray:
     return np.concatenate(leaves)
 
 
-def _errors(errors: np.ndarray, norm: float) -> Errors:
+def _errors(errors: np.ndarray, control: np.ndarray, norm: float) -> Errors:
     """Bias by the products of different draws, whose noise is zero on average."""
     draws = len(errors)
     products = errors @ errors.T
@@ -276,6 +313,9 @@ def _errors(errors: np.ndarray, norm: float) -> Errors:
     deviation = np.sqrt((draws - 1) * np.var(left_out))
     variance = np.var(errors, axis=0, ddof=1).sum()
 
+    mean, of_rounding = (np.linalg.norm(rows.mean(0)) for rows in (errors, control))
+    more_than_rounding = mean > _ROUNDING * of_rounding
+
     def part(square: float) -> float:
         return float(np.sqrt(max(0.0, square)) / norm)
 
@@ -284,7 +324,25 @@ def _errors(errors: np.ndarray, norm: float) -> Errors:
         bias_interval=(part(square - Z * deviation), part(square + Z * deviation)),
         floor=part(variance / draws),
         noise=part(variance),
+        p_value=_p_value(products) if more_than_rounding else 1.0,
     )
+
+
+def _p_value(products: np.ndarray) -> float:
+    """How often random signs of vectors give a sum as long as theirs.
+
+    Args:
+        products: The products of each vector with each.
+    """
+    draws = len(products)
+    if draws - 1 <= _MOST_SIGNS:  # all combinations: the first sign does not matter
+        numbers = np.arange(2 ** (draws - 1))
+        signs = 1 - 2 * (numbers[:, None] >> np.arange(draws) & 1)
+    else:
+        signs = np.random.default_rng(0).choice([-1, 1], (2**_MOST_SIGNS, draws))
+        signs[0] = 1
+    squares = ((signs @ products) * signs).sum(1)
+    return float(np.mean(squares >= squares[0] * (1 - 1e-9)))
 
 
 def _shares(params: Any, variance: np.ndarray) -> tuple[tuple[str, float], ...]:

@@ -49,8 +49,8 @@ def norm_act(
     - With `residual`: the normalised values have a code of their own. The result has another,
       which is also the mask of the ReLU.
     - With `residual_norm`, the operation is `relu(batch_norm(x) + batch_norm(residual))`, for
-      blocks that change the shape. The normalised values of each norm have a code of their own. Both
-      backward passes share their reads, so HBM traffic is lower than with two separate norms.
+      blocks that change the shape. The normalised values of each norm have a code of their own.
+      Both backward passes share their reads, so HBM traffic is lower than with two separate norms.
     - With `pool`, the result is the maximum of each window of the ReLU's output, as in the stem of
       a network. Neither the value before pooling nor its cotangent is written to memory. The
       normalised values have a code of their own. The index of each window's maximum is saved

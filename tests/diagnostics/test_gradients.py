@@ -67,6 +67,37 @@ def test_errors_of_each_parameter_are_parts_of_its_own_gradient():
     assert bias > report.coded.bias > 100 * found["head/kernel"].bias
 
 
+def test_biased_parameters_are_named_and_others_are_not():
+    report = jc.check_gradients(loss, Net(jc.AvgPool(window=4)), BATCH, draws=8)
+    assert report.biased == ("conv/kernel",)
+    assert "(1 of 4 parameters, first conv/kernel); the noise is" in str(report)
+    assert dict(report.parameters)["conv/kernel"].p_value == 1 / 2**7
+    unbiased = jc.check_gradients(loss, Net(jc.Quantize(bits=2)), BATCH, draws=16)
+    assert unbiased.biased == ()
+    assert all(errors.p_value > 0.001 for _, errors in unbiased.parameters)
+
+
+class Unit(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        conv = jc.nn.Conv(3, 4, (3, 3), rngs=rngs)
+        self.unit = jc.nn.ConvNormAct(conv, jc.nn.BatchNorm(4, rngs=rngs))
+        self.head = jc.nn.Linear(4, 3, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(jc.ops.value(self.unit(x)).mean((1, 2)))
+
+
+def test_clipped_values_are_counted_and_warned_of():
+    model = jc.compress(Unit(), "fused:bits=4")
+    report = jc.check_gradients(loss, model, BATCH, draws=3)
+    assert report.clipped == (("unit", 0.0),)
+    x = jnp.zeros((32, 8, 8, 3)).at[0, 0, 0].set(100.0)  # more than 16 standard deviations
+    with pytest.warns(UserWarning, match="of the values of unit are beyond the last level"):
+        report = jc.check_gradients(loss, model, (x, jnp.arange(32) % 3), draws=3)
+    assert 1e-4 < report.clipped[0][1] < 0.01
+
+
 def test_a_parameter_without_a_gradient_is_left_out():
     def of_logits(model, batch):
         return (model(batch[0]) ** 2).mean() + 0 * model.unused[...].sum()
