@@ -52,6 +52,13 @@ def gathered(weights, x):
     return x + jax.nn.silu(_norm(x, weights["scale"]) @ weights["up"]) @ weights["down"]
 
 
+def gathered_and_parallel(weights, x):
+    """FSDP over one axis and tensor parallel over the other."""
+    if _is_explicit():
+        weights = {k: jax.sharding.reshard(w, SPLIT[k]) for k, w in weights.items()}
+    return tensor_parallel(weights, x)
+
+
 def in_sequence(weights, x):
     return jnp.tanh(_norm(x, weights["scale"]) @ weights["up"]) @ weights["down"]
 
@@ -91,6 +98,10 @@ CASES = {
     with_rules: (SPLIT, P("data")),
     nested: (SPLIT, P("data")),
     gathered: ({"up": P("data"), "down": P(None, "data"), "scale": P("data")}, P("data")),
+    gathered_and_parallel: (
+        {"up": P("data", "model"), "down": P("model", "data"), "scale": P("data")},
+        P("data"),
+    ),
     in_sequence: (dict.fromkeys(SPLIT, P()), P(None, "data")),
 }
 
@@ -121,14 +132,26 @@ def test_gradients_are_those_of_one_device(fn, policy):
     for name, gradient in found.items():
         assert gradient.sharding.is_equivalent_to(of_plain[name].sharding, gradient.ndim)
     exact = isinstance(policy, jc.Exact)
-    if exact or fn in (tensor_parallel, gathered):  # elsewhere sums round; noise is a hash of bits
+    if exact or fn in (tensor_parallel, gathered, gathered_and_parallel):  # elsewhere sums round; noise is a hash of bits
         assert_close(found, alone, 1e-5 if exact else 1e-4)
     if fn is not with_rules:  # which is another function there
         assert saved == jc.plan(coded, WEIGHTS, X).saved_bytes
     more, base = map(collective_traffic, texts)
     if fn is not in_sequence or exact:  # whose ranges are over the sequence
-        again = sum(w.nbytes for w in WEIGHTS.values()) if fn is gathered else 0
+        gathers = fn in (gathered, gathered_and_parallel)
+        again = sum(w.nbytes for w in WEIGHTS.values()) if gathers else 0
         assert more <= base + again + SAMPLES  # gathered weights are not saved
+
+
+@pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 2), (2, 2)])
+def test_any_number_of_devices(sizes):
+    coded = jc.checkpoint(gathered_and_parallel, jc.Quantize(4))
+    gradient = jax.jit(jax.grad(functools.partial(_loss, coded)))
+    alone = gradient(WEIGHTS, X)
+    devices = jax.devices()[: sizes[0] * sizes[1]]
+    mesh = jax.make_mesh(sizes, ("data", "model"), devices=devices)
+    with jax.set_mesh(mesh):
+        assert_close(gradient(*_placed(gathered_and_parallel, mesh)), alone, 1e-4)
 
 
 class _Net(nnx.Module):
