@@ -154,6 +154,16 @@ def test_any_number_of_devices(sizes):
         assert_close(gradient(*_placed(gathered_and_parallel, mesh)), alone, 1e-4)
 
 
+def test_rows_of_a_sharded_sequence_need_no_communication():
+    functions = jc.checkpoint(in_sequence, jc.Quantize(4, group="row")), in_sequence
+    mesh = jax.make_mesh((4, 2), ("data", "model"))
+    with jax.set_mesh(mesh):
+        placed = _placed(in_sequence, mesh)
+        steps = [jax.jit(jax.grad(functools.partial(_loss, f))).lower(*placed) for f in functions]
+        coded, plain = (collective_traffic(step.compile().as_text()) for step in steps)
+    assert coded <= plain + SAMPLES
+
+
 class _Net(nnx.Module):
     def __init__(self, rngs):
         self.conv = nnx.Conv(3, 64, (3, 3), rngs=rngs)
