@@ -132,7 +132,11 @@ def test_gradients_are_those_of_one_device(fn, policy):
     for name, gradient in found.items():
         assert gradient.sharding.is_equivalent_to(of_plain[name].sharding, gradient.ndim)
     exact = isinstance(policy, jc.Exact)
-    if exact or fn in (tensor_parallel, gathered, gathered_and_parallel):  # elsewhere sums round; noise is a hash of bits
+    if exact or fn in (
+        tensor_parallel,
+        gathered,
+        gathered_and_parallel,
+    ):  # elsewhere sums round; noise is a hash of bits
         assert_close(found, alone, 1e-5 if exact else 1e-4)
     if fn is not with_rules:  # which is another function there
         assert saved == jc.plan(coded, WEIGHTS, X).saved_bytes
