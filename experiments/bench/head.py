@@ -1,0 +1,77 @@
+"""Cross-entropy of a language model's head, with whole logits and with parts of them.
+
+    python -m experiments.bench.head --target h100 --out experiments/results/head-h100
+
+The gradient of the mean loss of 8192 tokens with 768 features and 50,257 classes in bfloat16, as
+of GPT-2, compiled ahead of time. Nothing is run.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import typer
+
+import jaxcomp as jc
+from experiments.options import TARGET_HELP, Out, usage_errors
+from experiments.record import describe_environment, write_json, write_table
+from jaxcomp.ops import linear_cross_entropy
+
+TOKENS, FEATURES, CLASSES = 8192, 768, 50_257
+CHUNKS = (1024, 2048, 4096, 8192, 16384)
+Loss = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def whole(x: jax.Array, kernel: jax.Array, labels: jax.Array) -> jax.Array:
+    """The loss as most people write it."""
+    logits = (x @ kernel).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+
+
+def gradient(loss: Loss) -> Callable[..., Any]:
+    """The gradient of the mean loss; the kernel is a float32 parameter."""
+
+    def of(x: jax.Array, kernel: jax.Array, labels: jax.Array) -> Any:
+        def mean(x: jax.Array, kernel: jax.Array) -> jax.Array:
+            return loss(x, kernel.astype(x.dtype), labels).mean()
+
+        return jax.grad(mean, (0, 1))(x, kernel)
+
+    return of
+
+
+@usage_errors()
+def main(out: Out, target: Annotated[str, typer.Option(help=TARGET_HELP)] = "h100") -> None:
+    """Compile each form and write a table."""
+    inputs = (
+        jax.ShapeDtypeStruct((TOKENS, FEATURES), jnp.bfloat16),
+        jax.ShapeDtypeStruct((FEATURES, CLASSES), jnp.float32),
+        jax.ShapeDtypeStruct((TOKENS,), jnp.int32),
+    )
+    losses: dict[str, Loss] = {"whole logits": whole}
+    for size in CHUNKS:
+        loss = functools.partial(linear_cross_entropy, chunk_size=size)
+        losses[f"chunk_size={size}"] = loss
+    rows, table = {}, [["loss", "temporaries, MiB", "HBM traffic, GiB", "TFLOP", "estimate, ms"]]
+    for name, loss in losses.items():
+        report = jc.memory.analyze(gradient(loss), *inputs, target=target)
+        rows[name] = report.to_dict()
+        temp, traffic, flops = report.temp_bytes, report.hbm_traffic_bytes, report.flops
+        cells = [
+            f"{temp / 2**20:,.0f}" if temp is not None else "",
+            f"{traffic / 2**30:.2f}" if traffic is not None else "",
+            f"{flops / 1e12:.2f}" if flops is not None else "",
+            f"{1e3 * report.roofline_seconds:.2f}" if report.roofline_seconds else "",
+        ]
+        table.append([name, *cells])
+        content = describe_environment() | {"target": target, "rows": rows}
+        write_json(out / "head.json", content)
+    title = f"{TOKENS} tokens, {FEATURES} features, {CLASSES} classes, compiled for {target}:"
+    typer.echo(write_table(out / "head.md", title, table, content["command"]))
+
+
+if __name__ == "__main__":
+    typer.run(main)
