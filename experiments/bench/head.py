@@ -53,8 +53,8 @@ def main(out: Out, target: Annotated[str, typer.Option(help=TARGET_HELP)] = "h10
     )
     losses: dict[str, Loss] = {"whole logits": whole}
     for size in CHUNKS:
-        loss = functools.partial(linear_cross_entropy, chunk_size=size)
-        losses[f"chunk_size={size}"] = loss
+        part = functools.partial(linear_cross_entropy, chunk_size=size)
+        losses[f"chunk_size={size}"] = part
     rows, table = {}, [["loss", "temporaries, MiB", "HBM traffic, GiB", "TFLOP", "estimate, ms"]]
     for name, loss in losses.items():
         report = jc.memory.analyze(gradient(loss), *inputs, target=target)
