@@ -4,8 +4,8 @@
 
 Several processes train together with `--coordinator`; `--fsdp` shards the state over all devices.
 
-Ctrl-C saves a checkpoint and stops. The same command with `--resume` continues, and its result is
-bit-identical to that of an uninterrupted run. On a GPU this needs
+Ctrl-C or SIGTERM saves a checkpoint and stops. The same command with `--resume` continues, and its
+result is bit-identical to that of an uninterrupted run. On a GPU this needs
 `XLA_FLAGS=--xla_gpu_deterministic_ops=true`, since some kernels add in a varying order.
 """
 
@@ -71,7 +71,7 @@ class TrainResult:
     Attributes:
         state: The state after the last step.
         history: The history up to the last step.
-        finished: False if Ctrl-C stopped the run.
+        finished: False if Ctrl-C or SIGTERM stopped the run.
     """
 
     state: training.TrainState
@@ -90,8 +90,9 @@ def train(
 ) -> TrainResult:
     """Trains a model and writes checkpoints, metrics.json and TensorBoard scalars into `out`.
 
-    The first Ctrl-C saves a checkpoint at the current step and returns. With several processes
-    each reads its part of a batch, all write the checkpoints, and the first writes all else.
+    The first Ctrl-C or SIGTERM saves a checkpoint at the current step and returns. With several
+    processes each reads its part of a batch, all write the checkpoints, and the first writes all
+    else.
 
     Args:
         config: Configuration of the run.

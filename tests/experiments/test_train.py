@@ -316,7 +316,7 @@ def test_command_line_names_what_is_wrong(tmp_path):
     assert files(tmp_path) == []
 
 
-def test_ctrl_c_saves_and_exits(tmp_path):
+def test_sigterm_saves_and_exits(tmp_path):
     command = [sys.executable, "-m", "experiments.train", "--out", str(tmp_path), "--batch", "8"]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     process = subprocess.Popen(
@@ -331,7 +331,7 @@ def test_ctrl_c_saves_and_exits(tmp_path):
     while not list((tmp_path / "checkpoints").glob("[0-9]")) and time.monotonic() < deadline:
         assert process.poll() is None
         time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 130
     step = checkpoints.latest_step()
