@@ -51,3 +51,16 @@ class Companding:
         """Returns the multiples of the unit at positions among the levels."""
         lines = [index * gap + (low - i * gap) for i, low, gap in self._lines]
         return functools.reduce(jnp.maximum, lines)
+
+    def signed_multiple(self, index: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+        """Returns the multiples at positions among levels on both sides of zero.
+
+        The first level is half a distance from zero, on each side. Position 0.5 is its place above
+        zero, -0.5 below.
+        """
+        (_, _, gap), *others = self._lines
+        multiple = index * gap
+        for i, _, wider in others:
+            beyond = index - jnp.clip(index, -(i + 0.5), i + 0.5)
+            multiple, gap = multiple + beyond * (wider - gap), wider
+        return multiple

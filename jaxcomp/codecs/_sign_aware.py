@@ -317,8 +317,7 @@ class SignAware(Codec):
             low, step = equidistant(code.ends, self.bits)
             return codes * step + low
         levels, index = _DEVIATION[self.bits], codes - self._middle
-        size = levels.multiple(jnp.abs(index) - 0.5) * levels.unit
-        return jnp.where(index < 0, -size, size)
+        return levels.signed_multiple(index) * levels.unit
 
     @property
     def _middle(self) -> float:
