@@ -11,10 +11,10 @@ DOCS_STAMP := $(VENV)/.stamp-docs
 # With no platform named, the compilers for absent GPUs and TPUs log that their device is missing.
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: help venv demo test test-aot zoo bench-memory lint format docs constraints clean
+.PHONY: help venv demo test test-aot zoo golden nightly bench-memory lint format docs constraints clean
 
 help:
-	@echo "make demo | test | test-aot | zoo | bench-memory | lint | format | docs | constraints | venv | clean"
+	@echo "make demo | test | test-aot | zoo | golden | nightly | bench-memory | lint | format | docs | constraints | venv | clean"
 
 venv: $(STAMP)
 
@@ -31,7 +31,7 @@ demo: $(STAMP)
 	$(BIN)/python -m experiments.demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --durations=20
 
 # Memory and traffic of whole steps, compiled for absent GPUs and TPUs.
 test-aot: $(STAMP)
@@ -48,6 +48,21 @@ $(ZOO_VENV)/.stamp: pyproject.toml constraints.txt
 
 zoo: $(ZOO_VENV)/.stamp
 	$(ZOO_VENV)/bin/python -m pytest -m zoo tests/zoo -s
+
+# Refreshes the figures with which `make test-aot` compares.
+golden: $(STAMP)
+	$(BIN)/python -m experiments.bench.golden --out experiments/results/golden-h100
+
+# The newest JAX and all other dependencies, without the pinned versions; then what `make test` leaves
+# out, and kills of a training run.
+NIGHTLY_VENV ?= .venv-nightly
+
+nightly: $(STAMP)
+	$(PYTHON) -m venv --clear $(NIGHTLY_VENV)
+	$(NIGHTLY_VENV)/bin/python -m pip install -e ".[dev]"
+	$(NIGHTLY_VENV)/bin/python -m pytest -n 2
+	$(MAKE) test-aot zoo
+	$(BIN)/python -m experiments.faults --out build/faults
 
 # Compiles ahead of time and runs nothing. It takes about an hour and a half on two cores.
 bench-memory: $(STAMP)
@@ -82,5 +97,5 @@ constraints: $(STAMP)
 	  --no-annotate --custom-compile-command "make constraints" --output-file constraints.txt
 
 clean:
-	rm -rf $(VENV) $(ZOO_VENV) site .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(ZOO_VENV) $(NIGHTLY_VENV) site .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

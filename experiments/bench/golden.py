@@ -48,6 +48,16 @@ def differences(before: list[dict[str, object]], after: list[dict[str, object]])
     return lines
 
 
+def compiled(model: str, spec: str, target: str) -> dict[str, object]:
+    """Compiles a row and returns its figures."""
+    make_step, batch = (transformers.lm, 8) if model == "lm" else (steps.classifier(model), 128)
+    figures = jc.compare(make_step, [spec], batch=batch, target=target).rows[0].to_dict()
+    if figures["error"]:
+        raise ValueError(f"{model} {spec}: {figures['error']}")
+    identity = {"model": model, "batch": batch, "row": spec}
+    return identity | {figure: figures[figure] for figure in FIGURES}
+
+
 @usage_errors()
 def main(
     out: Out,
@@ -59,16 +69,8 @@ def main(
     """Compile the ten rows; write golden.json; exit with 1 if a figure differs."""
     rows: list[dict[str, object]] = []
     for model, specs in ROWS.items():
-        make_step, batch = (transformers.lm, 8) if model == "lm" else (steps.classifier(model), 128)
         for spec in specs:
-            table = jc.compare(make_step, [spec], batch=batch, target=target)
-            figures = table.rows[0].to_dict()
-            if figures["error"]:
-                raise ValueError(f"{model} {spec}: {figures['error']}")
-            rows.append(
-                {"model": model, "batch": batch, "row": spec}
-                | {figure: figures[figure] for figure in FIGURES}
-            )
+            rows.append(compiled(model, spec, target))
             print(*rows[-1].values(), flush=True)
             content = describe_environment() | {"target": target, "rows": rows}
             write_json(out / "golden.json", content)

@@ -26,3 +26,16 @@ def test_committed_rows_are_those_that_are_compiled():
     rows = json.loads(COMMITTED.read_text())["rows"]
     expected = [(model, spec) for model, specs in golden.ROWS.items() for spec in specs]
     assert [(row["model"], row["row"]) for row in rows] == expected
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    "before",
+    json.loads(COMMITTED.read_text())["rows"],
+    ids=lambda row: f"{row['model']}-{row['row']}",
+)
+def test_no_row_grows_by_more_than_a_fiftieth(before):
+    now = golden.compiled(before["model"], before["row"], "h100")
+    for figure in golden.FIGURES:
+        print(f"{now['model']} {now['row']}: {figure} {now[figure]:,}, {before[figure]:,} before")
+        assert now[figure] <= 1.02 * before[figure]
