@@ -60,7 +60,7 @@ NIGHTLY_VENV ?= .venv-nightly
 nightly: $(STAMP)
 	$(PYTHON) -m venv --clear $(NIGHTLY_VENV)
 	$(NIGHTLY_VENV)/bin/python -m pip install -e ".[dev]"
-	$(NIGHTLY_VENV)/bin/python -m pytest -n 2
+	$(NIGHTLY_VENV)/bin/python -m pytest -n 2 -m "not zoo and not aot"
 	$(MAKE) test-aot zoo
 	$(BIN)/python -m experiments.faults --out build/faults
 

@@ -34,7 +34,7 @@ def row(name, steps, errors):
 
 def test_files_tell_bias_noise_and_bits(tmp_path):
     rows = [row("division:bits=2", 0, UNBIASED), row("division:bits=2", 60, FOUND)]
-    content = {"command": "python", "model": "resnet20", "batch": 64, "draws": 8, "steps": 60}
+    content = {"command": "python", "model": "resnet20", "batch": 64, "draws": 8, "steps": [60]}
     text = module._write(tmp_path, content | {"rows": rows})
     assert (
         "| division:bits=2 | 2.50 | 60 | 0.250 | 0.100 (0.050 .. 0.150) | 0.020 | 2e-07 |" in text
@@ -72,7 +72,7 @@ def test_a_transformer_is_looked_at_before_and_after_training(tmp_path, monkeypa
     )
     monkeypatch.setitem(module.TASKS, "lm", lambda batch: task)
     strategies = ["transformer:bits=2", "remat:quantize:bits=8"]
-    module.main(tmp_path, strategy=strategies, model="lm", steps=2, batch=16, draws=3)
+    module.main(tmp_path, strategy=strategies, model="lm", steps=[2], batch=16, draws=3)
     rows = json.loads((tmp_path / "gradients.json").read_text())["rows"]
     expected = [(name, steps) for name in strategies for steps in (0, 2)]
     assert [(row["row"], row["steps"]) for row in rows] == expected
@@ -96,7 +96,7 @@ def test_plans_are_other_widths_of_the_same_bits(tmp_path, monkeypatch):
 
     monkeypatch.setattr(module, "network", network)
     strategies = ["quantize:bits=2", "planned:quantize:bits=2"]
-    module.main(tmp_path, strategy=strategies, model="mlp", steps=1, batch=32, draws=16)
+    module.main(tmp_path, strategy=strategies, model="mlp", steps=[1], batch=32, draws=16)
     rows = json.loads((tmp_path / "gradients.json").read_text())["rows"]
     assert [row["row"] for row in rows] == [strategies[0]] * 2 + [strategies[1]] * 2
     equal, planned = rows[0], rows[2]

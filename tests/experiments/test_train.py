@@ -88,6 +88,7 @@ def test_resumed_run_equals_unbroken_one(tiny, tmp_path, monkeypatch, strategy, 
     assert resumed.history.test_accuracy == unbroken.history.test_accuracy
 
 
+@pytest.mark.slow
 def test_resumed_run_goes_on_with_its_plan(tiny, tmp_path, monkeypatch):
     """Bits are planned at steps 0 and 5; the run stops between them."""
     config = dataclasses.replace(CONFIG, strategy="actnn", plan_steps=5)

@@ -44,6 +44,7 @@ def test_parameter_counts_are_the_published_ones(name: str, classes: int) -> Non
     assert _count(_abstract(name, num_classes=classes)) == COUNTS[name, classes]
 
 
+@pytest.mark.slow
 def test_parameter_count_of_the_pre_activation_network() -> None:
     n = (164 - 2) // 9  # blocks of three convolutions in each of three stages
     total, cin = 3 * 9 * 16, 16  # the stem

@@ -178,6 +178,7 @@ def test_bad_input_is_told_before_any_compilation(changed, message):
         fit(make_step, **given)
 
 
+@pytest.mark.slow
 def test_the_largest_batch_has_a_plan():
     budget = total_bytes(jc.planning.Strategy.parse("plain"))
     given = {"budget": budget, "target": "cpu", "actions": ("keep", "quantize")}

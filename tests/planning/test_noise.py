@@ -8,6 +8,7 @@ from jaxcomp.planning import DoesNotFitError, FittedPlan, fit
 from tests.planning.small import BATCH, DATA, loss, make_step, total_bytes
 
 
+@pytest.mark.slow
 def test_plans_keep_to_a_limit_of_noise():
     budget = int(0.6 * total_bytes(jc.planning.Strategy.parse("plain")))
     given = {"batch": BATCH, "target": "cpu", "actions": ("keep", "quantize"), "data": DATA}

@@ -40,6 +40,7 @@ def test_codes_are_those_of_one_device(codec):
     assert_close(decoded, jax.jit(codec.decode)(alone), 1e-6)
 
 
+@pytest.mark.slow
 def test_a_residual_network_has_the_gradients_of_automatic_axes():
     images = normal((16, 8, 8, 3))
     found = []

@@ -8,12 +8,14 @@ import sys
 import time
 
 import numpy as np
+import pytest
 
 from experiments.config import TrainConfig
 from experiments.train import train
 
 CONFIG = TrainConfig(model="resnet20", epochs=1, epoch_steps=20, batch=16, lr=0.001)
-FLAGS = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+DEVICES = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
+FLAGS = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": DEVICES}
 
 
 def _start(out, rates=(CONFIG.lr, CONFIG.lr)):
@@ -35,6 +37,7 @@ def _start(out, rates=(CONFIG.lr, CONFIG.lr)):
     ]
 
 
+@pytest.mark.slow
 def test_a_killed_process_ends_the_other_and_one_process_goes_on(tmp_path):
     first, second = _start(tmp_path / "run")
     checkpoints = tmp_path / "run" / "checkpoints"

@@ -20,6 +20,7 @@ def _loops(x, stack):
     return lax.scan(lambda x, w: (jax.nn.gelu(jax.nn.relu(x) @ w), None), x, stack)[0].sum()
 
 
+@pytest.mark.slow
 def test_no_tracer_leaks():
     with jax.checking_leaks():
         got = jax.jit(jax.grad(jc.checkpoint(_loops, jc.Exact())))(X, STACK)
