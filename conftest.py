@@ -11,9 +11,6 @@ import jax
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# Most of the time is that of LLVM, which optimizes programs that run once.
-_FAST = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-os.environ["XLA_FLAGS"] = f"{_FAST} {os.environ.get('XLA_FLAGS', '')}".strip()
 
 # What several tests compile is compiled once: workers have the environment of who starts them.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
