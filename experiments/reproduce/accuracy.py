@@ -95,9 +95,7 @@ class Runs:
         self.optimizer = optimizer(self.config, data)
         self.make = lambda seed: Strategy.parse(strategy)(network.make(nnx.Rngs(seed)))
         self.run = of_model(self.make(0), self.start(0), self.config, data)
-        model = self.make(0)
-        model.eval()
-        graphdef, _, _ = split_model(model)
+        graphdef, _, _ = split_model(self.run.model)  # in inference mode
 
         def evaluate(state: training.TrainState, images: Any, labels: Any) -> Any:
             logits = nnx.merge(graphdef, state.params, state.model_state)(images)

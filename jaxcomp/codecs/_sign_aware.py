@@ -16,8 +16,6 @@ from jaxcomp.codecs._levels import Levels
 from jaxcomp.codecs._rounding import to_bfloat16
 
 BITS = (2, 3, 4)
-# Largest deviation of a normalised value that has a level, in standard deviations, by bits.
-SPAN = {2: 4.0, 3: 12.0, 4: 16.0}
 # A threshold of a pre-activation is clipped to these, in standard deviations.
 THRESHOLDS = -3.0, 2.0
 
@@ -124,6 +122,11 @@ class SignAware(Codec):
         unit, multiples = dataclasses.astuple(_OF_RANGE[self.bits])
         positive = Companding(unit, multiples[: 2**self.bits - negatives])
         return Levels(negatives, positive, -1.0 if self.signed else 0.0)
+
+    @property
+    def span(self) -> float:
+        """Largest deviation of a normalised value that has a level, with scales from the norm."""
+        return _DEVIATION[self.bits].top
 
     @functools.partial(jax.jit, static_argnums=0, inline=True)
     def encode_scaled(self, x: Array, channel_scale: Array, random: Array) -> Encoded:
@@ -286,7 +289,7 @@ class SignAware(Codec):
     ) -> "Normalized":
         """Encodes normalised values.
 
-        With `scale_source="norm"` the levels reach `SPAN` standard deviations to both sides, within
+        With `scale_source="norm"` the levels reach `span` standard deviations to both sides, within
         which decoded values are unbiased. With "range" they are equidistant.
 
         Args:

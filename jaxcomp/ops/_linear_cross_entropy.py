@@ -145,22 +145,20 @@ def _forward(
     zeros = jnp.zeros_like(labels, jnp.float32)
     start = zeros - jnp.inf, zeros, zeros
     greatest, total, found = _over_parts(step, start, (kernel, bias, labels), size)
-    normalizer = greatest + jnp.log(total)
     is_class = (labels >= 0) & (labels < kernel.shape[1])
-    loss = jnp.where(is_class, normalizer - found, jnp.nan)
-    return loss, (x, kernel, bias, labels, normalizer)
+    normalizer = jnp.where(is_class, greatest + jnp.log(total), jnp.nan)
+    return normalizer - found, (x, kernel, bias, labels, normalizer)
 
 
 def _backward(
     size: int, saved: tuple[Array, ...], cotangent: Array
 ) -> tuple[Array, Array, Array, np.ndarray]:
     x, kernel, bias, labels, normalizer = saved
-    weight = jnp.where((labels >= 0) & (labels < kernel.shape[1]), cotangent, jnp.nan)
 
     def step(carry: _Carry, part: _Part, start: Array | int) -> _Carry:
         dx, dkernel, dbias = carry
         probability = jnp.exp(part.logits(x) - normalizer[..., None])
-        dlogits = (probability - part.is_label) * weight[..., None]
+        dlogits = (probability - part.is_label) * cotangent[..., None]
         rounded = dlogits.astype(x.dtype)
         dx += jnp.einsum("...c,dc->...d", rounded, part.kernel, preferred_element_type=jnp.float32)
         product = functools.partial(jnp.einsum, "...d,...c->dc", preferred_element_type=jnp.float32)

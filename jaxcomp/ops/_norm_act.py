@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from jaxcomp.codecs import Codec, Offload
 from jaxcomp.codecs._codec import Seed
 from jaxcomp.codecs._offload import inner_codec, placed_like
-from jaxcomp.codecs._sign_aware import SPAN, SignAware
+from jaxcomp.codecs._sign_aware import SignAware
 from jaxcomp.ops._coded_array import CodedArray, value
 from jaxcomp.ops._norm import Norm
 from jaxcomp.ops._norm_act_vjp import Input, NormActVjp, sign, threshold
@@ -218,9 +218,8 @@ def clipped(
     if codec.scale_source == "norm" and codec.signed:
         outside = [codec.clips(normalized[0] * sign(scale), threshold(scale, bias))]
     elif codec.scale_source == "norm":
-        outside = [
-            functools.reduce(jnp.logical_or, (jnp.abs(h) > SPAN[codec.bits] for h in normalized))
-        ]
+        beyond = (jnp.abs(h) > codec.span for h in normalized)
+        outside = [functools.reduce(jnp.logical_or, beyond)]
         if activation.code is not None:
             *_, channel_scale, _ = activation.code.arrays
             above = activation.value > codec.levels.top * channel_scale

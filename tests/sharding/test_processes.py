@@ -14,8 +14,7 @@ from experiments.config import TrainConfig
 from experiments.train import train
 
 CONFIG = TrainConfig(model="resnet20", epochs=1, epoch_steps=20, batch=16, lr=0.001)
-DEVICES = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
-FLAGS = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": DEVICES}
+FLAGS = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
 
 
 def _start(out, rates=(CONFIG.lr, CONFIG.lr)):

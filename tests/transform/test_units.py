@@ -335,8 +335,8 @@ def rounded(x, scale, bias):
 @pytest.mark.parametrize(
     ("fn", "features", "error"),
     [
-        (lambda *args: lax.top_k(jax.nn.relu(divided(*args)[0]), 2)[0], 4, 0.5),
-        (lambda *args: jnp.split(jax.nn.relu(divided(*args)[0]), 2, -1)[1], 4, 0.5),
+        (lambda *args: lax.top_k(jax.nn.relu(divided(*args)[0]), 2)[0], 4, 0.3),
+        (lambda *args: jnp.split(jax.nn.relu(divided(*args)[0]), 2, -1)[1], 4, 0.3),
         (lambda *args: jax.nn.relu(divided(*args)[0]), 0, 0),
         (rounded, 4, 1e-5),
     ],
@@ -348,6 +348,8 @@ def test_what_follows_and_goes_before_a_norm(fn, features, error):
     def gradient(fn):
         return jax.grad(lambda x: jnp.sin(fn(x, *args[1:])).sum())(x)
 
-    found, exact = gradient(jc.checkpoint(fn)), gradient(fn)
+    ranges = jc.SignAware(4, scale_source="range")  # a single draw of it is near enough
+    policy = jc.Policy((jc.Rule(ranges, op="norm_act", required=False),)) + jc.recipes.automatic()
+    found, exact = gradient(jc.checkpoint(fn, policy)), gradient(fn)
     assert found.shape == exact.shape
     assert np.linalg.norm(found - exact) <= error * np.linalg.norm(exact)
