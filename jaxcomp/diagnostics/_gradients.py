@@ -73,7 +73,8 @@ class GradientReport:
         """Parameters with a bias, the most significant first.
 
         The probability of naming any parameter without a bias is at most 5% (Holm's correction for
-        as many tests as there are parameters). It takes about 16 draws to name one of a thousand.
+        as many tests as there are parameters). 15 draws or more can name one of 800 parameters. If
+        there are more parameters, `bias_interval` of the whole gradient alone tells of a bias.
         """
         ordered = sorted(self.parameters, key=lambda item: item[1].p_value)
         names = []
@@ -94,9 +95,10 @@ class GradientReport:
         if self.coded.noise <= 2 * self.control.noise and self.coded.bias <= 2 * self.control.bias:
             return "nothing was encoded: the gradient is the exact one"
         low, ratio, biased = self.coded.bias_interval[0], self.noise_over_sgd, self.biased
-        bias = f"biased by {low:.1%} of the gradient or more" if low > 0 else "no bias was found"
+        bias = "biased" if low > 0 or biased else "no bias was found"
+        if low > 0:
+            bias += f" by {low:.1%} of the gradient or more"
         if biased:
-            bias = bias if low > 0 else "biased"
             bias += f" ({len(biased)} of {len(self.parameters)} parameters, first {biased[0]})"
         noise = f"the noise is {ratio:.2f} of SGD's"
         if ratio < _LOST:
