@@ -66,9 +66,13 @@ def clipped_during(run: Callable[..., Any], model: nnx.Module, *arguments: Any) 
         path: float(cast(Clipped, cast(NormAct, module).clipped)[...])
         for path, module in layers.items()
     }
-    finer = [path for path, module in layers.items() if cast(int, _bits_of(module)) > 2]
-    worst = max(finer, key=lambda path: shares[path], default=None)
-    if worst is not None and shares[worst] > THRESHOLD:
+    clipping = [
+        path
+        for path, module in layers.items()
+        if cast(int, _bits_of(module)) > 2 and shares[path] > THRESHOLD
+    ]
+    if clipping:
+        worst = max(clipping, key=shares.__getitem__)
         warnings.warn(
             f"{shares[worst]:.2%} of the values of {worst} are beyond the last level of SignAware "
             'and clipped, so the gradient may be biased; scale_source="range" clips nothing',

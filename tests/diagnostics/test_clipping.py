@@ -11,6 +11,7 @@ class Block(nnx.Module):
     """A unit whose result is added to that of another."""
 
     def __init__(self):
+        self.before = jc.nn.NormAct(jc.nn.BatchNorm(3, rngs=nnx.Rngs(0)), codec=jc.SignAware(4))
         self.first = jc.nn.NormAct(jc.nn.BatchNorm(3, rngs=nnx.Rngs(0)), codec=jc.SignAware(4))
         self.second = jc.nn.NormAct(jc.nn.BatchNorm(3, rngs=nnx.Rngs(0)), codec=jc.SignAware(4))
         self.unused = jc.nn.NormAct(jc.nn.BatchNorm(3, rngs=nnx.Rngs(0)), codec=jc.SignAware(4))
@@ -38,6 +39,7 @@ def test_counts_what_no_level_reaches():
     np.testing.assert_allclose(found["first"], first.mean(), atol=1e-4)
     np.testing.assert_allclose(found["second"], second.mean(), atol=1e-4)
     assert np.isnan(found["unused"])
+    assert np.isnan(found["before"])  # not called, and named before those that are
 
 
 def test_a_value_that_is_not_finite_shows():
