@@ -127,7 +127,8 @@ def memory_command(
             json.write_text(table.to_json() + "\n")
         timelines = {row.name: row.timeline for row in table.rows if row.timeline}
         if html is not None and timelines:
-            memory.draw_html(html, timelines)
+            report = table.rows[-1].report
+            memory.draw_html(html, timelines, limit=report and report.usable_bytes)
         if interrupted.is_set():
             raise KeyboardInterrupt
 

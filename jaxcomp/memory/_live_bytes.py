@@ -2,11 +2,13 @@
 
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 
+from ._buffer import UNKNOWN, Buffer, group
 from ._buffer_assignment import (
     one_file,
     read_places,
@@ -15,45 +17,10 @@ from ._buffer_assignment import (
 )
 from ._compiling import CompiledStep, compile_step
 from ._hlo import Instruction, Module, parse
-from ._origin import Origin, Origins
+from ._origin import Origins
 from ._passes import backward_start, phase
 from ._targets import Target, resolve
 from ._tracing import TracedStep, trace
-
-_UNKNOWN = Origin(scope="", operation="made by XLA", phase="other", source="")
-
-
-@dataclass(frozen=True)
-class Buffer:
-    """One value in device memory.
-
-    Attributes:
-        name: XLA's name of the value.
-        bytes: its size in bytes.
-        shape: its dtype and dimensions, for example `bf16[128,56,56,256]`.
-        origin: the scope, operation, phase and source line that computed it.
-        start: the first point of the program at which it is alive.
-        end: the last point of the program at which it is alive.
-        reads: the points at which an instruction reads it.
-        allocation: the number of XLA's allocation that holds it.
-        offset: its offset in the allocation in bytes. Several buffers may share an offset at
-            different times.
-    """
-
-    name: str
-    bytes: int
-    shape: str
-    origin: Origin
-    start: int
-    end: int
-    reads: tuple[int, ...]
-    allocation: int
-    offset: int
-
-    def label(self) -> str:
-        """The scope and the operation that computed the value, or XLA's name of the value."""
-        parts = [p for p in (self.origin.scope, self.origin.operation) if p]
-        return " · ".join(parts) if self.origin is not _UNKNOWN else f"{self.name} (made by XLA)"
 
 
 @dataclass(frozen=True)
@@ -149,12 +116,15 @@ class Timeline:
     def table(self, rows: int = 15) -> str:
         """Formats the largest buffers that are alive at the peak as a table.
 
+        Buffers of equal size, shape, pass and source line, whose labels differ only in numbers,
+        share a row. The label of such a row has `*` for the numbers.
+
         Args:
-            rows: the number of buffers to list, at least 1.
+            rows: the number of rows, at least 1.
 
         Returns:
-            The table: a line for the peak, a header, one line per buffer, and one line for the
-            sum of the buffers that are not listed.
+            The table: a line for the peak, a header, one line per group of buffers, and one line
+            for the sum of the buffers that are not listed.
 
         Raises:
             ValueError: if `rows` is less than 1.
@@ -165,25 +135,30 @@ class Timeline:
             >>> x = jax.ShapeDtypeStruct((1024,), jnp.float32)
             >>> print(memory.timeline(jnp.sin, x, target="cpu").table(rows=1))
             peak 8.0 KiB at point 1 of 2, 2 buffers alive
-                  size  pass        shape                       made by  (source)
-               4.0 KiB  argument    f32[1024]                   x · argument
-               4.0 KiB  in 1 smaller buffers
+                        size  pass        shape                       made by  (source)
+                     4.0 KiB  argument    f32[1024]                   x · argument
+                     4.0 KiB  in 1 other buffers
         """
         if rows < 1:
             raise ValueError(f"rows: expected at least 1, got {rows}")
         alive = self.alive(self.peak_point)
+        groups = group(alive)
         lines = [
             f"peak {format_bytes(self.peak_bytes)} at point {self.peak_point} of "
             f"{len(self.points)}, {len(alive)} buffers alive",
-            f"{'size':>10}  {'pass':<10}  {'shape':<26}  made by  (source)",
+            f"{'size':>16}  {'pass':<10}  {'shape':<26}  made by  (source)",
         ]
-        for b in alive[:rows]:
-            source = f"  ({b.origin.source})" if b.origin.source else ""
-            size, phase_name = format_bytes(b.bytes), b.origin.phase
-            lines.append(f"{size:>10}  {phase_name:<10}  {b.shape:<26}  {b.label()}{source}")
-        rest = sum(b.bytes for b in alive[rows:])
+        for g in groups[:rows]:
+            one, count = g.buffers[0], len(g.buffers)
+            size = format_bytes(one.bytes) if count == 1 else f"{count} x {format_bytes(one.bytes)}"
+            source = f"  ({one.origin.source})" if one.origin.source else ""
+            lines.append(
+                f"{size:>16}  {one.origin.phase:<10}  {one.shape:<26}  {g.label()}{source}"
+            )
+        rest = sum(g.bytes for g in groups[rows:])
         if rest:
-            lines.append(f"{format_bytes(rest):>10}  in {len(alive) - rows} smaller buffers")
+            others = sum(len(g.buffers) for g in groups[rows:])
+            lines.append(f"{format_bytes(rest):>16}  in {others} other buffers")
         return "\n".join(lines)
 
     def __str__(self) -> str:
@@ -252,10 +227,12 @@ def compile_with_timeline(
     """Compiles a traced function, as `compile_step`, and reads the timeline of the program."""
     with tempfile.TemporaryDirectory() as directory:
         compiled = compile_step(step, target, xla_remat=xla_remat, dump_dir=directory)
-        return compiled, read_timeline(directory, compiled.hlo_text)
+        return compiled, read_timeline(directory, compiled.hlo_text, step.argument_names)
 
 
-def read_timeline(directory: str | Path, hlo_text: str) -> Timeline:
+def read_timeline(
+    directory: str | Path, hlo_text: str, argument_names: Mapping[str, str] = MappingProxyType({})
+) -> Timeline:
     """Reads a timeline from the dump of a compilation with `dump_options(directory)`.
 
     A compilation that JAX serves from its cache writes no dump. Use `no_compilation_cache()`.
@@ -263,6 +240,7 @@ def read_timeline(directory: str | Path, hlo_text: str) -> Timeline:
     Args:
         directory: the folder of the dump of a single compilation.
         hlo_text: the text of the compiled module, `compiled.as_text()`.
+        argument_names: readable names of arguments, by their names in the module.
 
     Returns:
         The timeline.
@@ -272,7 +250,7 @@ def read_timeline(directory: str | Path, hlo_text: str) -> Timeline:
         ValueError: if `hlo_text` is not a compiled HLO module.
     """
     module = parse(hlo_text)
-    origins = Origins(module)
+    origins = Origins(module, argument_names)
     sequence, ranges = read_ranges(one_file(directory, "live-range"))
     position = {name: k for k, name in enumerate(sequence)}
     positions, uses = read_places(one_file(directory, "buffer-assignment-values"))
@@ -289,7 +267,7 @@ def read_timeline(directory: str | Path, hlo_text: str) -> Timeline:
                 name=name + index.replace("{}", ""),
                 bytes=size,
                 shape=shape,
-                origin=next((origin for origin in found if origin), _UNKNOWN),
+                origin=next((origin for origin in found if origin), UNKNOWN),
                 start=start,
                 end=min(end, len(sequence) - 1),
                 reads=tuple(sorted({position[u] for u in uses[name, index] if u in position})),

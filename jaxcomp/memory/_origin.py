@@ -2,7 +2,7 @@
 
 import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import dropwhile
 from typing import Any
@@ -57,11 +57,13 @@ class Origins:
 
     Args:
         module: the parsed HLO module.
+        argument_names: readable names of arguments, by their names in the module.
     """
 
-    def __init__(self, module: Module) -> None:
+    def __init__(self, module: Module, argument_names: Mapping[str, str]) -> None:
         """Indexes the computation of each instruction and the loop of each body."""
         self._module = module
+        self._argument_names = argument_names
         self._home: dict[str, Computation] = {}
         self._loops: dict[str, Instruction] = {}
         for computation in module.computations.values():
@@ -89,7 +91,7 @@ class Origins:
         op_name = made_by.op_name.split(";")[0].replace("\\'", "'")
         source = self._module.source(made_by)
         if made_by.name == name and made_by.opcode == "parameter":
-            return Origin(op_name, "argument", "argument", source)
+            return Origin(self._argument(made_by), "argument", "argument", source)
         if "/" not in op_name:
             return Origin(op_name, "copy", "other", source)
         scope, operation = split_op_name(op_name)
@@ -157,13 +159,19 @@ class Origins:
             return fusion if fusion.op_name else None
         return named[-1]
 
+    def _argument(self, parameter: Instruction) -> str:
+        """The name of an argument of the program."""
+        name = parameter.op_name.split(";")[0].replace("\\'", "'")
+        return self._argument_names.get(name, name)
+
     def _nearest_layer(self, name: str) -> str:
         """The layer whose weight is nearest upstream of an instruction in its computation."""
         computation = self._home[name]
         queue, seen = deque([name]), {name}
         while queue and len(seen) < _NEAR:
             instruction = computation.instructions[queue.popleft()]
-            if instruction.opcode == "parameter" and (layer := layer_of(instruction.op_name)):
+            is_argument = instruction.opcode == "parameter"
+            if is_argument and (layer := layer_of(self._argument(instruction))):
                 return layer
             # The weight of a product is its last operand, so the last operand comes first.
             queue.extend(o for o in reversed(instruction.operands) if o not in seen)
@@ -191,11 +199,13 @@ def layer_of(argument: str) -> str:
 
     Example:
         >>> layer_of("state[0]['block1']['conv']['kernel'].value")
-        'block1.conv'
+        'block1/conv'
+        >>> layer_of("model/blocks/0/up/kernel")
+        'blocks/0/up'
         >>> layer_of("x")
         ''
     """
-    keys = [k for k in re.split(r"[\[\]'\".\\]+", argument) if k and k not in ("value", "params")]
+    keys = [k for k in re.split(r"[\[\]'\"./]+", argument) if k and k not in ("value", "params")]
     if not keys or keys[-1].isdigit():
         return ""
-    return ".".join(dropwhile(str.isdigit, keys[1:-1]))
+    return "/".join(dropwhile(str.isdigit, keys[1:-1]))

@@ -2,32 +2,46 @@
 
 import html
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from ._buffer import Buffer
 from ._live_bytes import Timeline
 
+# The colors are Paul Tol's "bright" and "muted" sets, which are safe for color-blind readers.
 PHASES = {
-    "argument": ("arguments", "#a9b1bd"),
-    "other": ("outside the gradient", "#7c6fb0"),
-    "forward": ("forward pass", "#2f6fde"),
-    "recomputed": ("recomputed", "#eda12f"),
-    "backward": ("backward pass", "#d9475b"),
+    "argument": ("arguments", "#bbbbbb"),
+    "other": ("outside the gradient", "#aa3377"),
+    "forward": ("forward pass", "#4477aa"),
+    "recomputed": ("recomputed", "#ccbb44"),
+    "backward": ("backward pass", "#ee6677"),
 }
+_MODULE_COLORS = (
+    "#332288", "#88ccee", "#44aa99", "#117733", "#999933", "#ddcc77", "#cc6677", "#882255",
+    "#aa4499",
+)  # fmt: skip
+_ARGUMENTS, _NO_MODULE, _OTHER_MODULES = "arguments", "no module", "other modules"
+_GREYS = {_ARGUMENTS: "#bbbbbb", _OTHER_MODULES: "#999999", _NO_MODULE: "#777777"}
 
 
-def draw_html(path: str | Path, timelines: Mapping[str, Timeline]) -> None:
+def draw_html(
+    path: str | Path, timelines: Mapping[str, Timeline], *, limit: int | None = None
+) -> None:
     """Draws timelines as one HTML page.
 
-    The page has one chart for each timeline, all at the same scale. Pointing at a chart lists the
-    largest buffers alive at that point. A table lists the buffers that are alive at each peak. The
-    page loads no other file.
+    The page has one chart for each timeline, all at the same scale, colored by pass or by module.
+    Pointing at a chart lists the largest buffers alive at that point, with their shape, pass and
+    source line. A table lists the buffers alive at the peak, or at the point that is clicked.
+    Dragging zooms. The page loads no other file.
 
     Args:
         path: the file to write. An existing file is overwritten.
         timelines: the timelines by title, from top to bottom.
+        limit: the bytes that the program may use, drawn as a line. `None` draws no line. A limit
+            above 1.6 times the highest peak is not drawn.
 
     Raises:
         ValueError: if `timelines` is empty.
@@ -47,9 +61,12 @@ def draw_html(path: str | Path, timelines: Mapping[str, Timeline]) -> None:
     """
     if not timelines:
         raise ValueError("timelines: expected at least one, got none")
+    texts: dict[str, int] = {}
     data = {
         "phases": {key: {"label": label, "color": color} for key, (label, color) in PHASES.items()},
-        "timelines": [_page_data(title, timeline) for title, timeline in timelines.items()],
+        "limit": limit,
+        "timelines": [_page_data(title, timeline, texts) for title, timeline in timelines.items()],
+        "texts": list(texts),
     }
     template = resources.files(__package__).joinpath("timeline.html").read_text("utf-8")
     title = html.escape(" / ".join(timelines))
@@ -60,34 +77,89 @@ def draw_html(path: str | Path, timelines: Mapping[str, Timeline]) -> None:
 
 def bytes_by_phase(timeline: Timeline) -> dict[str, list[int]]:
     """Live bytes at each point, by the phase in which the buffers were computed."""
-    totals = {phase: [0] * len(timeline.points) for phase in PHASES}
+    by_phase = _bytes_by(timeline, lambda buffer: buffer.origin.phase)
+    return {phase: by_phase[phase] for phase in PHASES if phase in by_phase}
+
+
+def bytes_by_module(timeline: Timeline) -> dict[str, list[int]]:
+    """Live bytes at each point, by the module of the model that computed the buffers.
+
+    The modules are the children of the outermost module, or their children, if these are few.
+    Beyond nine modules, the smaller ones are summed.
+    """
+    computed = {b.origin.scope for b in timeline.buffers if b.origin.phase != "argument"}
+    paths = {scope: tuple(scope.split("/")) for scope in computed}
+    inner = {path for path in paths.values() if path != ("",)}
+    root = len(inner) > 1 and len({path[0] for path in inner}) == 1
+    for depth in (2, 1):
+        names = {scope: "/".join(path[root:][:depth]) for scope, path in paths.items()}
+        if len(set(names.values())) <= len(_MODULE_COLORS):
+            break
+
+    def module_of(buffer: Buffer) -> str:
+        if buffer.origin.phase == "argument":
+            return _ARGUMENTS
+        return names[buffer.origin.scope] or _NO_MODULE
+
+    found = _bytes_by(timeline, module_of)
+    largest = Counter({name: max(values) for name, values in found.items() if name not in _GREYS})
+    kept = {name for name, _ in largest.most_common(len(_MODULE_COLORS))}
+    merged: dict[str, list[int]] = {}
+    for name, values in found.items():
+        name = name if name in kept or name in _GREYS else _OTHER_MODULES
+        so_far = merged.get(name, [0] * len(values))
+        merged[name] = [a + b for a, b in zip(so_far, values, strict=True)]
+    return dict(sorted(merged.items(), key=lambda item: (item[0] not in _GREYS, item[0])))
+
+
+def _bytes_by(timeline: Timeline, key: Callable[[Buffer], str]) -> dict[str, list[int]]:
+    totals: dict[str, list[int]] = {}
     for point in range(len(timeline.points)):
         for buffer in timeline.alive(point):
-            totals[buffer.origin.phase][point] += buffer.bytes
+            values = totals.setdefault(key(buffer), [0] * len(timeline.points))
+            values[point] += buffer.bytes
     return totals
 
 
-def _page_data(title: str, timeline: Timeline) -> dict[str, Any]:
-    """The data of one chart, by the names that the script of the page reads."""
+def _page_data(title: str, timeline: Timeline, texts: dict[str, int]) -> dict[str, Any]:
+    """The data of one chart, by the names that the script of the page reads.
+
+    Args:
+        title: the title of the chart.
+        timeline: the timeline.
+        texts: the position of each text in the list of texts of the page; extended in place.
+    """
+
+    def column(text_of: Callable[[Buffer], str]) -> list[int]:
+        return [texts.setdefault(text_of(b), len(texts)) for b in timeline.buffers]
+
+    by_module = bytes_by_module(timeline)
+    named = [name for name in by_module if name not in _GREYS]
+    module_color = _GREYS | dict(zip(named, _MODULE_COLORS, strict=False))
     return {
         "title": title,
         "points": timeline.points,
         "live": timeline.live_bytes,
-        "byPhase": bytes_by_phase(timeline),
+        "byPhase": [
+            {"label": PHASES[phase][0], "color": PHASES[phase][1], "values": values}
+            for phase, values in bytes_by_phase(timeline).items()
+        ],
+        "byModule": [
+            {"label": name, "color": module_color[name], "values": values}
+            for name, values in by_module.items()
+        ],
         "peak": timeline.peak_bytes,
         "peakPoint": timeline.peak_point,
         "backwardStart": timeline.backward_start,
-        "buffers": [
-            {
-                "bytes": b.bytes,
-                "label": b.label(),
-                "shape": b.shape,
-                "phase": b.origin.phase,
-                "source": b.origin.source,
-                "start": b.start,
-                "end": b.end,
-                "place": f"{b.allocation}:{b.offset}",
-            }
-            for b in timeline.buffers
-        ],
+        "buffers": {
+            "bytes": [b.bytes for b in timeline.buffers],
+            "start": [b.start for b in timeline.buffers],
+            "end": [b.end for b in timeline.buffers],
+            "place": [f"{b.allocation}:{b.offset}" for b in timeline.buffers],
+            "label": column(Buffer.label),
+            "group": column(Buffer.group_label),
+            "shape": column(lambda b: b.shape),
+            "phase": column(lambda b: b.origin.phase),
+            "source": column(lambda b: b.origin.source),
+        },
     }

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from flax import nnx
 from jax.extend.core import Jaxpr, JaxprEqn
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding
 
+from ._argument_names import argument_names
 from ._targets import Target
 
 
@@ -21,10 +22,12 @@ class TracedStep:
     Attributes:
         traced: the traced function of JAX.
         arguments: the leaves of the arguments.
+        argument_names: the path of each variable of an NNX object, by the name that JAX gives it.
     """
 
     traced: jax.stages.Traced
     arguments: tuple[Any, ...]
+    argument_names: Mapping[str, str]
 
     @property
     def jaxpr(self) -> Jaxpr:
@@ -93,7 +96,9 @@ def trace(
     leaves = jax.tree.leaves((args, keywords))
     with _tracing_for(target, leaves):
         traced = jitted.trace(*args, **keywords)
-    return TracedStep(getattr(traced, "traced", traced), tuple(leaves))
+    traced = getattr(traced, "traced", traced)
+    names = argument_names(open_jaxpr(traced.jaxpr).debug_info.arg_names or (), (args, keywords))
+    return TracedStep(traced, tuple(leaves), names)
 
 
 def _tracing_for(

@@ -5,10 +5,12 @@ import re
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from flax import nnx
 from jax import lax
 
+from jaxcomp.memory._buffer import group
 from jaxcomp.memory._buffer_assignment import dump_options, no_compilation_cache
 from jaxcomp.memory._compiling import compile_step
 from jaxcomp.memory._live_bytes import format_bytes, read_timeline, timeline
@@ -162,12 +164,43 @@ def test_an_h100_timeline_names_layers(tmp_path):
 def test_the_table_lists_the_largest_and_sums_the_rest():
     t = of_step()
     lines = t.table(rows=2).splitlines()
-    largest = t.alive(t.peak_point)
+    groups = group(t.alive(t.peak_point))
     assert lines[0].startswith(f"peak {format_bytes(t.peak_bytes)}")
-    assert format_bytes(largest[0].bytes) in lines[2] and largest[0].label() in lines[2]
-    assert format_bytes(sum(b.bytes for b in largest[2:])) in lines[-1]
+    assert format_bytes(groups[0].buffers[0].bytes) in lines[2] and groups[0].label() in lines[2]
+    assert format_bytes(sum(g.bytes for g in groups[2:])) in lines[-1]
     with pytest.raises(ValueError, match="rows: expected at least 1, got 0"):
         t.table(rows=0)
+
+
+class Blocks(nnx.Module):
+    def __init__(self):
+        rngs = nnx.Rngs(0)
+        self.blocks = nnx.List([nnx.Linear(32, 32, rngs=rngs) for _ in range(3)])
+        self.head = nnx.Linear(32, 7, rngs=rngs)
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = nnx.relu(block(x))
+        return self.head(x)
+
+
+def test_buffers_of_an_nnx_step_have_the_names_of_the_model_and_equal_layers_share_a_row():
+    model = Blocks()
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        loss, grads = nnx.value_and_grad(lambda model: jnp.sum(model(x)))(model)
+        optimizer.update(model, grads)
+        return loss
+
+    t = timeline(step, model, optimizer, jax.ShapeDtypeStruct((64, 32), jnp.float32))
+    shapes = {b.origin.scope: b.shape for b in t.buffers if b.origin.phase == "argument"}
+    assert shapes["model/head/kernel"] == "f32[32,7]" and shapes["x"] == "f32[64,32]"
+    assert shapes["optimizer/opt_state/0/trace/blocks/2/kernel"] == "f32[32,32]"
+    assert not any("states" in name for name in shapes)
+    assert "blocks/1" in {b.origin.scope for b in t.buffers if b.origin.phase == "forward"}
+    assert re.search(r"3 x 4.0 KiB +argument +f32\[32,32\] +model/blocks/\*/kernel", t.table())
 
 
 def test_a_folder_without_a_dump_is_an_error(tmp_path):

@@ -1,14 +1,17 @@
-"""The drawings hold what the timelines say, and stand alone."""
+"""The page holds what the timelines say, stands alone, and works in a browser."""
 
+import html
 import json
 import re
+import shutil
+import subprocess
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from jaxcomp.memory._live_bytes import timeline
-from jaxcomp.memory._timeline_draw import bytes_by_phase, draw_html
+from jaxcomp.memory._timeline_draw import bytes_by_module, bytes_by_phase, draw_html
 
 
 @pytest.fixture(scope="module")
@@ -20,23 +23,79 @@ def timelines():
     return {"plain": large, "half</script>": small}
 
 
-def test_phases_add_up_to_the_live_bytes(timelines):
+@pytest.mark.parametrize("by", [bytes_by_phase, bytes_by_module])
+def test_the_colors_add_up_to_the_live_bytes(timelines, by):
     t = timelines["plain"]
-    sums = [sum(values) for values in zip(*bytes_by_phase(t).values(), strict=True)]
+    sums = [sum(values) for values in zip(*by(t).values(), strict=True)]
     assert sums == list(t.live_bytes)
 
 
+def test_modules_are_named_below_the_outermost_and_the_smallest_are_summed():
+    def model(x):
+        with jax.named_scope("Net"):
+            for k in range(12):
+                with jax.named_scope(f"block{k}"), jax.named_scope("dense"):
+                    x = jnp.sort(jnp.concatenate([x, x[:8]]))
+        return x
+
+    modules = bytes_by_module(timeline(jax.jit(model), jnp.ones(256)))
+    named = [name for name in modules if re.fullmatch(r"block\d+", name)]
+    assert len(named) == 9 and "other modules" in modules
+    assert modules["arguments"][0] == 1024
+
+
 def test_html_holds_the_data_and_loads_nothing(tmp_path, timelines):
-    draw_html(tmp_path / "page.html", timelines)
+    draw_html(tmp_path / "page.html", timelines, limit=12345)
     page = (tmp_path / "page.html").read_text()
-    assert not re.search(r"(src|href)=|url\(|@import|fetch\(", page)
+    assert not re.search(r"(src|href)=|url\((?!#)|@import|fetch\(", page)
     (encoded,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page)
-    drawn = json.loads(encoded)["timelines"]
-    assert [d["title"] for d in drawn] == list(timelines)
-    for data, t in zip(drawn, timelines.values(), strict=True):
-        assert data["live"] == list(t.live_bytes)
-        assert data["peak"] == t.peak_bytes
-        assert len(data["buffers"]) == len(t.buffers)
+    data = json.loads(encoded)
+    assert data["limit"] == 12345
+    assert [d["title"] for d in data["timelines"]] == list(timelines)
+    for drawn, t in zip(data["timelines"], timelines.values(), strict=True):
+        assert drawn["live"] == list(t.live_bytes)
+        assert drawn["peak"] == t.peak_bytes
+        columns = drawn["buffers"]
+        assert columns["bytes"] == [b.bytes for b in t.buffers]
+        assert [data["texts"][k] for k in columns["label"]] == [b.label() for b in t.buffers]
+
+
+SCRIPT = """<script>
+const [first] = document.querySelectorAll("svg");
+const press = key => first.dispatchEvent(new KeyboardEvent("keydown", { key }));
+const state = () => [first.getAttribute("aria-valuetext"), first.querySelectorAll("polygon").length,
+                     document.querySelector("tbody").rows.length];
+const seen = [state()];
+press("Home"); seen.push(state());
+press("ArrowRight"); press("+"); press("p"); seen.push(state());
+const choice = document.getElementById("colors");
+choice.value = "byModule"; choice.dispatchEvent(new Event("change")); seen.push(state());
+document.title = JSON.stringify(seen);
+</script>"""
+
+
+def test_the_page_works_in_a_browser(tmp_path, timelines):
+    browser = shutil.which("chromium") or shutil.which("google-chrome")
+    if browser is None:
+        pytest.skip("no Chromium is installed")
+    draw_html(tmp_path / "page.html", timelines)
+    page = (tmp_path / "page.html").read_text().replace("</body>", SCRIPT + "</body>")
+    (tmp_path / "page.html").write_text(page)
+    command = [browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom"]
+    shown = subprocess.run(
+        [*command, f"--user-data-dir={tmp_path}/profile", (tmp_path / "page.html").as_uri()],
+        capture_output=True,
+        check=True,
+        text=True,
+        timeout=120,
+    ).stdout
+    (title,) = re.findall("<title>(.*?)</title>", shown, re.DOTALL)
+    start, home, peak, modules = json.loads(html.unescape(title))
+    t = timelines["plain"]
+    assert start == peak and start[0].startswith(f"instruction {t.peak_point}:")
+    assert home[0].startswith("instruction 0:") and home[2] == len(t.alive(0))
+    assert start[1] == len(bytes_by_phase(t)) and modules[1] == len(bytes_by_module(t))
+    assert shown.count("<svg") == 2
 
 
 def test_nothing_to_draw_is_an_error(tmp_path):
