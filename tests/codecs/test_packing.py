@@ -53,11 +53,17 @@ def test_pairs_share_four_bits_along_the_last_axis(shape, packed):
 @pytest.mark.parametrize("bits", [1, 2])
 @pytest.mark.parametrize("size", [0, 8, 64, 256, 264, 1024, 1032, 2056])
 def test_tpus_pack_the_same_bytes(bits, size):
+    @jax.jit
+    def all_ways(codes):
+        packed = packing._join_by_matmul(bits, codes)
+        split = (way(bits, packed) for way in (packing._split_by_matmul, packing._split_by_shift))
+        return packed, packing._join_by_sum(bits, codes), *split
+
     codes = jnp.asarray(np.random.default_rng(0).integers(0, 2**bits, (3, size)), jnp.uint8)
-    packed = packing._join_by_matmul(bits, codes)
-    np.testing.assert_array_equal(packed, packing._join_by_sum(bits, codes))
-    np.testing.assert_array_equal(packing._split_by_matmul(bits, packed), codes)
-    np.testing.assert_array_equal(packing._split_by_shift(bits, packed), codes)
+    packed, summed, by_matmul, by_shift = all_ways(codes)
+    np.testing.assert_array_equal(packed, summed)
+    np.testing.assert_array_equal(by_matmul, codes)
+    np.testing.assert_array_equal(by_shift, codes)
 
 
 @pytest.mark.parametrize("bits", [0, 5, 16, -1, True, 2.0, None, "2"])

@@ -60,6 +60,7 @@ def test_strategies_of_one_family_share_a_line(strategy, family):
     assert module.family(strategy) == family
 
 
+@pytest.mark.slow
 def test_a_transformer_is_looked_at_before_and_after_training(tmp_path, monkeypatch):
     shape = Shape(width=32, depth=1, heads=2)
     batch = np.arange(16 * 64).reshape(16, 64) % 7

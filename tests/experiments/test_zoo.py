@@ -102,6 +102,9 @@ def filled(shape):
     return jnp.asarray(values).astype(shape.dtype)
 
 
+LONG_TO_COMPILE = ("efficientnet", "densenet")
+
+
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_networks_have_the_published_number_of_parameters(name):
     network = steps.NETWORKS[name]
@@ -114,7 +117,10 @@ def test_every_network_has_a_known_number_of_parameters():
     assert PARAMETERS.keys() == steps.NETWORKS.keys()
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] if n in LONG_TO_COMPILE else []) for n in SMALL],
+)
 def test_gradients_are_finite(name):
     loss, arguments = parts(name, "plain")
     (value, _), gradient = jax.jit(

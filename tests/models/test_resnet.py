@@ -39,7 +39,14 @@ def _count(model: resnet.ResNet) -> int:
     return sum(math.prod(p.shape) for p in nnx.to_flat_state(nnx.state(model, nnx.Param)).leaves)
 
 
-@pytest.mark.parametrize(("name", "classes"), COUNTS, ids=[name for name, _ in COUNTS])
+DEEP = ("resnet101", "resnet152", "resnet110")
+
+
+@pytest.mark.parametrize(
+    ("name", "classes"),
+    [pytest.param(*k, marks=[pytest.mark.slow] if k[0] in DEEP else []) for k in COUNTS],
+    ids=[name for name, _ in COUNTS],
+)
 def test_parameter_counts_are_the_published_ones(name: str, classes: int) -> None:
     assert _count(_abstract(name, num_classes=classes)) == COUNTS[name, classes]
 
@@ -104,7 +111,7 @@ NETWORKS: dict[str, typing.Any] = {
     "pre-activation": (resnet.PreActBottleneck, (1, 1), 4, False),
 }
 CASES = [("imagenet", spec) for spec in SPECS]
-CASES += [("cifar", "quantize:bits=2"), ("pre-activation", "quantize:bits=2")]
+CASES += [("cifar", "quantize:bits=2")]
 CASES += [(network, "fused:bits=4") for network in NETWORKS]
 CASES += [("imagenet", "fused:bits=3,scale_source=range")]
 BATCH, CLASSES = 8, 3

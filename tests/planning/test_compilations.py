@@ -32,6 +32,7 @@ def test_values_are_offloaded_where_nothing_else_fits(capsys):
     assert 1e3 * link < plan.milliseconds
 
 
+@pytest.mark.slow
 def test_the_fastest_of_what_was_run_is_chosen(monkeypatch):
     budget = int(0.6 * total_bytes(jc.planning.Strategy.parse("plain")))
     given = {"batch": BATCH, "target": "cpu", "budget": budget, "actions": ("keep", "quantize")}

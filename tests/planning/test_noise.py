@@ -27,6 +27,7 @@ def test_plans_keep_to_a_limit_of_noise():
         fit(make_step, budget=budget, noise=1e-4, **given)
 
 
+@pytest.mark.slow
 def test_noise_is_measured_on_a_small_batch_too():
     """Values that are too small for a code in the small batch are not in the step's."""
     budget = int(0.6 * total_bytes(jc.planning.Strategy.parse("plain")))

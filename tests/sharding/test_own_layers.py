@@ -71,6 +71,7 @@ def _first_step(fsdp):
     return step(state, *batch)[0]
 
 
+@pytest.mark.slow
 def test_a_residual_network_with_sharded_parameters():
     sharded = _first_step(True)
     copied = _first_step(False)

@@ -66,9 +66,9 @@ def make_params():
     ("act", "dtype"),
     [
         (jax.nn.silu, jnp.float32),
-        (jax.nn.silu, jnp.bfloat16),
+        pytest.param(jax.nn.silu, jnp.bfloat16, marks=pytest.mark.slow),
         *((act, jnp.bfloat16) for act in FUNCTIONS if act is not jax.nn.silu),
-        (jax.nn.relu, jnp.float32),
+        pytest.param(jax.nn.relu, jnp.float32, marks=pytest.mark.slow),
     ],
 )
 def test_one_code_for_norm_activation_and_gate(act, dtype):

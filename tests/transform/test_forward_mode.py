@@ -91,7 +91,12 @@ def _derivatives(fn):
 
 @pytest.mark.parametrize(
     ("policy", "name"),
-    [*((POLICIES[0], name) for name in FUNCTIONS), *((p, "scans") for p in POLICIES[1:])],
+    [
+        *((POLICIES[0], name) for name in FUNCTIONS),
+        (jax.checkpoint_policies.dots_saveable, "scans"),
+        pytest.param(jax.checkpoint_policies.everything_saveable, "scans", marks=pytest.mark.slow),
+        pytest.param(jax.checkpoint_policies.nothing_saveable, "scans", marks=pytest.mark.slow),
+    ],
 )
 def test_all_modes_are_those_of_jax(policy, name):
     fn = FUNCTIONS[name]

@@ -80,7 +80,7 @@ def make_params():
     ("norm", "dtype"),
     [
         (standard, jnp.float32),
-        (standard, jnp.bfloat16),
+        pytest.param(standard, jnp.bfloat16, marks=pytest.mark.slow),
         (divided, jnp.bfloat16),
         (one_pass, jnp.float32),
     ],
