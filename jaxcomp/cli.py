@@ -128,7 +128,7 @@ def memory_command(
         timelines = {row.name: row.timeline for row in table.rows if row.timeline}
         if html is not None and timelines:
             report = table.rows[-1].report
-            memory.draw_html(html, timelines, limit=report and report.usable_bytes)
+            memory.draw_html(html, timelines, limit=report.usable_bytes if report else None)
         if interrupted.is_set():
             raise KeyboardInterrupt
 

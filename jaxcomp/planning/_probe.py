@@ -10,7 +10,8 @@ from jaxcomp._core.module_scopes import add_module_scopes, scope_path
 from jaxcomp._core.modules import set_class
 from jaxcomp.memory import declared_residuals
 from jaxcomp.memory._analyze import analyze_step
-from jaxcomp.memory._live_bytes import Buffer, Timeline
+from jaxcomp.memory._buffer import Buffer
+from jaxcomp.memory._live_bytes import Timeline
 from jaxcomp.memory._origin import split_op_name
 from jaxcomp.memory._report import MemoryReport
 from jaxcomp.memory._targets import Target
