@@ -44,12 +44,14 @@ class Origin:
         operation: the JAX primitive, for example `conv_general_dilated`, or "argument".
         phase: `argument`, `forward`, `recomputed`, `backward`, or `other` outside any gradient.
         source: `file:line` in user code, or "" if it is not known.
+        is_inferred: whether `scope` is the layer of the nearest weight.
     """
 
     scope: str
     operation: str
     phase: str
     source: str
+    is_inferred: bool = False
 
 
 class Origins:
@@ -95,7 +97,10 @@ class Origins:
         if "/" not in op_name:
             return Origin(op_name, "copy", "other", source)
         scope, operation = split_op_name(op_name)
-        return Origin(scope or self._nearest_layer(name), operation, phase(op_name), source)
+        if scope:
+            return Origin(scope, operation, phase(op_name), source)
+        layer = self._nearest_layer(name)
+        return Origin(layer, operation, phase(op_name), source, is_inferred=True)
 
     def _made_by(self, name: str, index: int, seen: set[tuple[str, int]]) -> Instruction | None:
         """The instruction with JAX metadata that computed a value, through copies and loops."""

@@ -12,7 +12,7 @@ from jaxcomp.memory import declared_residuals
 from jaxcomp.memory._analyze import analyze_step
 from jaxcomp.memory._buffer import Buffer
 from jaxcomp.memory._live_bytes import Timeline
-from jaxcomp.memory._origin import split_op_name
+from jaxcomp.memory._origin import Origin, split_op_name
 from jaxcomp.memory._report import MemoryReport
 from jaxcomp.memory._targets import Target
 from jaxcomp.memory._tracing import TracedStep
@@ -182,7 +182,10 @@ def _moments(timeline: Timeline, groups: Groups) -> tuple[dict[str, int], tuple[
         is_read = bool(buffer.reads) and buffer.reads[-1] >= start
         return buffer.start < start <= buffer.end and is_read and buffer.origin.phase != "argument"
 
-    group_of = {id(b): groups.group_in(b.origin.scope) for b in timeline.buffers if is_saved(b)}
+    def group_in(origin: Origin) -> str:
+        return "" if origin.is_inferred else groups.group_in(origin.scope)
+
+    group_of = {id(b): group_in(b.origin) for b in timeline.buffers if is_saved(b)}
     saved = [buffer for buffer in timeline.buffers if id(buffer) in group_of]
     totals: Counter[str] = Counter()
     begins: dict[int, list[Buffer]] = defaultdict(list)
