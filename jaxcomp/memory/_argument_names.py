@@ -23,8 +23,8 @@ def argument_names(given: Sequence[str], arguments: object) -> dict[str, str]:
     """
     paths: list[str] = []
     with nnx.split_context() as context:
-        for leaf in jax.tree.leaves(arguments, is_leaf=_is_object):
-            if not _is_object(leaf):
+        for leaf in jax.tree.leaves(arguments, is_leaf=is_object):
+            if not is_object(leaf):
                 paths.append("")
                 continue
             for path, variable in nnx.to_flat_state(context.split(leaf)[1]):
@@ -38,5 +38,6 @@ def argument_names(given: Sequence[str], arguments: object) -> dict[str, str]:
     }
 
 
-def _is_object(value: object) -> bool:
+def is_object(value: object) -> bool:
+    """Whether a value is a Flax NNX object."""
     return isinstance(value, nnx.Pytree)

@@ -90,7 +90,7 @@ class Origins:
         made_by = self._made_by(name, int(index.strip("{}").split(",")[0] or 0), set())
         if made_by is None:
             return None
-        op_name = made_by.op_name.split(";")[0].replace("\\'", "'")
+        op_name = _first_name(made_by)
         source = self._module.source(made_by)
         if made_by.name == name and made_by.opcode == "parameter":
             return Origin(self._argument(made_by), "argument", "argument", source)
@@ -166,7 +166,7 @@ class Origins:
 
     def _argument(self, parameter: Instruction) -> str:
         """The name of an argument of the program."""
-        name = parameter.op_name.split(";")[0].replace("\\'", "'")
+        name = _first_name(parameter)
         return self._argument_names.get(name, name)
 
     def _nearest_layer(self, name: str) -> str:
@@ -182,6 +182,11 @@ class Origins:
             queue.extend(o for o in reversed(instruction.operands) if o not in seen)
             seen.update(instruction.operands)
         return ""
+
+
+def _first_name(instruction: Instruction) -> str:
+    """JAX's name of an instruction; the first one if XLA joined several."""
+    return instruction.op_name.split(";")[0].replace("\\'", "'")
 
 
 def split_op_name(op_name: str) -> tuple[str, str]:

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.extend.core import Jaxpr, JaxprEqn
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding
 
-from ._argument_names import argument_names
+from ._argument_names import argument_names, is_object
 from ._targets import Target
 
 
@@ -89,7 +89,7 @@ def trace(
                 "for both, because fn is jitted already; pass them to its own jit"
             )
         jitted = fn
-    elif any(isinstance(leaf, nnx.Pytree) for leaf in jax.tree.leaves(args, is_leaf=_is_object)):
+    elif any(map(is_object, jax.tree.leaves(args, is_leaf=is_object))):
         jitted = nnx.jit(fn, donate_argnums=donate_argnums, static_argnums=static_argnums)
     else:
         jitted = jax.jit(fn, donate_argnums=donate_argnums, static_argnums=static_argnums)
@@ -110,10 +110,6 @@ def _tracing_for(
         return contextlib.nullcontext()
     device = AbstractDevice(device_kind=target.device_kind, num_cores=None, platform="gpu")
     return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
-
-
-def _is_object(value: Any) -> bool:
-    return isinstance(value, nnx.Pytree)
 
 
 def _constants(program: Any) -> dict[int, Any]:

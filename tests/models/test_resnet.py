@@ -111,7 +111,7 @@ NETWORKS: dict[str, typing.Any] = {
     "pre-activation": (resnet.PreActBottleneck, (1, 1), 4, False),
 }
 CASES = [("imagenet", spec) for spec in SPECS]
-CASES += [("cifar", "quantize:bits=2")]
+CASES += [("cifar", "quantize:bits=2"), ("pre-activation", "quantize:bits=2")]
 CASES += [(network, "fused:bits=4") for network in NETWORKS]
 CASES += [("imagenet", "fused:bits=3,scale_source=range")]
 BATCH, CLASSES = 8, 3
