@@ -13,7 +13,7 @@ from jaxcomp.planning._improve import Variant, improve
 from jaxcomp.planning._noise import Data, measure
 from jaxcomp.planning._probe import Probe
 from jaxcomp.planning._problem import Action, Known, make_problem
-from jaxcomp.planning._search import Search
+from jaxcomp.planning._search import Candidate, Search
 from jaxcomp.planning._solver import Problem
 from jaxcomp.planning._strategies import Strategy
 from jaxcomp.policies._policy import Policy
@@ -167,7 +167,7 @@ def _tried(
 def _accumulate(search: Search, plain: Probe) -> None:
     """Compiles the fewest micro-batches that are estimated to fit, and more if that is faster."""
     given, total = plain.report.argument_bytes or 0, plain.report.total_bytes or 0
-    count, tries, fastest = 2, 2, plain.seconds
+    count, tries, fastest = 2, 2, math.inf
     if search.batch % count:
         search.notes.append(f"no micro-batches: batch={search.batch} is odd")
     while search.batch % count == 0 and search.left and tries:
@@ -184,7 +184,7 @@ def _accumulate(search: Search, plain: Probe) -> None:
 
 
 def _variants(search: Search, problem: Problem) -> list[Variant]:
-    """Plans for the whole batch, and for fewer micro-batches than were compiled to fit."""
+    """Plans for the whole batch, and for as many micro-batches as were the fastest, or fewer."""
     plain, *others = search.found
     split = [c for c in others if c.strategy.micro_batches > 1]
     found = [Variant(1, problem)]
@@ -195,7 +195,7 @@ def _variants(search: Search, problem: Problem) -> list[Variant]:
         group: max(named, key=lambda name: named[name].bytes)
         for group, named in problem.choices.items()
     }
-    most = split[-1]
+    most = min((c for c in split if search.fits(c.result)), key=_seconds, default=split[-1])
     count = most.strategy.micro_batches
     more_seconds = (most.result.seconds - plain.result.seconds) / (count - 1)
     expected, _ = problem.split(count, given).peak(most_bytes)
@@ -206,6 +206,10 @@ def _variants(search: Search, problem: Problem) -> list[Variant]:
         found.append(Variant(number, part, more_bytes, more_seconds * (number - 1)))
         number *= 2
     return found
+
+
+def _seconds(candidate: Candidate) -> float:
+    return candidate.result.seconds
 
 
 def _have_no_statistics(models: Sequence[Any]) -> bool:

@@ -83,7 +83,8 @@ def test_a_plan_may_split_the_batch_too():
         target="cpu",
         actions=("keep", "quantize", "accumulate"),
     )
-    assert any(point.name.endswith("accumulate:2") for point in plan.frontier)
+    names = [point.name for point in plan.frontier]  # 4 parts fit and are slower than the whole
+    assert "accumulate:8" in names and any(name.endswith(", accumulate:2") for name in names)
     assert total_bytes(plan.strategy) == plan.total_bytes <= budget
     assert FittedPlan.from_json(plan.to_json()).strategy == plan.strategy
 
