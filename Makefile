@@ -53,14 +53,15 @@ zoo: $(ZOO_VENV)/.stamp
 golden: $(STAMP)
 	$(BIN)/python -m experiments.bench.golden --out experiments/results/golden-h100
 
-# The newest JAX and all other dependencies, without the pinned versions; then what `make test` leaves
-# out, and kills of a training run.
+# The newest JAX and all other dependencies, without the pinned versions, also with JAX's next form of
+# jax.checkpoint; then what `make test` leaves out, and kills of a training run.
 NIGHTLY_VENV ?= .venv-nightly
 
 nightly: $(STAMP)
 	$(PYTHON) -m venv --clear $(NIGHTLY_VENV)
 	$(NIGHTLY_VENV)/bin/python -m pip install -e ".[dev]"
 	$(NIGHTLY_VENV)/bin/python -m pytest -n 2 -m "not zoo and not aot"
+	JAX_REMAT3=1 $(NIGHTLY_VENV)/bin/python -m pytest -n 2 tests/policies tests/sharding tests/transform
 	$(MAKE) test-aot zoo
 	$(BIN)/python -m experiments.faults --out build/faults
 

@@ -8,9 +8,13 @@ import jax
 import jax.numpy as jnp
 import jaxtyping
 import numpy as np
+import pytest
 
 from jaxcomp import Policy, Rule
 
+without_remat3 = pytest.mark.skipif(
+    jax.config.values.get("jax_remat3", False), reason="save_compressed is an error with jax_remat3"
+)
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import jax
 
+from jaxcomp._core import remat3
 from jaxcomp.codecs import Codec
 
 
@@ -34,7 +35,7 @@ def save_compressed() -> Callable[..., bool]:
         >>> saved_shapes(save_compressed())
         [(16, 1), (16, 8)]
     """
-    if jax.config.values.get("jax_remat3"):
+    if remat3.is_on():
         raise NotImplementedError(
             "save_compressed: with the option jax_remat3, jax.checkpoint ignores the names of "
             "codes and saves none of them; turn the option off, or use jaxcomp.checkpoint"

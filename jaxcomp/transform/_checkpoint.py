@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import InconclusiveDimensionOperation, jaxpr_as_fun
 
+from jaxcomp._core import remat3
 from jaxcomp._core.explicit import explicit_axes
 from jaxcomp.codecs import noise
 from jaxcomp.codecs._codec import Seed
@@ -112,7 +113,8 @@ class Checkpointed:
             full = [arg if i in static else next(rest) for i, arg in enumerate(args)]
             return self._fn(*full, **kwargs)
 
-        traced, shape = jax.make_jaxpr(run, return_shape=True)(dynamic, kwargs)
+        with remat3.traced_without():
+            traced, shape = jax.make_jaxpr(run, return_shape=True)(dynamic, kwargs)
         opened = traced.jaxpr.replace(
             constvars=[], invars=[*traced.jaxpr.constvars, *traced.jaxpr.invars]
         )
@@ -132,6 +134,7 @@ def _positions(name: str, numbers: tuple[int, ...], count: int) -> set[int]:
     return {number % count for number in numbers}
 
 
+@remat3.traced_without()
 def _looped(
     program: Program, active: Sequence[int], coded: Sequence[int], policy: Policy | JaxPolicy
 ) -> tuple[Looped, PolicyLog]:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
+from jaxcomp._core import remat3
 from jaxcomp.transform._linear_map import ByPosition, linear_map
 from jaxcomp.transform._programs import Static
 
@@ -27,6 +28,7 @@ def with_both_modes(
         backward: From what is known, the residual and the results' cotangents to the arguments'.
     """
 
+    @remat3.traced_without()
     def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         seed, *values = primals
         moves = {i: t for i, t in enumerate(tangents[1:]) if not isinstance(t, SymbolicZero)}
@@ -58,12 +60,14 @@ def with_reverse_mode(
     Also takes the number of arguments.
     """
 
+    @remat3.traced_without()
     def save(seed: Any, *operands: Any) -> tuple[list[Any], Any]:
         perturbed = [i for i, operand in enumerate(operands) if operand.perturbed]
         values = [operand.value for operand in operands]
         made, known, residual = forward(None if seed is None else seed.value, values, perturbed)
         return made, (Static(known), residual)
 
+    @remat3.traced_without()
     def give(saved: Any, cotangents: list[Any]) -> tuple[Any, ...]:
         known, residual = saved
         found: ByPosition = {}

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import jaxcomp as jc
+from tests.helpers import without_remat3
 
 CONTRACT = (((1,), (0,)), ((), ()))
 X = jnp.asarray(np.random.default_rng(0).normal(size=(16, 32)), jnp.float32)
@@ -28,6 +29,7 @@ def _stored(f: typing.Callable[..., jax.Array], policy: typing.Any) -> list[typi
     return sorted((a.dtype.name, a.shape) for a in leaves if a is not X and a is not W)
 
 
+@without_remat3
 def test_codes_masks_and_ranges_are_saved_and_nothing_else() -> None:
     codec = jc.Quantize(bits=2)
     layer = [*codec.encode(X).arrays, *jc.Packed(bits=1).encode(X > 0).arrays]
@@ -36,6 +38,7 @@ def test_codes_masks_and_ranges_are_saved_and_nothing_else() -> None:
     assert _stored(_network(codec), None) == []
 
 
+@without_remat3
 def test_a_codec_of_ones_own_is_saved() -> None:
     @dataclasses.dataclass(frozen=True)
     class Half(jc.Codec):
@@ -52,6 +55,7 @@ def test_a_codec_of_ones_own_is_saved() -> None:
     assert stored.count(("float16", (16, 32))) == 3
 
 
+@without_remat3
 def test_gradient_is_that_without_checkpoint() -> None:
     f = _network(jc.Quantize(bits=2))
     again = jax.checkpoint(f, policy=jc.policies.save_compressed())

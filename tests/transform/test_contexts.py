@@ -53,6 +53,8 @@ CONTEXTS = {
     "closing over weights": _closing_over,
     "keywords": lambda policy: _loss(lambda x, w: jc.checkpoint(_block, policy)(x, w=w)),
 }
+if jax.config.values.get("jax_remat3"):
+    del CONTEXTS["in remat with names"]  # save_compressed is an error
 
 
 @pytest.mark.parametrize(("policy", "rtol"), [(EXACT, 1e-5), (HALF, 0.02)], ids=["exact", "coded"])

@@ -4,7 +4,7 @@ import pytest
 from flax import nnx
 
 import jaxcomp as jc
-from tests.helpers import without_type_checks
+from tests.helpers import without_remat3, without_type_checks
 
 
 class Model(nnx.Module):
@@ -139,6 +139,7 @@ def test_uncompress_gives_the_stock_layers_back() -> None:
         jc.uncompress(len)
 
 
+@without_remat3
 def test_a_codec_of_ones_own() -> None:
     class Half(jc.Cast):
         name = "half"
