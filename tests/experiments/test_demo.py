@@ -1,10 +1,12 @@
 import dataclasses
 import json
+import re
 
 import jax
 import pytest
 
 from experiments import demo
+from tests.planning import small
 
 
 def test_demo(tiny, tmp_path, monkeypatch, capsys):
@@ -12,6 +14,9 @@ def test_demo(tiny, tmp_path, monkeypatch, capsys):
     strategies = ["plain", "quantize:bits=2"]
     monkeypatch.setattr(demo, "CONFIG", config)
     monkeypatch.setattr(demo, "STRATEGIES", strategies)
+    monkeypatch.setattr(demo, "STEP", small.make_step)
+    monkeypatch.setattr(demo, "BATCH", small.BATCH)
+    monkeypatch.setattr(demo, "TARGET", "cpu")
     cache = jax.config.jax_compilation_cache_dir
     demo.main(tmp_path)
     content = json.loads((tmp_path / "comparison.json").read_text())
@@ -19,6 +24,9 @@ def test_demo(tiny, tmp_path, monkeypatch, capsys):
     assert (tmp_path / "comparison.png").exists()
     printed = capsys.readouterr().out
     assert all(strategy in printed for strategy in strategies)
+    assert re.search(r"needs \d+\.\d GiB, and \d+\.\d GiB after", printed)
+    assert (tmp_path / "memory.png").stat().st_size > 10_000
+    assert "plain" in (tmp_path / "memory.html").read_text()
     assert jax.config.jax_compilation_cache_dir == cache
 
 
