@@ -49,7 +49,7 @@ def pack(
         [('uint4', (8,)), ('uint8', (2,))]
     """
     if bits == 3:
-        return *pack(codes & 3, 2), *pack(codes >> 2, 1)
+        return platforms.multiply_to_pack_on_tpu(codes, _two_and_one_bit, _two_and_one_bit_by_sum)
     if bits in _SHARING:
         return (_pack_last(codes, bits),)
     if bits == 8:
@@ -80,6 +80,33 @@ def unpack(
     return codes.astype(jnp.int32)
 
 
+def _two_and_one_bit(codes: Array) -> tuple[Array, ...]:
+    """Splits 3-bit codes into 2 bits and 1 bit, each packed."""
+    return *pack(codes & 3, 2), *pack(codes >> 2, 1)
+
+
+def _two_and_one_bit_by_sum(codes: Array) -> tuple[Array, ...]:
+    """Computes `_two_and_one_bit` for GPUs from eight codes in 24 bits.
+
+    Two readers of `codes` would make XLA write them to memory with 32 bits each.
+    """
+    codes = codes.reshape(codes.shape or (1,)).astype(jnp.uint32) & 7
+    count = codes.shape[-1]
+    codes = jnp.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, -count % 8)])
+    eight = codes.reshape(*codes.shape[:-1], codes.shape[-1] // 8, 8)
+    joined = jnp.sum(eight << _places(eight, 3), -1, dtype=jnp.uint32)
+    pairs = jnp.broadcast_to(joined[..., None], (*joined.shape, 4))
+    pairs = pairs >> _places(pairs, 6)
+    low = (pairs & 3 | pairs >> 1 & 12).reshape(*codes.shape[:-1], codes.shape[-1] // 2)
+    high = functools.reduce(jnp.bitwise_or, (joined >> (2 * i + 2) & 1 << i for i in range(8)))
+    return low[..., : -(-count // 2)].astype(jnp.uint4), high.astype(jnp.uint8)
+
+
+def _places(x: Array, bits: int) -> Array:
+    """The position of the first bit of each element along the last axis."""
+    return lax.broadcasted_iota(x.dtype, x.shape, x.ndim - 1) * bits
+
+
 def _pack_last(codes: Array, bits: int) -> Array:
     """Packs along the last axis; the first code takes the lowest bits."""
     dtype, sharing = _SHARING[bits]
@@ -100,8 +127,7 @@ def _unpack_last(packed: Array, shape: tuple[int, ...], bits: int) -> Array:
 def _join_by_sum(bits: int, codes: Array) -> Array:
     _, sharing = _SHARING[bits]
     codes = codes.reshape(*codes.shape[:-1], codes.shape[-1] // sharing, sharing)
-    place = lax.broadcasted_iota(jnp.uint8, codes.shape, codes.ndim - 1) * bits
-    return jnp.sum(codes << place, -1, dtype=jnp.uint8)
+    return jnp.sum(codes << _places(codes, bits), -1, dtype=jnp.uint8)
 
 
 def _split_by_shift(bits: int, packed: Array) -> Array:

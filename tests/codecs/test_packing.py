@@ -66,6 +66,15 @@ def test_tpus_pack_the_same_bytes(bits, size):
     np.testing.assert_array_equal(by_shift, codes)
 
 
+@pytest.mark.parametrize("shape", [(), (7,), (3, 16), (2, 5, 17), (4, 0)])
+def test_gpus_and_tpus_pack_three_bits_into_the_same_bytes(shape):
+    codes = jnp.asarray(np.random.default_rng(0).integers(0, 8, shape), jnp.int32)
+    ways = packing._two_and_one_bit, packing._two_and_one_bit_by_sum
+    for one, other in zip(*(jax.jit(way)(codes) for way in ways), strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(one.astype(jnp.uint8), other.astype(jnp.uint8))
+
+
 @pytest.mark.parametrize("bits", [0, 5, 16, -1, True, 2.0, None, "2"])
 def test_other_bits_are_an_error(bits):
     with pytest.raises(Exception, match=r"bits"):
