@@ -15,7 +15,7 @@ T = typing.TypeVar("T")
 Form = Callable[..., T]
 
 
-def multiply_to_pack_on_tpu(codes: Any, by_product: Form[T], by_shift: Form[T]) -> T:
+def multiply_to_pack_on_tpu(codes: typing.Any, by_product: Form[T], by_shift: Form[T]) -> T:
     """Packs or unpacks codes by a matrix product on a TPU, where moves across lanes are slow."""
     return lax.platform_dependent(codes, tpu=by_product, default=by_shift)
 
