@@ -87,6 +87,7 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Executes the tutorials, too, in about five minutes.
 docs: $(DOCS_STAMP)
 	$(BIN)/mkdocs build --strict
 
@@ -98,5 +99,5 @@ constraints: $(STAMP)
 	  --no-annotate --custom-compile-command "make constraints" --output-file constraints.txt
 
 clean:
-	rm -rf $(VENV) $(ZOO_VENV) $(NIGHTLY_VENV) site .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(ZOO_VENV) $(NIGHTLY_VENV) site .cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -123,6 +123,10 @@ class Comparison:
         notes = [*on_host, *flags, *self._recomputed(plain), *failed]
         return "\n".join([*lines, "", *notes, self._verdict()])
 
+    def _repr_markdown_(self) -> str:
+        """What notebooks show."""
+        return str(self)
+
     def _recomputed(self, plain: Row | None) -> list[str]:
         """A line that names the rows marked with `*`, if any."""
         if not any(row.report and row.report.xla_recomputes for row in self.rows):

@@ -49,7 +49,7 @@ def test_rows_are_the_reports_of_their_steps():
 
 def test_table_json_and_verdict():
     table = compare(make_step, ["plain", "remat"], batch=64, target="cpu", capacity=2**20)
-    text = str(table).splitlines()
+    text = table._repr_markdown_().splitlines()
     assert text[0].startswith("| row ")
     assert text[2].split("|")[6].strip() == "1.00"
     assert text[-1] == "Cheapest row that fits the 1.0 MiB of cpu, by HBM traffic: plain"
