@@ -66,4 +66,4 @@ def __dir__() -> tuple[str, ...]:
     return __all__
 
 
-__version__ = "0.1.0"
+__version__ = "1.0.0rc1"

@@ -1,5 +1,6 @@
 import contextlib
 import importlib.metadata
+import pathlib
 import json
 import signal
 
@@ -91,6 +92,8 @@ def test_version():
     assert result.exit_code == 0
     assert result.output == importlib.metadata.version("jaxcomp") + "\n"
     assert importlib.metadata.version("jaxcomp") == jaxcomp.__version__
+    citation = (pathlib.Path(__file__).parent.parent / "CITATION.cff").read_text()
+    assert f"\nversion: {jaxcomp.__version__}\n" in citation
 
 
 def test_fit_writes_a_plan(run, tmp_path):
