@@ -1,7 +1,7 @@
 import contextlib
 import importlib.metadata
-import pathlib
 import json
+import pathlib
 import signal
 
 import pytest
