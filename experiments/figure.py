@@ -7,12 +7,12 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from experiments.palette import COLORS
 from experiments.rows import Row
 
-# The palette of Okabe and Ito, which is safe for colour blindness.
-COLORS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#D55E00", "#0072B2", "#CC79A7")
 SMOOTHING = 0.1  # weight of the newest step in the moving average of the loss
 
 
@@ -20,20 +20,26 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     """Writes the figure of at most seven strategies as a PNG and creates its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with mpl.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
-        figure = Figure(figsize=(12, 4.6), layout="constrained")
+        height = 4.2 + 0.3 * len(rows)
+        figure = Figure(figsize=(12, height), layout="constrained")
         left, right = figure.subplots(1, 2)
-        _loss_curves(left, rows)
+        lines = _loss_curves(left, rows)
         _memory_bars(right, rows)
+        figure.legend(
+            handles=lines, title="strategy: test accuracy", frameon=False, loc="outside lower left"
+        )
         figure.savefig(path, dpi=150)
 
 
-def _loss_curves(axes: Axes, rows: Sequence[Row]) -> None:
+def _loss_curves(axes: Axes, rows: Sequence[Row]) -> list[Line2D]:
+    lines = []
     for row, color in zip(rows, COLORS, strict=False):
         label = f"{row.strategy}: {np.mean(row.test_accuracy):.1%}"
-        axes.plot(np.arange(1, len(row.loss) + 1), _smooth(row.loss), color=color, label=label)
+        steps = np.arange(1, len(row.loss) + 1)
+        lines += axes.plot(steps, _smooth(row.loss), color=color, label=label)
     axes.set(title="Training loss (moving average)", xlabel="step", ylabel="cross-entropy")
-    axes.legend(title="strategy: test accuracy", frameon=False)
     axes.grid(alpha=0.25)
+    return lines
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
@@ -56,8 +62,7 @@ def _memory_bars(axes: Axes, rows: Sequence[Row]) -> None:
     ):
         bars = axes.barh(positions + offset, values, height=0.34, **style)
         axes.bar_label(bars, fmt="%.1f", padding=3)
-    axes.set(title="Memory of one training step", xlabel="MiB", yticks=positions)
-    axes.set_yticklabels([row.strategy for row in rows])
+    axes.set(title="Memory of one training step", xlabel="MiB", yticks=[])
     axes.invert_yaxis()
     axes.margins(x=0.12)
     grey = "#666666"
@@ -67,5 +72,7 @@ def _memory_bars(axes: Axes, rows: Sequence[Row]) -> None:
             Patch(facecolor="white", edgecolor=grey, hatch="////", label="compiled: XLA temp"),
         ],
         frameon=False,
-        loc="lower right",
+        loc="upper center",
+        bbox_to_anchor=(0.5, -0.12),
+        ncols=2,
     )

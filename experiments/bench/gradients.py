@@ -21,12 +21,14 @@ import jax.numpy as jnp
 import typer
 from flax import nnx
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 from rich.progress import track
 
 import jaxcomp as jc
 from experiments.config import TrainConfig
 from experiments.data import load
 from experiments.options import Add, Out, Strategies, usage_errors
+from experiments.palette import style
 from experiments.planning import quantized_bits
 from experiments.record import describe_environment, read_table, write_json, write_table
 from experiments.reproduce.transformers import TASKS, Runs, epochs
@@ -240,15 +242,20 @@ def draw(rows: Sequence[dict[str, Any]], steps: int, path: Path) -> None:
             points.setdefault(family(row["row"]), []).append((row["bits"], variance, biased))
     for number, (name, found) in enumerate(points.items()):
         bits, variance, biased = zip(*sorted(found), strict=True)
-        axes.plot(bits, variance, color=f"C{number}", linewidth=1)
-        fill = ["white" if b else f"C{number}" for b in biased]
-        axes.scatter(bits, variance, c=fill, edgecolors=f"C{number}", label=name, zorder=3)
+        axes.plot(bits, variance, color=style(number)[0], linewidth=1)
+        color, marker = style(number)
+        fill = ["white" if b else color for b in biased]
+        axes.scatter(bits, variance, c=fill, edgecolors=color, marker=marker, label=name, zorder=3)
     axes.set(
         xlabel="saved bits for each float that the exact model saves (hollow: biased)",
         ylabel="variance of the gradient / SGD's own",
         xscale="log",
         yscale="log",
+        title=f"Noise of the gradient after {steps} steps",
     )
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.legend(frameon=False)
     axes.grid(alpha=0.25)
     figure.savefig(path, dpi=150)

@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from experiments import transformers
 from experiments.bench.memory import tabulate
 from experiments.options import Add, Out, Strategies, Target, usage_errors
+from experiments.palette import style
 from jaxcomp.planning import MakeStep, Strategy
 
 CASES: dict[str, tuple[MakeStep, int, str]] = {
@@ -60,7 +61,7 @@ def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     points = sorted(
         (row["hbm_traffic_bytes"] / plain, row["total_bytes"], name) for name, row in found.items()
     )
-    figure = Figure(figsize=(9, 4.5), layout="constrained")
+    figure = Figure(figsize=(10, 4.8), layout="constrained")
     axes = figure.subplots()
     best = [p for i, p in enumerate(points) if all(p[1] < other[1] for other in points[:i])]
     axes.step([p[0] for p in best], [p[1] / 2**20 for p in best], where="post", color="#999999")
@@ -69,10 +70,17 @@ def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
         strategy = Strategy.parse(name)
         encodes = strategy.policy is not None or strategy.block_codec is not None
         above = f" (above: {total / 2**20:.0f} MiB)" if total / 2**20 > top else ""
-        marker = "o" if encodes else "s"
-        axes.scatter(traffic, total / 2**20, label=name + above, marker=marker, color=f"C{number}")
-    axes.set(xlabel="HBM traffic / plain", ylabel="total memory, MiB", title=title, ylim=(0, top))
-    figure.legend(loc="outside right upper", fontsize=8, frameon=False)
+        color, marker = style(number)
+        fill = color if encodes else "white"
+        at = traffic, total / 2**20
+        axes.scatter(*at, s=50, label=name + above, marker=marker, c=fill, edgecolors=color)
+    axes.set(xlabel="HBM traffic / plain", ylabel="total memory, MiB", ylim=(0, top))
+    axes.set_title(
+        f"{title}\nfilled: with codes; line: the least memory at most that traffic",
+        loc="left",
+        fontsize=10,
+    )
+    figure.legend(loc="outside right center", frameon=False)
     axes.grid(alpha=0.25)
     figure.savefig(path, dpi=150)
 

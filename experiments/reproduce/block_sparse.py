@@ -26,6 +26,7 @@ from experiments.options import (
     TrainedStrategies,
     usage_errors,
 )
+from experiments.palette import style
 from experiments.rows import Row
 
 STRATEGIES = (
@@ -52,11 +53,18 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             (memory, (cost.temp_bytes or np.nan) / 2**20),
             (time, cost.step_time_ratio),
         ):
-            style = {"fmt": "os^D"[number % 4], "color": f"C{number}", "capsize": 3}
-            axes.errorbar(x, 100 * accuracy, 100 * spread, label=row.strategy, **style)
+            color, marker = style(number)
+            axes.errorbar(
+                *(x, 100 * accuracy, 100 * spread),
+                label=row.strategy,
+                fmt=marker,
+                color=color,
+                capsize=3,
+            )
     memory.set(xlabel="compiled: XLA temp, MiB", ylabel="test accuracy, %")
     time.set(xlabel="step time / plain")
-    time.legend(fontsize=8, frameon=False)
+    figure.suptitle("Accuracy over memory and time; bars: standard deviation over seeds")
+    figure.legend(*time.get_legend_handles_labels(), frameon=False, loc="outside right center")
     for axes in (memory, time):
         axes.grid(alpha=0.25)
     figure.savefig(path, dpi=150)

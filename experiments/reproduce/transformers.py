@@ -29,9 +29,9 @@ from matplotlib.figure import Figure
 from rich.progress import track
 
 from experiments.data import Dataset, load
-from experiments.figure import COLORS
 from experiments.options import Out, TrainedStrategies, usage_errors
 from experiments.paired import paired_difference
+from experiments.palette import COLORS
 from experiments.record import describe_environment, make_folder, write_json, write_table
 from experiments.rows import mebibytes
 from experiments.transformers import LM, Shape, ViT
@@ -184,7 +184,8 @@ def draw(runs: dict[str, list[dict[str, Any]]], unit: str, path: Path) -> None:
         at = (np.arange(points) + 0.5) * SMOOTHING
         axes.plot(at, curves.mean(0), color=color, label=strategy)
         axes.fill_between(at, curves.min(0), curves.max(0), color=color, alpha=0.15, linewidth=0)
-    axes.set(xlabel="step", ylabel=f"training loss, {unit}")
+    title = "Mean training loss of the seeds, and their range"
+    axes.set(xlabel="step", ylabel=f"training loss, {unit}", title=title)
     axes.legend(frameon=False)
     axes.grid(alpha=0.25)
     figure.savefig(path, dpi=150)
