@@ -31,7 +31,8 @@ def test_table_and_plot_are_written(tmp_path, monkeypatch):
     (plain,) = time.containers[0].lines[0].get_xydata().tolist()
     assert plain == pytest.approx([1.5, 60])
     assert memory.containers[0].lines[0].get_xdata().tolist() == [1.0]
-    assert [text.get_text() for text in time.get_legend().get_texts()] == [r.strategy for r in rows]
+    (legend,) = drawn[-1].legends
+    assert [text.get_text() for text in legend.get_texts()] == [r.strategy for r in rows]
 
 
 def test_bad_input(tmp_path):
