@@ -62,7 +62,7 @@ nightly: $(STAMP)
 	$(NIGHTLY_VENV)/bin/python -m pip install -e ".[dev]"
 	$(NIGHTLY_VENV)/bin/python -m pytest -n 2 -m "not zoo and not aot"
 	JAX_REMAT3=1 $(NIGHTLY_VENV)/bin/python -m pytest -n 2 tests/policies tests/sharding tests/transform
-	$(MAKE) test-aot zoo
+	$(MAKE) test-aot zoo docs
 	$(BIN)/python -m experiments.faults --out build/faults
 
 # Compiles ahead of time and runs nothing. It takes about an hour and a half on two cores.
@@ -87,7 +87,7 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Executes the tutorials, too, in about five minutes.
+# Executes the tutorials, too, in about five minutes; EXECUTE_TUTORIALS=false leaves that out.
 docs: $(DOCS_STAMP)
 	$(BIN)/mkdocs build --strict
 

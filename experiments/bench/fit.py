@@ -172,7 +172,7 @@ def main(
     ] = None,
     add: Add = False,
 ) -> None:
-    """Fit each budget; write fit.json and fit.md after every row."""
+    """Fit each budget; write fit.json, fit.md and a picture after every row."""
     make_folder(out)
     names = network or [*OWN, *STOCK]
     if unknown := sorted({*names} - {*OWN, *NETWORKS}):
@@ -188,6 +188,9 @@ def main(
                 row = fitted(name, target_name, part, hand)
                 rows[name, target_name, part] = row
                 write(out, list(rows.values()))
+                if not row["error"]:
+                    picture = out / f"{name}-{target_name}-{part}.png"
+                    FittedPlan.from_json(row["plan"]).draw(picture)
                 typer.echo(" | ".join(cells(row)))
 
 

@@ -34,9 +34,10 @@ def draw(
         axes.scatter(*places(points), color=color, label=label, zorder=3)
     marked = [p for p in frontier if p.name == chosen]
     axes.scatter(*places(marked), s=160, facecolors="none", edgecolors="black", label="chosen")
-    for point in frontier:
+    for near in _neighbours(frontier):
+        point = near[0]
         axes.annotate(
-            point.name,
+            "\n".join(p.name for p in near),
             (point.total_bytes / _GIB, point.milliseconds),
             xytext=(6, 6),
             textcoords="offset points",
@@ -50,3 +51,23 @@ def draw(
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(file, dpi=150)
+
+
+def _neighbours(frontier: Sequence[Compiled]) -> list[list[Compiled]]:
+    """The points in groups whose labels would overlap."""
+    times = [p.milliseconds for p in frontier]
+    sizes = [p.total_bytes for p in frontier]
+    height, width = (max(values) - min(values) for values in (times, sizes))
+    groups: list[list[Compiled]] = []
+    for point in sorted(frontier, key=lambda p: -p.milliseconds):
+        for group in groups:
+            first = group[0]
+            if (
+                first.milliseconds - point.milliseconds <= 0.05 * height
+                and abs(first.total_bytes - point.total_bytes) <= 0.15 * width
+            ):
+                group.append(point)
+                break
+        else:
+            groups.append([point])
+    return groups
