@@ -46,8 +46,8 @@ def main(
         raise typer.Exit(130)
     report(CONFIG, [CONFIG.seed], rows, out)
     typer.echo(
-        "plain and remat compute the same function up to rounding. A difference in accuracy as "
-        "small as theirs is the noise of so short a training.\n\n"
+        "plain and remat compute the same function up to rounding. Differences as small as "
+        "theirs are noise in such a short run.\n\n"
         f"compiling a ResNet-50 twice for {TARGET}, about a minute"
     )
     timelines = before_after.compile_both(STEP, BATCH, TARGET)

@@ -54,17 +54,18 @@ assert exact == coded
 # %% [markdown]
 # ## The gradient has noise
 #
-# `jc.check_gradients` takes the gradient several times with other rounding noise, and the exact one once.
+# `jc.check_gradients` takes the compressed gradient 16 times with different rounding noise. It also takes exact
+# gradients: as the reference, as a control (the row `Exact()`), and to measure the noise of SGD.
 
 # %%
 report = jc.check_gradients(loss, make_model("automatic"), batch)
 print(report)
 
 # %% [markdown]
-# - `noise / SGD` compares the noise of the codes with the noise that the choice of the images has anyway. At
-#   0.1, the variance of the gradient grows by 1%.
-# - `bias` is what the mean over all draws is away from the exact gradient, and its interval says whether
-#   that is more than chance.
+# - `/ SGD` is the noise of the codes over the noise that the choice of the images causes. At 0.1, the variance
+#   of the gradient grows by 1%.
+# - `bias` estimates the norm of the mean error. An interval that starts at 0 means that no bias was found.
+# - `floor` is the mean error that noise alone leaves after 16 draws.
 #
 # ## How many bits?
 
@@ -91,5 +92,6 @@ axes.legend(frameon=False)
 plt.show()
 
 # %% [markdown]
-# A bit more halves the noise, about. Where the line is far below 1, training does not notice the codes.
+# Each additional bit roughly halves the noise. Where the ratio is far below 1, the codes add little to the noise
+# of SGD.
 # [Check the gradient](../howto/check-gradients.md) describes each number, and what to do about a bias.

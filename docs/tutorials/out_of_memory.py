@@ -8,7 +8,7 @@
 # ```
 #
 # This tutorial goes from the message to a step that fits. The card is a GeForce RTX 3060 with 12 GB. It
-# need not be attached: XLA compiles for it on any machine (`pip install "jaxcomp[gpu-aot]"`).
+# need not be attached: XLA compiles for it on any machine (`pip install ".[gpu-aot]"`).
 
 # %%
 import functools
@@ -26,7 +26,7 @@ CARD = "rtx3060-12gb"
 # %% [markdown]
 # ## The model
 #
-# A residual network of stock Flax NNX layers. Nothing in it is of jaxcomp.
+# A residual network of stock Flax NNX layers. It does not use jaxcomp.
 
 
 # %%
@@ -66,8 +66,8 @@ def loss(model, images, labels):
 # %% [markdown]
 # ## A step factory
 #
-# jaxcomp compiles the same step several times. So the step comes from a function of what is done to the
-# model and of the batch size. `nnx.eval_shape` makes a model without arrays.
+# jaxcomp compiles the same step several times. `make_step(transform, batch)` applies `transform` to the model
+# and returns the step and its abstract arguments. `nnx.eval_shape` makes a model without arrays.
 
 
 # %%
@@ -111,13 +111,13 @@ timelines = {row.name: row.timeline for row in table.rows}
 print(timelines["plain"].table(8))
 
 # %% [markdown]
-# They are results of convolutions and batch norms that wait for the backward pass. If the largest ones
-# were parameters or logits, compressing activations would not help.
+# They are results of convolutions and norms that the backward pass reads. If the largest buffers were
+# parameters or logits, compressing activations would not help.
 #
 # ## Let jaxcomp choose
 #
 # `jc.fit` takes the bytes that the step may use. It compiles exact strategies and compressed ones, and
-# returns the fastest that fits.
+# returns the one with the least estimated time among those that fit.
 
 # %%
 plan = jc.fit(make_step, batch=BATCH, budget="8GiB", target=CARD)
@@ -125,8 +125,9 @@ print(plan)
 assert plan.total_bytes <= 8 * 2**30
 
 # %% [markdown]
-# `jc.compress(model, plan.policy)` applies a plan to the model of your training program. The training step
-# does not change. `jc.compress(model)` alone applies the default policy.
+# If `plan.policy` is not None, `jc.compress(model, plan.policy)` applies the plan to the model of your training
+# program. Otherwise `plan.spec` names an exact strategy, such as `remat`. This step does not split its batch,
+# so `fit` uses no micro-batches. `jc.compress(model)` alone applies the default policy.
 #
 # ## Before and after
 

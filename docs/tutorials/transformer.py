@@ -3,7 +3,7 @@
 #
 # What does a training step of a language model need on a GeForce RTX 3060 with 12 GB? This tutorial compiles
 # the step of a stock Flax NNX decoder by exact and by compressed strategies. The card need not be attached
-# (`pip install "jaxcomp[gpu-aot]"`).
+# (`pip install ".[gpu-aot]"`).
 
 # %%
 import jax
@@ -94,7 +94,7 @@ table
 
 # %% [markdown]
 # `remat`, `accumulate:4` and `automatic` each need about a third of plain's memory. Accumulation costs the
-# least time: it is the first thing to try where the batch can be split and no layer looks at all of it. Codes
+# least time: it is the first thing to try where no layer, such as a batch norm, uses statistics of the whole batch. Codes
 # do not recompute the forward pass, and also help where the batch is one long sequence. Both together need
 # the least.
 #
@@ -118,6 +118,6 @@ axes.margins(0.15)
 plt.show()
 
 # %% [markdown]
-# The estimate of the time is the larger of HBM traffic and FLOPs at the card's peak rates. It ranks
+# The estimate is the larger of the times for HBM traffic and for FLOPs at the card's peak rates. It ranks
 # strategies; it is no measured step time.
 # [Compress a transformer](../howto/transformers.md) has the policies one by one.

@@ -18,9 +18,9 @@ def is_on() -> bool:
 def traced_without() -> Iterator[None]:
     """Traces `jax.checkpoint` and `checkpoint_name` as they are traced with the option off.
 
-    With the option, both are opaque equations without names and without an inner program. What is
-    traced here runs with the option on, too. JAX's public interface has options of the whole
-    process only: one thread traces at a time.
+    With the option, both are opaque equations without names and without an inner program. The
+    traced program also runs with the option on. JAX's public interface sets options for the whole
+    process: with the option on, one thread traces at a time, and other threads see it off.
     """
     with _lock:
         if is_on():
