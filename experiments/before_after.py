@@ -7,11 +7,12 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from experiments.palette import COLORS
 from jaxcomp.memory import Timeline
 from jaxcomp.planning import MakeStep, compare
 
 STRATEGIES = {"plain": "as it is", "automatic": "after jaxcomp.compress(model)"}
-FORWARD, BACKWARD = "#0072B2", "#E69F00"  # of the palette of Okabe and Ito
+FORWARD, BACKWARD, LIMIT = COLORS[5], COLORS[1], COLORS[4]
 GIB = 2**30
 
 
@@ -24,10 +25,12 @@ def compile_both(make_step: MakeStep, batch: int, target: str) -> dict[str, Time
     rows = compare(
         make_step, [*STRATEGIES], batch=batch, target=target, timelines=True, xla_remat=False
     ).rows
+    timelines = {}
     for row in rows:
         if row.timeline is None:
             raise RuntimeError(f"{row.name}: {row.error}")
-    return {row.name: row.timeline for row in rows if row.timeline is not None}
+        timelines[row.name] = row.timeline
+    return timelines
 
 
 def sentence(title: str, device: str, timelines: dict[str, Timeline]) -> str:
@@ -48,12 +51,12 @@ def draw(path: Path, title: str, timelines: dict[str, Timeline], capacity: tuple
         both = figure.subplots(1, 2, sharey=True)
         for axes, (name, words) in zip(both, STRATEGIES.items(), strict=True):
             _timeline(axes, timelines[name], words)
-            axes.axhline(capacity[1] / GIB, color="#D55E00", linestyle="--")
+            axes.axhline(capacity[1] / GIB, color=LIMIT, linestyle="--")
         both[0].set_ylabel("live bytes, GiB")
         both[0].set_ylim(0, 1.1 * max(capacity[1], timelines["plain"].peak_bytes) / GIB)
         both[0].annotate(
             capacity[0], (0, capacity[1] / GIB), (4, 5), textcoords="offset points",
-            color="#D55E00",
+            color=LIMIT,
         )  # fmt: skip
         both[1].legend(frameon=False, loc="center right")
         figure.savefig(path, dpi=150)

@@ -242,8 +242,8 @@ def draw(rows: Sequence[dict[str, Any]], steps: int, path: Path) -> None:
             points.setdefault(family(row["row"]), []).append((row["bits"], variance, biased))
     for number, (name, found) in enumerate(points.items()):
         bits, variance, biased = zip(*sorted(found), strict=True)
-        axes.plot(bits, variance, color=style(number)[0], linewidth=1)
         color, marker = style(number)
+        axes.plot(bits, variance, color=color, linewidth=1)
         fill = ["white" if b else color for b in biased]
         axes.scatter(bits, variance, c=fill, edgecolors=color, marker=marker, label=name, zorder=3)
     axes.set(

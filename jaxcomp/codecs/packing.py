@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Integer, UInt
 
 from jaxcomp._core import platforms
@@ -90,9 +91,8 @@ def _two_and_one_bit_by_sum(codes: Array) -> tuple[Array, ...]:
 
     Two readers of `codes` would make XLA write them to memory with 32 bits each.
     """
-    codes = codes.reshape(codes.shape or (1,)).astype(jnp.uint32) & 7
-    count = codes.shape[-1]
-    codes = jnp.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, -count % 8)])
+    count = (codes.shape or (1,))[-1]
+    codes = _padded(codes, 3, 8, jnp.uint32)
     eight = codes.reshape(*codes.shape[:-1], codes.shape[-1] // 8, 8)
     joined = jnp.sum(eight << _places(eight, 3), -1, dtype=jnp.uint32)
     pairs = jnp.broadcast_to(joined[..., None], (*joined.shape, 4))
@@ -110,11 +110,16 @@ def _places(x: Array, bits: int) -> Array:
 def _pack_last(codes: Array, bits: int) -> Array:
     """Packs along the last axis; the first code takes the lowest bits."""
     dtype, sharing = _SHARING[bits]
-    codes = codes.reshape(codes.shape or (1,)).astype(jnp.uint8) & (2**bits - 1)
-    padding = [(0, 0)] * (codes.ndim - 1) + [(0, -codes.shape[-1] % sharing)]
     by_matmul, by_sum = (functools.partial(f, bits) for f in (_join_by_matmul, _join_by_sum))
-    padded = jnp.pad(codes, padding)
+    padded = _padded(codes, bits, sharing, jnp.uint8)
     return platforms.multiply_to_pack_on_tpu(padded, by_matmul, by_sum).astype(dtype)
+
+
+def _padded(codes: Array, bits: int, sharing: int, dtype: DTypeLike) -> Array:
+    """Makes the last axis a multiple of the codes that share an element."""
+    codes = codes.reshape(codes.shape or (1,)).astype(dtype) & (2**bits - 1)
+    padding = [(0, 0)] * (codes.ndim - 1) + [(0, -codes.shape[-1] % sharing)]
+    return jnp.pad(codes, padding)
 
 
 def _unpack_last(packed: Array, shape: tuple[int, ...], bits: int) -> Array:
