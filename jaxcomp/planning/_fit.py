@@ -17,7 +17,7 @@ from jaxcomp.memory._targets import resolve
 from jaxcomp.planning._answer import answer
 from jaxcomp.planning._budget import bytes_of
 from jaxcomp.planning._fitted import FittedPlan
-from jaxcomp.planning._groups import Groups, block_of
+from jaxcomp.planning._groups import Groups, block_of, coded
 from jaxcomp.planning._noise import PARTS, Data
 from jaxcomp.planning._plans import Allowed, run
 from jaxcomp.planning._probe import trace_scoped
@@ -206,7 +206,7 @@ def _pinned(
 ) -> dict[str, str]:
     """The pinned choices by group."""
     known = ["keep", *(a for a in actions if a == "recompute")]
-    known += [f"quantize:bits={b}" for b in bits] if "quantize" in actions else []
+    known += [coded(b) for b in bits] if "quantize" in actions else []
     found: dict[str, str] = {}
     for pattern, choice in pin.items():
         if choice not in known:

@@ -32,9 +32,10 @@ class Part:
 
     Attributes:
         group: The path of the group, "" for what no module computes.
-        action: "keep", "recompute", "quantize:bits=N", or one that moves what is saved to the
-            host, "offload" or "offload:quantize:bits=N"; for a strategy of all values alike its
-            name.
+        action: "keep", "recompute", "quantize:bits=N", the same with ":products=keep" (what a
+            product of an attention reads is kept, not computed again), or one that moves what is
+            saved to the host, "offload" or "offload:quantize:bits=N"; for a strategy of all values
+            alike its name.
         saved_bytes: Estimated bytes that wait for the backward pass.
         milliseconds: Its estimated part of the step time.
         noise: Standard deviation that it adds to the gradient, as a part of that of SGD; None if it

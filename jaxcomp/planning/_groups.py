@@ -14,12 +14,14 @@ from jaxcomp.memory._tracing import TracedStep
 from jaxcomp.nn._coded import coded_modules
 from jaxcomp.policies import recipes
 from jaxcomp.policies._policy import Policy
-from jaxcomp.policies._rule import Rule
+from jaxcomp.policies._rule import Action, Rule
 
 _ATTENTION = "attention"
 _UNIT = "norm_act"
 _NUMBERED = re.compile(r"\w*_\d+", re.ASCII)
 _MIN_SIZE = 2**14  # elements of what is worth a copy to the host
+_CODE = "quantize:bits="
+_KEPT_PRODUCTS = ":products=keep"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,12 +169,37 @@ def _natural(text: str) -> list[int]:
     return [int(key) for key in text.split("/")]
 
 
+def coded(bits: int, keeps_products: bool = False) -> str:
+    """The choice of codes of so many bits.
+
+    Args:
+        bits: Bits of an element.
+        keeps_products: Whether products that have to be exact are kept, not computed again.
+
+    Example:
+        >>> coded(4, keeps_products=True)
+        'quantize:bits=4:products=keep'
+    """
+    return f"{_CODE}{bits}{_KEPT_PRODUCTS if keeps_products else ''}"
+
+
+def bits_of(choice: str) -> int | None:
+    """The bits of an element that a choice encodes to; None for an exact one.
+
+    Example:
+        >>> bits_of("offload:quantize:bits=4"), bits_of("quantize:bits=2:products=keep")
+        (4, 2)
+    """
+    _, is_coded, rest = choice.partition(_CODE)
+    return int(rest.removesuffix(_KEPT_PRODUCTS)) if is_coded else None
+
+
 def policy_of(assignment: Mapping[str, str], biased: bool) -> Policy:
     """The policy of a choice for each group.
 
     Args:
-        assignment: "keep", "recompute", "quantize:bits=N", or what is moved to the host, "offload"
-            or "offload:quantize:bits=N", by group.
+        assignment: "keep", "recompute", "quantize:bits=N", the same with ":products=keep", or what
+            is moved to the host, "offload" or "offload:quantize:bits=N", by group.
         biased: Whether batch norms may have 2-bit codes, which are biased.
     """
     alike: dict[tuple[int, str, str], list[str]] = {}
@@ -216,11 +243,14 @@ def rules_of(choice: str, biased: bool) -> tuple[Rule, ...]:
         return (unrecognized, Rule("keep" if choice == "keep" else "recompute", required=False))
     if choice.startswith("offload:"):
         return _on_host(rules_of(choice.removeprefix("offload:"), biased))
-    bits = int(choice.removeprefix("quantize:bits="))
+    bits = bits_of(choice)
+    assert bits is not None
     if bits > 2:
-        return _optional(recipes.automatic(bits))
-    unit = Rule(SignAware(2 if biased else 3), op=_UNIT, required=False)
-    return (unit, *_optional(recipes.transformer(bits)))
+        rules = _optional(recipes.automatic(bits))
+    else:
+        unit = Rule(SignAware(2 if biased else 3), op=_UNIT, required=False)
+        rules = (unit, *_optional(recipes.transformer(bits)))
+    return _exact_products(rules, "keep") if choice.endswith(_KEPT_PRODUCTS) else rules
 
 
 def _optional(policy: Policy) -> tuple[Rule, ...]:
@@ -229,8 +259,12 @@ def _optional(policy: Policy) -> tuple[Rule, ...]:
 
 def _on_host(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
     """The same with codes in the host's memory, and no product exactly in the device's."""
-    moved = Policy(rules).offloaded().rules
+    return _exact_products(Policy(rules).offloaded().rules, "recompute")
+
+
+def _exact_products(rules: Iterable[Rule], action: Action) -> tuple[Rule, ...]:
+    """The same, with another action for products that have to be exact."""
     return tuple(
-        dataclasses.replace(rule, action="recompute") if rule.action == "cheapest" else rule
-        for rule in moved
+        dataclasses.replace(rule, action=action) if rule.action == "cheapest" else rule
+        for rule in rules
     )

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 
+from jaxcomp.planning._groups import bits_of
 from jaxcomp.planning._probe import Probe
 from jaxcomp.planning._solver import Problem, solve
 
@@ -38,7 +39,7 @@ class Variant:
             group: {
                 name: choice
                 for name, choice in named.items()
-                if _bits(name) >= least or len(named) == 1
+                if (bits_of(name) or least) >= least or len(named) == 1
             }
             for group, named in self.problem.choices.items()
         }
@@ -114,8 +115,3 @@ def _proposed(
             new = [item for item in found if item[1] not in item[2].tried]
             return min(new, key=lambda item: item[0], default=None)
     return None
-
-
-def _bits(choice: str) -> int:
-    """The bits of a choice; those of an exact one count as many."""
-    return int(choice.rpartition("=")[2]) if "=" in choice else 32

@@ -8,7 +8,7 @@ from typing import Any
 from jaxcomp.memory._batch import max_batch
 from jaxcomp.memory._compiling import CompileError
 from jaxcomp.planning._fit import ACTIONS, BITS, check, room_of
-from jaxcomp.planning._groups import rules_of
+from jaxcomp.planning._groups import coded, rules_of
 from jaxcomp.planning._problem import Action
 from jaxcomp.planning._strategies import Strategy
 from jaxcomp.planning._watched import MakeStep
@@ -67,8 +67,8 @@ def largest_batch(
     room = room_of(budget, target)
     strategies = [Strategy.parse("plain")]
     if "quantize" in actions and bits:
-        policy = Policy(rules_of(f"quantize:bits={min(bits)}", biased))
-        strategies.append(Strategy(f"quantize:bits={min(bits)}", policy=policy))
+        choice = coded(min(bits))
+        strategies.append(Strategy(choice, policy=Policy(rules_of(choice, biased))))
     if "recompute" in actions:
         strategies.append(Strategy.parse("remat"))
     found = []

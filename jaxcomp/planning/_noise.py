@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 
 from jaxcomp.diagnostics._gradients import Loss, gradient_of, moved, sgd_variance, vector
-from jaxcomp.planning._groups import policy_of
+from jaxcomp.planning._groups import bits_of, coded, policy_of
 from jaxcomp.policies._policy import Policy
 from jaxcomp.transform._compress import compress
 from jaxcomp.transform._plan import without_indices
@@ -20,7 +20,6 @@ Data = tuple[Loss, nnx.Module, Any]  # a loss of a model and a batch, the model,
 
 _DRAWS = 3
 PARTS = 4  # of the batch, for SGD's noise
-_CODE = "quantize:bits="
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,9 +38,9 @@ class Noise:
         With bits that were not measured it is in proportion to the square of the step between two
         levels.
         """
-        if _CODE not in choice:
+        bits = bits_of(choice)
+        if bits is None:
             return 0.0
-        bits = int(choice.rpartition("=")[2])
         known = min(self.measured, key=lambda b: abs(b - bits))
         steps = (2**known - 1) / (2**bits - 1)
         return self.measured[known].get(group, 0.0) * steps**2
@@ -106,6 +105,6 @@ def measure(
     measured: dict[int, dict[str, float]] = collections.defaultdict(dict)
     for number, (name, members) in itertools.product(bits, alike.items()):
         with progress(f"noise of {number} bits in {name or 'no module'}"):
-            found = variance(members, f"{_CODE}{number}") / len(members)
+            found = variance(members, coded(number)) / len(members)
         measured[number] |= dict.fromkeys(members, found)
     return Noise(measured)

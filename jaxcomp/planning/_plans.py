@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxcomp.planning._groups import policy_of, rules_of
+from jaxcomp.planning._groups import bits_of, coded, policy_of, rules_of
 from jaxcomp.planning._improve import Variant, improve
 from jaxcomp.planning._noise import Data, measure
 from jaxcomp.planning._probe import Probe
@@ -61,14 +61,14 @@ def run(search: Search, models: Sequence[Any], allowed: Allowed) -> None:
     quantized = recomputed = None
     bits = allowed.bits if "quantize" in allowed.actions else ()
     middle = min(bits, key=lambda b: abs(b - 4), default=4)
-    uniform = {b: allowed.uniform(f"quantize:bits={b}") for b in bits}
+    uniform = {b: allowed.uniform(coded(b)) for b in bits}
     remat = Strategy.parse("remat")
     recomputes = "recompute" in allowed.actions
     first = [*([uniform[middle]] if bits else []), *([remat] if recomputes else [])]
     if search.left >= len(first):
         search.prepare(first)
     if bits and search.left:
-        quantized = _tried(search, f"quantize:bits={middle}", uniform[middle])
+        quantized = _tried(search, coded(middle), uniform[middle])
     if quantized is not None and allowed.data is not None:
         groups = sorted({*quantized.declared, *plain.declared})
         measured = {middle, *({2} & {*bits})}  # 2 bits: batch norms have 3
@@ -92,6 +92,7 @@ def run(search: Search, models: Sequence[Any], allowed: Allowed) -> None:
         plain,
         quantized,
         middle,
+        False,
         {b: search.declared(uniform[b]) for b in others},
         recomputed if search.groups.recomputes else None,
         "keep" in allowed.actions,
@@ -100,7 +101,8 @@ def run(search: Search, models: Sequence[Any], allowed: Allowed) -> None:
     )
     may_offload = "offload" in allowed.actions and search.target.link_bandwidth is not None
     if quantized is not None or recomputed is not None:
-        _improve(search, known, allowed, reserved=_OF_OFFLOAD if may_offload else 0)
+        reserved = _OF_OFFLOAD if may_offload else 0
+        _improve(search, [known, *_kept_products(search, known, allowed)], allowed, reserved)
     if quantized is not None:
         _fewest_bits(search, {b: uniform[b] for b in sorted(bits, reverse=True) if b < middle})
     if search.best() is None and "offload" in allowed.actions:
@@ -112,7 +114,24 @@ def run(search: Search, models: Sequence[Any], allowed: Allowed) -> None:
             )
 
 
-def _improve(search: Search, known: Known, allowed: Allowed, reserved: int) -> None:
+def _kept_products(search: Search, known: Known, allowed: Allowed) -> list[Known]:
+    """Compiles codes with products that have to be exact kept, if that is expected to fit."""
+    before = known.quantized
+    if before is None or not search.left or any(map(bits_of, allowed.pinned.values())):
+        return []
+    strategies = {b: allowed.uniform(coded(b, True)) for b in (known.bits, *known.declared)}
+    declared = {b: search.declared(strategy) for b, strategy in strategies.items()}
+    more = sum(declared[known.bits].values()) - sum(before.declared.values())
+    if more <= 0 or (before.report.total_bytes or 0) + more > search.budget:
+        return []
+    quantized = _tried(search, coded(known.bits, True), strategies[known.bits])
+    if quantized is None:
+        return []
+    others = {b: found for b, found in declared.items() if b != known.bits}
+    return [replace(known, quantized=quantized, keeps_products=True, declared=others)]
+
+
+def _improve(search: Search, known: Sequence[Known], allowed: Allowed, reserved: int) -> None:
     """Solves and compiles plans; while nothing fits, so many compilations are left over."""
 
     def compile_plan(assignment: Mapping[str, str], micro_batches: int) -> Probe | None:
@@ -128,25 +147,26 @@ def _improve(search: Search, known: Known, allowed: Allowed, reserved: int) -> N
     def left() -> int:
         return search.left - (reserved if search.best() is None else 0)
 
-    variants = _variants(search, make_problem(known, allowed.pinned, search.target))
+    problems = [make_problem(each, allowed.pinned, search.target) for each in known]
+    variants = [variant for problem in problems for variant in _variants(search, problem)]
     search.errors += improve(variants, search.budget, compile_plan, left, best_seconds)
 
 
 def _offload(search: Search, known: Known, allowed: Allowed) -> None:
     """Compiles the step with all saved values in the host's memory, and plans with that."""
-    choice = "offload" if known.quantized is None else f"offload:quantize:bits={known.bits}"
+    choice = "offload" if known.quantized is None else f"offload:{coded(known.bits)}"
     if not search.left:
         return
     offloaded = _tried(search, choice, allowed.uniform(choice))
     if offloaded is not None:
-        _improve(search, replace(known, offloaded=(choice, offloaded)), allowed, reserved=0)
+        _improve(search, [replace(known, offloaded=(choice, offloaded))], allowed, reserved=0)
 
 
 def _fewest_bits(search: Search, uniform: Mapping[int, Strategy]) -> None:
     """Where no plan fits: all values in the most bits that do, whatever was estimated."""
     for bits, strategy in uniform.items():
         if search.best() is None and search.left:
-            _tried(search, f"quantize:bits={bits}", strategy)
+            _tried(search, coded(bits), strategy)
 
 
 def _tried(

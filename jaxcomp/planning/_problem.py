@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from jaxcomp.memory._targets import Target
-from jaxcomp.planning._groups import block_of
+from jaxcomp.planning._groups import block_of, coded
 from jaxcomp.planning._noise import Noise
 from jaxcomp.planning._probe import Probe, bandwidth_of
 from jaxcomp.planning._solver import Choice, Moment, Problem
@@ -23,6 +23,7 @@ class Known:
         plain: The plain step.
         quantized: The step with all values quantized to `bits`; None if that is not allowed.
         bits: The bits of `quantized`.
+        keeps_products: Whether the quantized steps keep products that have to be exact.
         declared: Bytes that the step intends to save with other bits, by bits and group.
         recomputed: The step with each block recomputed; None if that is not allowed.
         keeps: Whether a group may be kept that could be quantized.
@@ -35,6 +36,7 @@ class Known:
     plain: Probe
     quantized: Probe | None
     bits: int
+    keeps_products: bool
     declared: Mapping[int, Mapping[str, int]]
     recomputed: Probe | None
     keeps: bool
@@ -65,7 +67,7 @@ def make_problem(known: Known, pinned: Mapping[str, str], target: Target) -> Pro
         found = {"keep": _kept(known, group)}
         if known.quantized is not None:
             for bits in {known.bits, *known.declared}:
-                found[f"quantize:bits={bits}"] = _of_bits(known, group, bits, target)
+                found[coded(bits, known.keeps_products)] = _of_bits(known, group, bits, target)
         if known.recomputed is not None and block_of(group):
             found["recompute"] = _choice(known.recomputed, group)
         if known.offloaded is not None:

@@ -67,6 +67,36 @@ def test_a_plan_is_mixed_saved_and_verified(tmp_path):
     assert (tmp_path / "plan.png").stat().st_size > 10_000
 
 
+class Attention(nnx.Module):
+    def __init__(self, rngs):
+        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(4, WIDTH, decode=False, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.attention(self.norm(x.reshape(-1, 64, WIDTH))).reshape(x.shape)
+
+
+def test_operands_of_attention_are_kept_where_they_fit():
+    """By default queries, keys and values are computed again, which takes time."""
+
+    def make_step(transform, batch):
+        model = transform(nnx.eval_shape(lambda: Attention(nnx.Rngs(0))))
+        return step_of(transform, model), (model, jax.ShapeDtypeStruct((batch, WIDTH), jnp.float32))
+
+    given = {"batch": BATCH, "target": "cpu", "actions": ("quantize",), "bits": (4,)}
+    chosen = fit(make_step, budget="1GiB", **given)
+    assert chosen.name == "quantize:bits=4:products=keep"
+    assert {v.decision for v in _values(chosen) if v.path.startswith("attention/")} == {"exact"}
+    less = fit(make_step, budget=chosen.total_bytes - 1, **given)
+    assert less.name == "quantize:bits=4"
+    assert less.milliseconds > chosen.milliseconds
+
+
+def _values(plan):
+    model = jc.compress(Attention(nnx.Rngs(0)), plan.policy)
+    return jc.plan(model, jnp.ones((BATCH, WIDTH))).values
+
+
 def test_micro_batches_fit_where_nothing_else_is_allowed():
     budget = int(0.7 * total_bytes(jc.planning.Strategy.parse("plain")))
     plan = fit(make_step, batch=BATCH, budget=budget, target="cpu", actions=("keep", "accumulate"))
