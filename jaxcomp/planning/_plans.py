@@ -119,15 +119,14 @@ def _kept_products(search: Search, known: Known, allowed: Allowed) -> list[Known
     before = known.quantized
     if before is None or not search.left or any(map(bits_of, allowed.pinned.values())):
         return []
-    strategies = {b: allowed.uniform(coded(b, True)) for b in (known.bits, *known.declared)}
-    declared = {b: search.declared(strategy) for b, strategy in strategies.items()}
-    more = sum(declared[known.bits].values()) - sum(before.declared.values())
+    strategy = allowed.uniform(coded(known.bits, True))
+    more = sum(search.declared(strategy).values()) - sum(before.declared.values())
     if more <= 0 or (before.report.total_bytes or 0) + more > search.budget:
         return []
-    quantized = _tried(search, coded(known.bits, True), strategies[known.bits])
+    quantized = _tried(search, coded(known.bits, True), strategy)
     if quantized is None:
         return []
-    others = {b: found for b, found in declared.items() if b != known.bits}
+    others = {b: search.declared(allowed.uniform(coded(b, True))) for b in known.declared}
     return [replace(known, quantized=quantized, keeps_products=True, declared=others)]
 
 
