@@ -11,6 +11,9 @@ DOCS_STAMP := $(VENV)/.stamp-docs
 # With no platform named, the compilers for absent GPUs and TPUs log that their device is missing.
 export JAX_PLATFORMS ?= cpu
 
+# Without this, tests compile for the CPU without optimization; see conftest.py.
+OPTIMIZED := XLA_FLAGS=--xla_backend_optimization_level=3
+
 .PHONY: help venv demo test test-aot zoo golden nightly bench-memory lint format docs constraints clean
 
 help:
@@ -35,7 +38,7 @@ test: $(STAMP)
 
 # Memory and traffic of whole steps, compiled for absent GPUs and TPUs.
 test-aot: $(STAMP)
-	$(BIN)/python -m pytest -n 2 -m aot -s
+	$(OPTIMIZED) $(BIN)/python -m pytest -n 2 -m aot -s
 
 # Networks of other packages, in an environment of their own. It takes about a quarter of an hour, in
 # one process: two would compile each network twice.
@@ -47,7 +50,7 @@ $(ZOO_VENV)/.stamp: pyproject.toml constraints.txt
 	touch $@
 
 zoo: $(ZOO_VENV)/.stamp
-	$(ZOO_VENV)/bin/python -m pytest -m zoo tests/zoo -s
+	$(OPTIMIZED) $(ZOO_VENV)/bin/python -m pytest -m zoo tests/zoo -s
 
 # Refreshes the figures with which `make test-aot` compares.
 golden: $(STAMP)
@@ -60,8 +63,8 @@ NIGHTLY_VENV ?= .venv-nightly
 nightly: $(STAMP)
 	$(PYTHON) -m venv --clear $(NIGHTLY_VENV)
 	$(NIGHTLY_VENV)/bin/python -m pip install -e ".[dev]"
-	$(NIGHTLY_VENV)/bin/python -m pytest -n 2 -m "not zoo and not aot"
-	JAX_REMAT3=1 $(NIGHTLY_VENV)/bin/python -m pytest -n 2 tests/policies tests/sharding tests/transform
+	$(OPTIMIZED) $(NIGHTLY_VENV)/bin/python -m pytest -n 2 -m "not zoo and not aot"
+	JAX_REMAT3=1 $(OPTIMIZED) $(NIGHTLY_VENV)/bin/python -m pytest -n 2 tests/policies tests/sharding tests/transform
 	$(MAKE) test-aot zoo docs
 	$(BIN)/python -m experiments.faults --out build/faults
 

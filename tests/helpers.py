@@ -15,6 +15,8 @@ from jaxcomp import Policy, Rule
 without_remat3 = pytest.mark.skipif(
     jax.config.values.get("jax_remat3", False), reason="save_compressed is an error with jax_remat3"
 )
+# How users compile, for tests that depend on XLA's rounding or fusions; see conftest.py.
+OPTIMIZED = {"xla_backend_optimization_level": 3, "xla_cpu_use_fusion_emitters": True}
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 

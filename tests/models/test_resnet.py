@@ -115,8 +115,6 @@ CASES += [("cifar", "quantize:bits=2"), ("pre-activation", "quantize:bits=2")]
 CASES += [(network, "fused:bits=4") for network in NETWORKS]
 CASES += [("imagenet", "fused:bits=3,scale_source=range")]
 BATCH, CLASSES = 8, 3
-# All is compared to rounding only.
-FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 IMAGES = jnp.asarray(np.random.default_rng(0).normal(size=(BATCH, 16, 16, 3)), jnp.float32)
 
 
@@ -164,7 +162,7 @@ def _compile(
     rng = np.random.default_rng(0)
     params, statistics = jax.tree.map_with_path(functools.partial(_value, rng), state)
 
-    @functools.partial(jax.jit, compiler_options=FAST_COMPILE)
+    @jax.jit
     def step(images: jax.Array) -> Step:
         def loss(params: nnx.State) -> tuple[jax.Array, typing.Any]:
             model = nnx.merge(graphdef, params, statistics, copy=True)

@@ -61,14 +61,6 @@ LINEARS = {
     "bfloat16 parameters": ({"param_dtype": jnp.bfloat16}, (5, 4)),
     "float32 sums": ({"dtype": jnp.bfloat16, "preferred_element_type": jnp.float32}, (5, 4)),
 }
-# For what is compared to rounding only.
-_quick_jit = functools.partial(
-    jax.jit,
-    compiler_options={
-        "xla_backend_optimization_level": 0,
-        "xla_llvm_disable_expensive_passes": True,
-    },
-)
 
 Layers = tuple[nnx.Module, nnx.Module, jax.Array]
 
@@ -135,7 +127,7 @@ def test_gradient_of_an_exact_code_is_flax_own(make: typing.Callable[..., Layers
         def loss(params: nnx.State, x: jax.Array) -> jax.Array:
             return (nnx.merge(graphdef, params, rest)(x).astype(jnp.float32) ** 2).sum()
 
-        return _quick_jit(jax.grad(loss, (0, 1)))(params, x)
+        return jax.jit(jax.grad(loss, (0, 1)))(params, x)
 
     # A sum in bfloat16 may or may not be rounded to it before it becomes a float32 gradient.
     rtol = max(1e-5, float(jnp.finfo(stock.dtype or x.dtype).eps))
@@ -308,7 +300,7 @@ def test_scan_over_layers() -> None:
 
 
 def _gradients(loss: typing.Callable[..., jax.Array], params: typing.Any) -> typing.Any:
-    return _quick_jit(jax.value_and_grad(loss))(params)
+    return jax.jit(jax.value_and_grad(loss))(params)
 
 
 @pytest.mark.parametrize("kind", ["linen.Dense", "linen.Conv", "nnx.Linear", "nnx.Conv"])

@@ -1,4 +1,5 @@
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -77,8 +78,15 @@ SMOOTH = {
 BOUNDS = {"gelu": (-0.13, 1.13), "exact gelu": (-0.13, 1.13), "silu": (-0.11, 1.11)}
 
 
-@pytest.mark.parametrize("case", SMOOTH)
-@pytest.mark.parametrize("dtype", DTYPES)
+SMOOTH_CASES = [
+    # The rounding of one element is that of optimized programs; see conftest.py.
+    pytest.param(jnp.float32, "gelu", marks=pytest.mark.slow),
+    *((jnp.float32, case) for case in SMOOTH if case != "gelu"),
+    *itertools.product(DTYPES[1:], SMOOTH),
+]
+
+
+@pytest.mark.parametrize(("dtype", "case"), SMOOTH_CASES)
 def test_smooth_activations_keep_their_derivative(case, dtype):
     op, stock = SMOOTH[case]
     x = jnp.linspace(-6, 6, 120).reshape(4, 5, 6).astype(dtype)  # with the derivative's extremes

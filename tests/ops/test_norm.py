@@ -9,6 +9,7 @@ from flax import nnx
 from jaxcomp import AvgPool, Cast, Exact, Quantize, ops
 from tests.helpers import (
     DTYPES,
+    OPTIMIZED,
     as_float,
     assert_close,
     assert_same_bits,
@@ -148,7 +149,7 @@ def test_gradient_where_the_fast_variance_is_clipped():
         def loss(x):
             return (batch_norm(x, None, None, codec=codec)[0] * dy).sum()
 
-        return jax.jit(jax.grad(loss))(x)
+        return jax.jit(jax.grad(loss), compiler_options=OPTIMIZED)(x)
 
     clipped = np.asarray(batch_norm(x, None, None, codec=None)[2]) == 0
     assert 10 < clipped.sum() < 60

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxcomp as jc
 from jaxcomp.memory._collectives import collective_traffic
-from tests.helpers import assert_close
+from tests.helpers import OPTIMIZED, assert_close
 
 P = PartitionSpec
 WIDTH, HIDDEN = 64, 512
@@ -120,11 +120,12 @@ def _placed(fn, mesh):
 @pytest.mark.parametrize("policy", [jc.Exact(), jc.Quantize(4)])
 def test_gradients_are_those_of_one_device(fn, policy):
     coded = jc.checkpoint(fn, policy)
-    alone = jax.jit(jax.grad(functools.partial(_loss, coded)))(WEIGHTS, X)
+    jit = functools.partial(jax.jit, compiler_options=OPTIMIZED)
+    alone = jit(jax.grad(functools.partial(_loss, coded)))(WEIGHTS, X)
     mesh = jax.make_mesh((4, 2), ("data", "model"))
     with jax.set_mesh(mesh):
         placed = _placed(fn, mesh)
-        step, plain = (jax.jit(jax.grad(functools.partial(_loss, f))) for f in (coded, fn))
+        step, plain = (jit(jax.grad(functools.partial(_loss, f))) for f in (coded, fn))
         found = step(*placed)
         of_plain = plain(*placed)
         texts = [f.lower(*placed).compile().as_text() for f in (step, plain)]
