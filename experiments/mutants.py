@@ -1,0 +1,208 @@
+"""Changes one operator or number of the library at a time and looks whether a test fails.
+
+    python -m experiments.mutants --out experiments/results/mutants
+
+A mutant is killed if the tests of its module fail or run longer than `TIMEOUT`. The module's own
+test file and doctests come first, then all tests of its package. The run resumes: mutants that
+`mutants.json` in the folder has are not run again.
+"""
+
+import ast
+import copy
+import dataclasses
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.progress import track
+
+from experiments.options import Out, usage_errors
+from experiments.record import describe_environment, write_json, write_table
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("codecs", "ops", "transform")
+COPIED = ("conftest.py", "pyproject.toml", "README.md", "docs", "experiments", "jaxcomp", "tests")
+TIMEOUT = 1800  # seconds; the tests of a package take a third of it
+REPLACEMENTS: dict[type[ast.AST], Any] = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Add,
+    ast.Div: ast.Mult,
+    ast.FloorDiv: ast.Mult,
+    ast.Mod: ast.FloorDiv,
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
+    ast.And: ast.Or,
+    ast.Or: ast.And,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutant:
+    """A change of one expression.
+
+    Attributes:
+        module: Path of the file, relative to the repository.
+        line: Number of its first line.
+        start: Offset of the expression in the file's bytes.
+        before: The expression.
+        after: What replaces it.
+    """
+
+    module: str
+    line: int
+    start: int
+    before: str
+    after: str
+
+    def source(self) -> bytes:
+        """The file with the change."""
+        text = (ROOT / self.module).read_bytes()
+        end = self.start + len(self.before.encode())
+        return text[: self.start] + self.after.encode() + text[end:]
+
+
+def mutants_of(path: Path) -> list[Mutant]:
+    """All mutants of a module, in the order of its lines."""
+    text = path.read_bytes()
+    starts = [0]
+    for line in text.splitlines(keepends=True):
+        starts.append(starts[-1] + len(line))
+    found = []
+    for node in _expressions(ast.parse(text)):
+        changed = _changed(node)
+        if changed is not None:
+            assert node.end_lineno is not None and node.end_col_offset is not None
+            start = starts[node.lineno - 1] + node.col_offset
+            before = text[start : starts[node.end_lineno - 1] + node.end_col_offset].decode()
+            module = path.relative_to(ROOT).as_posix()
+            found.append(Mutant(module, node.lineno, start, before, f"({ast.unparse(changed)})"))
+    return sorted(found, key=lambda mutant: (mutant.line, mutant.start))
+
+
+def _expressions(node: ast.AST) -> Iterator[ast.expr]:
+    """The expressions of a program that run: no annotations, and no messages of errors."""
+    if isinstance(node, ast.expr):
+        yield node
+    for name, field in ast.iter_fields(node):
+        if name in ("annotation", "returns") or isinstance(node, ast.Raise | ast.JoinedStr):
+            continue
+        for child in field if isinstance(field, list) else [field]:
+            if isinstance(child, ast.AST):
+                yield from _expressions(child)
+
+
+def _changed(node: ast.expr) -> ast.expr | None:
+    """The expression with its first operator replaced, or a number raised by one."""
+    changed = copy.deepcopy(node)
+    if isinstance(changed, ast.BinOp | ast.BoolOp) and type(changed.op) in REPLACEMENTS:
+        changed.op = REPLACEMENTS[type(changed.op)]()
+    elif isinstance(changed, ast.Compare) and type(changed.ops[0]) in REPLACEMENTS:
+        changed.ops[0] = REPLACEMENTS[type(changed.ops[0])]()
+    elif isinstance(changed, ast.UnaryOp) and isinstance(changed.op, ast.Not):
+        return changed.operand
+    elif isinstance(changed, ast.Constant) and isinstance(changed.value, int | float):
+        if isinstance(changed.value, bool):
+            return None
+        changed.value += 1
+    else:
+        return None
+    return changed
+
+
+def first_failure(mutant: Mutant, folder: Path) -> str | None:
+    """Runs the tests in a copy of the repository that has the change.
+
+    Returns:
+        The test that failed, "timeout", or None if none fails.
+    """
+    path = folder / mutant.module
+    original = path.read_bytes()
+    path.write_bytes(mutant.source())
+    package = f"tests/{path.parent.name}"
+    own = f"{package}/test_{path.stem.removeprefix('_')}.py"
+    try:
+        for tests in (
+            ([own, mutant.module] if (folder / own).exists() else [mutant.module]),
+            [package],
+        ):
+            command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+            environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(folder / "cache")}
+            run = subprocess.run(
+                command,
+                cwd=folder,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=TIMEOUT,
+            )
+            if run.returncode not in (0, 5):  # 5: a module without doctests
+                lines = run.stdout.splitlines()
+                failed = [x for x in lines if x.startswith(("FAILED", "ERROR"))]
+                return (failed or lines[-1:] or ["ERROR"])[0].split(" - ")[0]
+    except subprocess.TimeoutExpired:
+        return "timeout"
+    finally:
+        path.write_bytes(original)
+    return None
+
+
+@usage_errors()
+def main(out: Out, count: int = 200, seed: int = 0) -> None:
+    """Runs a random sample of mutants and lists those that no test notices."""
+    paths = sorted(p for name in PACKAGES for p in (ROOT / "jaxcomp" / name).glob("*.py"))
+    every = [mutant for path in paths for mutant in mutants_of(path)]
+    sample = random.Random(seed).sample(every, count)
+    record = out / "mutants.json"
+    rows = json.loads(record.read_text())["mutants"] if record.exists() else []
+    done = {(row["module"], row["start"], row["after"]) for row in rows}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for part in COPIED:
+            copied = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
+            copied(ROOT / part, folder / part)
+        for mutant in track(sample, "testing"):
+            if (mutant.module, mutant.start, mutant.after) in done:
+                continue
+            began = time.time()
+            killed_by = first_failure(mutant, folder)
+            rows.append(
+                dataclasses.asdict(mutant)
+                | {"killed by": killed_by, "seconds": round(time.time() - began)}
+            )
+            write_json(record, describe_environment() | {"of": len(every), "mutants": rows})
+    typer.echo(_report(rows, out))
+
+
+def _report(rows: list[dict[str, Any]], out: Path) -> str:
+    survivors = [row for row in rows if row["killed by"] is None]
+    table = [["module", "line", "before", "after"]]
+    for row in sorted(survivors, key=lambda row: (row["module"], row["line"])):
+        code = [" ".join(row[name].split()) for name in ("before", "after")]
+        table.append([row["module"], str(row["line"]), *(f"`{text}`" for text in code)])
+    title = (
+        f"{len(rows) - len(survivors)} of {len(rows)} mutants are killed. The tests of their "
+        "package pass with these:"
+    )
+    return write_table(out / "mutants.md", title, table, describe_environment()["command"])
+
+
+if __name__ == "__main__":
+    typer.run(main)
