@@ -30,3 +30,14 @@ def paired_difference(runs: ArrayLike, others: ArrayLike) -> tuple[float, float]
     count = len(differences)
     spread = differences.std(ddof=1) / np.sqrt(count)
     return float(differences.mean()), float(stats.t.ppf(0.975, count - 1) * spread)
+
+
+def difference(runs: ArrayLike, others: ArrayLike, digits: int = 2) -> str:
+    """Returns the mean difference and half the width of its interval as text.
+
+    Example:
+        >>> difference([72, 74, 73], [70, 73, 73])
+        '+1.00 ± 2.48'
+    """
+    mean, half_width = paired_difference(runs, others)
+    return f"{mean:+.{digits}f} ± {half_width:.{digits}f}"

@@ -28,7 +28,7 @@ from rich.progress import Progress
 from experiments.config import TrainConfig
 from experiments.data import Dataset, load
 from experiments.options import DataDir, Out, TrainedStrategies, usage_errors
-from experiments.paired import paired_difference
+from experiments.paired import difference
 from experiments.record import describe_environment, write_json, write_table
 from experiments.run import of_model, optimizer
 from jaxcomp._core.modules import split_model
@@ -198,12 +198,9 @@ def _report(
                 [unit * by_run[which, seed][figure] for seed in seeds]
                 for which in (name, strategies[0])
             )
-            mean, half_width = paired_difference(mine, exact)
             digits = 2 if unit == 100.0 else 4
-            difference = (
-                "" if name == strategies[0] else f"{mean:+.{digits}f} ± {half_width:.{digits}f}"
-            )
-            cells += [f"{np.mean(mine):.{digits}f}", difference]
+            over = "" if name == strategies[0] else difference(mine, exact, digits)
+            cells += [f"{np.mean(mine):.{digits}f}", over]
         body.append(cells)
     return write_table(
         out / "accuracy.md", title + ":", [header, *body], describe_environment()["command"]

@@ -25,7 +25,7 @@ from experiments.options import (
     TrainedStrategies,
     usage_errors,
 )
-from experiments.paired import paired_difference
+from experiments.paired import difference
 from experiments.record import describe_environment, write_json, write_table
 from experiments.rows import Row
 
@@ -81,10 +81,11 @@ def paired(rows: Sequence[Row]) -> list[list[str]]:
     """Returns a table of accuracies with the difference from the first row, in points."""
     table = [["strategy", "test accuracy", "difference, 95% interval"]]
     for row in rows:
-        mean, half_width = paired_difference(row.test_accuracy, rows[0].test_accuracy)
-        accuracy, spread = np.mean(row.test_accuracy), np.std(row.test_accuracy, ddof=1)
-        difference = f"{100 * mean:+.2f} ± {100 * half_width:.2f}" if row is not rows[0] else ""
-        table.append([row.strategy, f"{accuracy:.2%} ± {spread:.2%}", difference])
+        mine, first = (100 * np.asarray(some.test_accuracy) for some in (row, rows[0]))
+        accuracy = f"{mine.mean():.2f}% ± {mine.std(ddof=1):.2f}%"
+        table.append(
+            [row.strategy, accuracy, difference(mine, first) if row is not rows[0] else ""]
+        )
     return table
 
 

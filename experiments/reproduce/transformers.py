@@ -30,7 +30,7 @@ from rich.progress import track
 
 from experiments.data import Dataset, load
 from experiments.options import Out, TrainedStrategies, usage_errors
-from experiments.paired import paired_difference
+from experiments.paired import difference
 from experiments.palette import COLORS
 from experiments.record import describe_environment, make_folder, write_json, write_table
 from experiments.rows import mebibytes
@@ -201,15 +201,13 @@ def rows(runs: dict[str, list[dict[str, Any]]]) -> list[list[str]]:
         right, others_right = (
             [100 * run["validation_accuracy"] for run in some] for some in (found, first)
         )
-        over, width = paired_difference(losses, others)
-        points, points_width = paired_difference(right, others_right)
         table.append(
             [
                 strategy,
                 f"{np.mean(losses):.4f} ± {np.std(losses, ddof=1):.4f}",
-                f"{over:+.4f} ± {width:.4f}",
+                difference(losses, others, 4),
                 f"{np.mean(right):.2f}% ± {np.std(right, ddof=1):.2f}%",
-                f"{points:+.2f} ± {points_width:.2f}",
+                difference(right, others_right),
                 mebibytes(found[0]["declared_bytes"]),
                 mebibytes(found[0]["temp_bytes"]),
             ]
