@@ -80,11 +80,19 @@ def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def layer(sizes: Sizes, gathered: NamedSharding, weights: Weights, x: jax.Array) -> jax.Array:
-    """A layer; its parameters are gathered where they are used."""
+    """A layer; its parameters are gathered where they are used.
+
+    Each product adds its low-rank adapter if `weights["adapters"]` has one.
+    """
+    adapters = weights.get("adapters", {})
 
     def product(x: jax.Array, name: str) -> jax.Array:
         weight = weights[name].astype(x.dtype)
-        return x @ jax.lax.with_sharding_constraint(weight, gathered)
+        y = x @ jax.lax.with_sharding_constraint(weight, gathered)
+        if name not in adapters:
+            return y
+        down, up = (matrix.astype(x.dtype) for matrix in adapters[name])
+        return y + (x @ down) @ up
 
     features = sizes.width // sizes.heads
     qkv = checkpoint_name(product(norm(x, weights["norm1"]), "qkv"), "qkv")
