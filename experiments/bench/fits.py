@@ -75,8 +75,13 @@ def main(
     typer.echo(text)
 
 
-def largest(points: dict[int, int], room: dict[str, int]) -> dict[str, int]:
+def largest(points: dict[int, int], room: dict[str, int], step: int = STEP) -> dict[str, int]:
     """Returns the largest batch of each GPU, 0 if none fits, by a line through the last two points.
+
+    Args:
+        points: Bytes that are needed at some batches.
+        room: Bytes of each GPU.
+        step: What the batches are multiples of.
 
     Example:
         >>> largest({64: 164, 128: 228}, {"small": 231, "large": 400})
@@ -85,7 +90,7 @@ def largest(points: dict[int, int], room: dict[str, int]) -> dict[str, int]:
     (one, fewer), (two, more) = sorted(points.items())[-2:]
     slope = (more - fewer) / (two - one)
     return {
-        part: max(0, int(two + (memory - more) / slope) // STEP * STEP)
+        part: max(0, int(two + (memory - more) / slope) // step * step)
         for part, memory in room.items()
     }
 

@@ -23,6 +23,7 @@ import typer
 from rich.progress import track
 
 import jaxcomp as jc
+from experiments.bench.fits import largest
 from experiments.decoder import Layer, Sizes, loss, weight_shapes
 from experiments.options import Add, Out, usage_errors
 from experiments.record import (
@@ -121,24 +122,13 @@ def measure(row: str, target: str) -> dict[str, Any]:
         compile_at(length)
     fits = False
     while not fits:
-        most = longest({n: point["total_bytes"] for n, point in points.items()}, room)
+        needed = {length: point["total_bytes"] for length, point in points.items()}
+        most = largest(needed, {target: room}, STEP)[target]
         if most in points or most < STEP:
             break
         fits = compile_at(most)
     fitting = [n for n, point in points.items() if (point["total_bytes"] or room + 1) <= room]
     return {"row": row, "target": target, "longest": max(fitting, default=0), "points": points}
-
-
-def longest(points: dict[int, int], room: int) -> int:
-    """Returns the longest context within `room` bytes, by a line through the last two points.
-
-    Example:
-        >>> longest({4096: 100, 8192: 200}, 250)
-        10240
-    """
-    (one, fewer), (two, more) = sorted(points.items())[-2:]
-    slope = (more - fewer) / (two - one)
-    return max(0, int(two + (room - more) / slope) // STEP * STEP)
 
 
 @usage_errors()
