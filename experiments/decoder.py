@@ -20,7 +20,6 @@ Weights = dict[str, Any]
 Layer = Callable[[Weights, jax.Array], jax.Array]
 
 NAMES = ("qkv", "context", "gate", "up")  # of the values of a layer
-_QUERIES = 512  # that attend at once
 _TOKENS = 512  # of which the logits are computed at once
 
 
@@ -36,6 +35,7 @@ class Sizes:
         kv_heads: Heads of keys and values.
         vocabulary: Number of tokens.
         length: Tokens of a sequence.
+        queries: That attend at once.
     """
 
     layers: int = 32
@@ -45,6 +45,7 @@ class Sizes:
     kv_heads: int = 8
     vocabulary: int = 128256
     length: int = 4096
+    queries: int = 512
 
 
 def weight_shapes(sizes: Sizes) -> Weights:
@@ -98,7 +99,7 @@ def layer(sizes: Sizes, gathered: NamedSharding, weights: Weights, x: jax.Array)
     qkv = checkpoint_name(product(norm(x, weights["norm1"]), "qkv"), "qkv")
     heads = qkv.reshape(*x.shape[:2], -1, features)
     q, k, v = jnp.split(heads, (sizes.heads, sizes.heads + sizes.kv_heads), axis=2)
-    mixed = jax.checkpoint(attend, static_argnums=(3, 4))(q, k, v, True, _QUERIES)
+    mixed = jax.checkpoint(attend, static_argnums=(3, 4))(q, k, v, True, sizes.queries)
     context = checkpoint_name(mixed.reshape(x.shape), "context")
     x = x + product(context, "out")
     y = norm(x, weights["norm2"])

@@ -4,8 +4,8 @@ r"""Finds the longest context at which low-rank adapters of a decoder can be tra
 
 The decoder has the sizes of Llama 3.2 3B. Its weights are frozen, in bfloat16; adapters of rank 16
 (LoRA; Hu et al., arXiv:2106.09685) of all products of its layers are trained by AdamW. A batch is
-one sequence. Attention and loss are computed in parts. All steps are compiled ahead of time;
-nothing is run.
+one sequence. Attention (128 queries at once) and loss are computed in parts. All steps are compiled
+ahead of time; nothing is run.
 
 Each row is compiled at two lengths. A line through the bytes of both estimates the longest context
 that fits, which is compiled too. If it does not fit after all, the line through the last two
@@ -41,26 +41,36 @@ TARGETS = ("rtx4090", "v5e")
 LENGTHS = 4096, 8192
 STEP = 512  # the reported contexts are multiples of it
 RANK = 16
-_LAYER = {"layers": 28, "width": 3072, "hidden": 8192, "heads": 24, "kv_heads": 8}
+_LAYER = {
+    "layers": 28,
+    "width": 3072,
+    "hidden": 8192,
+    "heads": 24,
+    "kv_heads": 8,
+    "queries": 128,
+}
 
 
-def _offloaded(layer: Layer) -> Layer:
-    """Recomputes the layer from its input, which waits in the host's memory."""
+def _offloaded(*names: str) -> Callable[[Layer], Layer]:
+    """Recomputes the layer from values of these names, which wait in the host's memory."""
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
-        names_which_can_be_offloaded=["input"],
+        names_which_can_be_offloaded=names,
         offload_src="device",
         offload_dst="pinned_host",
     )
 
-    def named(weights: Any, x: jax.Array) -> jax.Array:
-        return layer(weights, jax.ad_checkpoint.checkpoint_name(x, "input"))
+    def around(layer: Layer) -> Layer:
+        def named(weights: Any, x: jax.Array) -> jax.Array:
+            return layer(weights, jax.ad_checkpoint.checkpoint_name(x, "input"))
 
-    return jax.checkpoint(named, policy=policy)
+        return jax.checkpoint(named, policy=policy)
+
+    return around
 
 
 def _boundary(codec: jc.Codec) -> Callable[[Layer], Layer]:
-    """Recomputes the layer from the code of its input."""
+    """Recomputes the layer from the codes of its input and of what its attention mixes."""
     policy = jc.recipes.boundary(codec)
     return lambda layer: jc.checkpoint(layer, policy, coded_argnums=1)
 
@@ -68,10 +78,14 @@ def _boundary(codec: jc.Codec) -> Callable[[Layer], Layer]:
 ROWS: dict[str, Callable[[Layer], Layer]] = {
     "plain": lambda layer: layer,
     "remat": jax.checkpoint,
-    "remat, inputs offloaded": _offloaded,
+    "remat, inputs offloaded": _offloaded("input"),
+    "remat, inputs and contexts offloaded": _offloaded("input", "context"),
     "automatic:bits=4": lambda layer: jc.checkpoint(layer, "automatic:bits=4"),
     "boundary:bits=8": _boundary(jc.Quantize(8)),
     "boundary:bits=4": _boundary(jc.Quantize(4)),
+    "boundary, exact, offloaded": _boundary(jc.Offload(jc.Exact())),
+    "boundary:bits=8, offloaded": _boundary(jc.Offload(jc.Quantize(8))),
+    "boundary:bits=4, offloaded": _boundary(jc.Offload(jc.Quantize(4))),
 }
 
 

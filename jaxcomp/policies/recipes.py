@@ -15,6 +15,7 @@ from jaxcomp.codecs import (
     SignAware,
 )
 from jaxcomp.codecs._block_sparse import Block, Product
+from jaxcomp.codecs._offload import inner_codec
 from jaxcomp.codecs._sign_aware import ScaleSource
 from jaxcomp.policies._policy import Policy
 from jaxcomp.policies._rule import Action, Rule
@@ -194,10 +195,13 @@ def boundary(codec: Codec) -> Policy:
     """Saves the arguments of a function by a codec and recomputes everything from the decoded ones.
 
     For `jaxcomp.checkpoint` with `coded_argnums`. Biased: nonlinear steps and their derivatives are
-    evaluated at the decoded arguments. The bytes are those of the codes alone.
+    evaluated at the decoded values. A `scan` is not run again as a whole: its results, such as
+    those of an attention in parts, are encoded, too. The bytes are those of the codes.
 
     Args:
-        codec: Encodes the arguments. With 8 bits the bias is small.
+        codec: Encodes the arguments and the results of loops. With 8 bits the bias is small.
+            `Offload` of one puts the codes into the host's memory, where `Offload(Exact())` has
+            no bias.
 
     Returns:
         The policy.
@@ -206,7 +210,10 @@ def boundary(codec: Codec) -> Policy:
         >>> boundary(Quantize(bits=8)).lossy_recomputation
         True
     """
-    return Policy((Rule(codec, roles=("input",)), Rule("recompute", required=False)), True)
+    loops = Rule(codec, primitives=("scan",), required=False)
+    is_lossy = not inner_codec(codec).is_exact
+    rules = (Rule(codec, roles=("input",)), loops, Rule("recompute", required=False))
+    return Policy(rules, is_lossy)
 
 
 def division(window: int = 8, bits: int = 2) -> Policy:
