@@ -143,7 +143,7 @@ def draw(networks: dict[str, ResNet], images: jax.Array, labels: jax.Array, path
         for axes, i in zip(row[3:], range(2), strict=True):
             axes.imshow(np.asarray(images)[i, ..., 0], cmap="gray")
             extent = (-0.5, width - 0.5, height - 0.5, -0.5)
-            axes.imshow(cam[i], cmap="jet", alpha=0.45, extent=extent, interpolation="bilinear")
+            axes.imshow(cam[i], cmap="inferno", alpha=0.45, extent=extent, interpolation="bilinear")
         for axes in row:
             axes.set_axis_off()
     figure.savefig(path, dpi=150)
