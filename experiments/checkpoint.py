@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -46,15 +47,33 @@ class Checkpoints:
         """The step of the last checkpoint; None if there is none."""
         return self._open().latest_step() if self._directory.is_dir() else None
 
+    def check_room(self, state: TrainState) -> None:
+        """Checks that the file system of the folder has room for a checkpoint.
+
+        Raises:
+            OSError: it has fewer free bytes than the state.
+        """
+        there = next(p for p in (self._directory, *self._directory.parents) if p.exists())
+        free = shutil.disk_usage(there).free
+        needed = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        if free < needed:
+            raise OSError(
+                f"{self._directory}: {free:,} bytes are free, a checkpoint takes {needed:,}"
+            )
+
     def save(self, state: TrainState, record: dict[str, Any]) -> None:
         """Saves the state of a run, unless its step is the last one saved.
 
         Args:
             state: the state of the run.
             record: a JSON-serializable record, which :meth:`load_record` returns.
+
+        Raises:
+            OSError: there is no room for it. Checkpoints that were saved before stay.
         """
         step = int(state.step)
         if step != self.latest_step():
+            self.check_room(state)
             arguments = ocp.args.Composite(
                 state=ocp.args.StandardSave(state), record=ocp.args.JsonSave(record)
             )

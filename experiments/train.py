@@ -109,7 +109,7 @@ def train(
             running.
         FileNotFoundError: If `resume` is True, and `out` has no checkpoint.
         ModuleNotFoundError: If tensorboardX is not installed.
-        OSError: If `out` cannot be written.
+        OSError: If `out` cannot be written, or has no room for a checkpoint.
         ValueError: If an argument is wrong or differs between processes, or the checkpoint is of
             another run. Nothing is written then.
     """
@@ -132,6 +132,7 @@ def train(
     planner = Planner(config, dataset, history.plans)
     run = planner.restored(run)
     state = checkpoints.load_state(run.state) if resume else run.state
+    checkpoints.check_room(state)
     taken = int(state.step)
     writer = import_tensorboard() if tensorboard and is_first() else None
     epoch_steps = count_epoch_steps(config, dataset)

@@ -1,3 +1,5 @@
+import shutil
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -22,6 +24,17 @@ def flip(path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(bytes(data))
+
+
+def test_a_full_disk_is_told_before_anything_is_written(folder, monkeypatch):
+    usage = shutil.disk_usage(folder)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=4003))
+    with pytest.raises(OSError, match=r"4,003 bytes are free, a checkpoint takes 4,004"):
+        Checkpoints(folder).save(state(3), {})
+    with pytest.raises(OSError, match="4,003 bytes are free"):
+        Checkpoints(folder / "new" / "run").check_room(state(3))
+    assert sorted(path.name for path in folder.iterdir()) == ["1", "2"]
+    assert Checkpoints(folder).load_record() == {"steps": 2}
 
 
 DAMAGES = {
