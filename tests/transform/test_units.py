@@ -16,6 +16,7 @@ from jaxcomp.models import resnet
 from tests.helpers import error_of_mean
 
 RANGE = jc.recipes.fused(bits=4, scale_source="range")
+AS_WRITTEN = {"xla_allow_excess_precision": False}  # bfloat16 is rounded to between operations
 
 
 @pytest.fixture(autouse=True)
@@ -87,27 +88,31 @@ def make_params():
 )
 def test_plain_functions(norm, dtype):
     params = make_params()
-    x = jax.random.normal(jax.random.key(1), (16, 16, 16, 3), dtype)
-    target = jax.random.normal(jax.random.key(2), (16, 16))
+    x = jax.random.normal(jax.random.key(1), (8, 16, 16, 3), dtype)
+    target = jax.random.normal(jax.random.key(2), (8, 16))
     stock = functools.partial(network, norm)
 
     def loss(fn, params):
-        y, statistics = fn(params, x)
-        return ((y - target) ** 2).sum().astype(jnp.float32), (y, statistics)
+        y, _ = fn(params, x)
+        return ((y - target) ** 2).sum().astype(jnp.float32)
 
     @jax.jit
     def coded(params, seed):
         fn = jc.checkpoint(stock, RANGE, seed=seed)
-        return jax.value_and_grad(functools.partial(loss, fn), has_aux=True)(params)
+        return jax.grad(functools.partial(loss, fn))(params)
 
-    # Without jit, each operation is compiled alone.
-    same, _ = jax.vjp(lambda params: jc.checkpoint(stock, RANGE)(params, x), params)
-    for one, other in zip(jax.tree.leaves(stock(params, x)), jax.tree.leaves(same), strict=True):
+    same, expected = (
+        jax.jit(f, compiler_options=AS_WRITTEN)(params)
+        for f in (
+            lambda params: jax.vjp(lambda p: jc.checkpoint(stock, RANGE)(p, x), params)[0],
+            lambda params: stock(params, x),
+        )
+    )
+    for one, other in zip(jax.tree.leaves(expected), jax.tree.leaves(same), strict=True):
         np.testing.assert_array_equal(one, other)
-    exact = jax.jit(jax.value_and_grad(functools.partial(loss, stock), has_aux=True))
-    _, gradient = exact(params)
+    gradient = jax.jit(jax.grad(functools.partial(loss, stock)))(params)
     # Unbiased: the mean over seeds is the exact gradient, as far as noise can tell.
-    draws = [coded(params, seed)[1] for seed in range(40)]
+    draws = [coded(params, seed) for seed in range(40)]
     for i, one in enumerate(gradient):
         error, chance = error_of_mean([draw[i] for draw in draws], one)
         rounding = 0.02 if dtype == jnp.bfloat16 else 1e-4
@@ -124,7 +129,7 @@ def test_stock_layers_have_the_gradients_of_ours(monkeypatch):
 
     def make():
         options = dict(imagenet=True, num_classes=10, rngs=nnx.Rngs(0))
-        return resnet.ResNet(resnet.Bottleneck, (2, 1), 8, **options)
+        return resnet.ResNet(resnet.BasicBlock, (1, 1), 8, **options)
 
     model, x = make(), jax.random.normal(jax.random.key(1), (8, 32, 32, 3))
     ours = jc.compress(make(), "fused:bits=4")
@@ -209,8 +214,8 @@ def test_a_maximum_is_no_relu():
     def f(x, bias):
         return jnp.maximum(standard(x, zeros, bias)[0], 0).sum()
 
-    gradient = jax.grad(jc.checkpoint(f, "fused:bits=4"), 1)(x, zeros)
-    np.testing.assert_allclose(gradient, jax.grad(f, 1)(x, zeros))
+    gradient = jax.jit(jax.grad(jc.checkpoint(f, "fused:bits=4"), 1))(x, zeros)
+    np.testing.assert_allclose(gradient, jax.jit(jax.grad(f, 1))(x, zeros))
     assert float(gradient[0]) == 256
 
 
@@ -222,7 +227,7 @@ def test_max_pool_alone_saves_packed_indices():
         return jnp.sin(nnx.max_pool(jnp.sin(x), (3, 3), (2, 2), "SAME")).sum()
 
     coded = jc.checkpoint(f, policy)
-    np.testing.assert_allclose(jax.grad(coded)(x), jax.grad(f)(x), rtol=1e-6)
+    np.testing.assert_allclose(jax.jit(jax.grad(coded))(x), jax.jit(jax.grad(f))(x), rtol=1e-6)
     pooled = [value for value in jc.plan(coded, x).values if value.op == "max_pool"]
     assert sum(value.saved_bytes for value in pooled) == 4 * 8 * 8 * 8 // 2
 
@@ -246,9 +251,9 @@ def test_a_unit_that_reads_what_follows_from_its_results_stays_as_it_is():
         second = (both[1] - other_mean) * lax.rsqrt(other_var + 1e-5) * var + mean
         return (first**2 + second**3).sum()
 
-    found = jax.grad(jc.checkpoint(by_variance, automatic))(x)
-    np.testing.assert_allclose(found, jax.grad(by_variance)(x), rtol=1e-4, atol=1e-5)
-    assert jax.grad(jc.checkpoint(crossed, automatic))(x).shape == x.shape
+    found = jax.jit(jax.grad(jc.checkpoint(by_variance, automatic)))(x)
+    np.testing.assert_allclose(found, jax.jit(jax.grad(by_variance))(x), rtol=1e-4, atol=1e-5)
+    assert jax.jit(jax.grad(jc.checkpoint(crossed, automatic)))(x).shape == x.shape
 
 
 def test_a_rounded_input_has_no_gradient():
@@ -257,7 +262,7 @@ def test_a_rounded_input_has_no_gradient():
     def f(x):
         return (standard((10 * x).astype(jnp.int32).astype(jnp.float32), one, zero)[0] ** 3).sum()
 
-    assert not jax.grad(jc.checkpoint(f, jc.recipes.automatic()))(x).any()
+    assert not jax.jit(jax.grad(jc.checkpoint(f, jc.recipes.automatic())))(x).any()
 
 
 def test_a_variance_about_other_means_is_none():
@@ -269,8 +274,8 @@ def test_a_variance_about_other_means_is_none():
         var = ((x - mean[:, None]) ** 2).mean((0, 1, 2))
         return (weight * (x - mean) * lax.rsqrt(var + 1e-5)).sum()
 
-    found = jax.grad(jc.checkpoint(f, jc.recipes.automatic()))(x)
-    np.testing.assert_allclose(found, jax.grad(f)(x), rtol=1e-4, atol=1e-5)
+    found = jax.jit(jax.grad(jc.checkpoint(f, jc.recipes.automatic())))(x)
+    np.testing.assert_allclose(found, jax.jit(jax.grad(f))(x), rtol=1e-4, atol=1e-5)
 
 
 def test_float64_has_gradients_of_float64():
@@ -284,7 +289,7 @@ def test_float64_has_gradients_of_float64():
         x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 4, 4, 16)))
         args = x, jnp.ones(16), jnp.zeros(16)
         assert not any(value.op for value in jc.plan(jc.checkpoint(fn), *args).values)
-        found, expected = (jax.grad(f, (0, 1, 2))(*args) for f in (jc.checkpoint(fn), fn))
+        found, expected = (jax.jit(jax.grad(f, (0, 1, 2)))(*args) for f in (jc.checkpoint(fn), fn))
         for one, other in zip(found, expected, strict=True):
             np.testing.assert_allclose(one, other, rtol=0, atol=1e-12 * np.abs(other).max())
 
@@ -346,7 +351,7 @@ def test_what_follows_and_goes_before_a_norm(fn, features, error):
     args = x, jnp.ones(features), jnp.zeros(features)
 
     def gradient(fn):
-        return jax.grad(lambda x: jnp.sin(fn(x, *args[1:])).sum())(x)
+        return jax.jit(jax.grad(lambda x: jnp.sin(fn(x, *args[1:])).sum()))(x)
 
     ranges = jc.SignAware(4, scale_source="range")  # a single draw of it is near enough
     policy = jc.Policy((jc.Rule(ranges, op="norm_act", required=False),)) + jc.recipes.automatic()
