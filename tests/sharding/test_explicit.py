@@ -1,6 +1,7 @@
 """Meshes with explicit axes: gradients of one device, and no more collectives than plain has."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -116,28 +117,37 @@ def _placed(fn, mesh):
     return placed, jax.device_put(X, NamedSharding(mesh, spec))
 
 
-@pytest.mark.parametrize("fn", CASES)
-@pytest.mark.parametrize("policy", [jc.Exact(), jc.Quantize(4)])
+# With codes, and of the same kind.
+REPEATED = [(nested, jc.Exact()), (gathered, jc.Exact())]
+
+
+@pytest.mark.parametrize(
+    ("fn", "policy"),
+    [
+        pytest.param(*case, marks=pytest.mark.slow if case in REPEATED else ())
+        for case in itertools.product(CASES, (jc.Exact(), jc.Quantize(4)))
+    ],
+)
 def test_gradients_are_those_of_one_device(fn, policy):
     coded = jc.checkpoint(fn, policy)
     jit = functools.partial(jax.jit, compiler_options=OPTIMIZED)
-    alone = jit(jax.grad(functools.partial(_loss, coded)))(WEIGHTS, X)
     mesh = jax.make_mesh((4, 2), ("data", "model"))
     with jax.set_mesh(mesh):
         placed = _placed(fn, mesh)
-        step, plain = (jit(jax.grad(functools.partial(_loss, f))) for f in (coded, fn))
-        found = step(*placed)
-        of_plain = plain(*placed)
-        texts = [f.lower(*placed).compile().as_text() for f in (step, plain)]
+        steps = [
+            jit(jax.grad(functools.partial(_loss, f))).lower(*placed).compile() for f in (coded, fn)
+        ]
+        found, of_plain = (step(*placed) for step in steps)
         saved = jc.plan(coded, *placed).saved_bytes
     for name, gradient in found.items():
         assert gradient.sharding.is_equivalent_to(of_plain[name].sharding, gradient.ndim)
     exact, gathers = isinstance(policy, jc.Exact), fn in (gathered, gathered_and_parallel)
     if exact or gathers or fn is tensor_parallel:  # elsewhere sums round; noise is a hash of bits
+        alone = jit(jax.grad(functools.partial(_loss, coded)))(WEIGHTS, X)
         assert_close(found, alone, 1e-5 if exact else 1e-4)
     if fn is not with_rules:  # which is another function there
         assert saved == jc.plan(coded, WEIGHTS, X).saved_bytes
-    more, base = map(collective_traffic, texts)
+    more, base = (collective_traffic(step.as_text()) for step in steps)
     if fn is not in_sequence or exact:  # whose ranges are over the sequence
         again = sum(w.nbytes for w in WEIGHTS.values()) if gathers else 0
         assert more <= base + again + SAMPLES  # gathered weights are not saved
