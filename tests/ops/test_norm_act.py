@@ -110,20 +110,29 @@ def test_backward_is_exact_at_the_decoded_values(case, bits, scale_source, monke
         y, *statistics = coded(*args)
         return y.value, *statistics
 
-    out, pull = jax.vjp(outputs, *args)
-    _, means, variances = out
-    leaves, tree = jax.tree.flatten(out)
-    cotangents = [normal(a.shape, a.dtype, seed) for seed, a in enumerate(leaves, 7)]
-    cotangents = jax.tree.unflatten(tree, cotangents)
-    got = pull(cotangents)
-    if not decoded:
-        decoded = [levels_of(coded(*args)[0])[0] * jnp.where(wide(args[1]) < 0, -1, 1)]
-    at = [*args]
-    for i, h, mean, var in zip((0, 3), decoded, means, variances, strict=False):
-        at[i] = wide(mean) + h * jnp.sqrt(wide(var) + EPSILON)
+    @jax.jit
+    def gradients(*args):
+        out, pull = jax.vjp(outputs, *args)
+        leaves, tree = jax.tree.flatten(out)
+        cotangents = [normal(a.shape, a.dtype, seed) for seed, a in enumerate(leaves, 7)]
+        cotangents = jax.tree.unflatten(tree, cotangents)
+        return out, cotangents, pull(cotangents), decoded or codes(*args)
+
+    def codes(*args):
+        return [levels_of(coded(*args)[0])[0] * jnp.where(wide(args[1]) < 0, -1, 1)]
+
     before_pool, _ = of_case(stock, "relu" if case == "pooled" else case)
-    fn = surrogate(case, means, variances, before_pool(*args)[0])
-    assert_close(got, jax.vjp(fn, *at)[1](cotangents), 2e-5)
+
+    @jax.jit
+    def expected(means, variances, decoded, cotangents, *args):
+        at = [*args]
+        for i, h, mean, var in zip((0, 3), decoded, means, variances, strict=False):
+            at[i] = wide(mean) + h * jnp.sqrt(wide(var) + EPSILON)
+        fn = surrogate(case, means, variances, before_pool(*args)[0])
+        return jax.vjp(fn, *at)[1](cotangents)
+
+    (_, *statistics), cotangents, got, levels = gradients(*args)
+    assert_close(got, expected(*statistics, levels, cotangents, *args), 2e-5)
 
 
 @pytest.mark.parametrize("scale_source", SCALE_SOURCES)
@@ -132,15 +141,15 @@ def test_code_is_the_mask_and_stands_for_the_value(case, scale_source):
     args = arguments(jnp.float32, case == "added")
 
     @jax.jit
+    @jax.vmap
     def run(seed):
         y = norm_act(*args, scale_source=scale_source, seed=seed)[0]
         return y.value, levels_of(y)[1], y.codec.decode(y.code)
 
-    draws = [run(seed) for seed in range(400)]
-    value, decoded = np.asarray(draws[0][0]), np.stack([draw[2] for draw in draws])
-    for _, mask, _ in draws:
-        np.testing.assert_array_equal(mask, value > 0)
-    limit = 6 * decoded.std(0) / len(draws) ** 0.5 + 0.01 * np.max(value, (0, 1, 2))
+    values, masks, decoded = map(np.asarray, run(jnp.arange(400)))
+    value = values[0]
+    np.testing.assert_array_equal(masks, np.broadcast_to(value > 0, masks.shape))
+    limit = 6 * decoded.std(0) / len(decoded) ** 0.5 + 0.01 * np.max(value, (0, 1, 2))
     assert (np.abs(decoded.mean(0) - value) <= limit).all()
 
 
@@ -151,12 +160,14 @@ def test_convolutions_read_the_code():
     def conv(x, kernel):
         return ops.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=NHWC)
 
-    activation = norm_act(x, scale, bias)[0]
-    out, pull = jax.vjp(lambda k: conv(activation, k), kernel)
+    def gradient(x, kernel):
+        return jax.grad(lambda k: conv(x, k).sum())(kernel)
+
+    activation = jax.jit(norm_act)(x, scale, bias)[0]
     assert_same_bits(jax.jit(conv)(activation, kernel), jax.jit(conv)(activation.value, kernel))
     decoded = activation.codec.decode(activation.code)
-    expected = jax.vjp(lambda k: conv(decoded, k), kernel)[1](jnp.ones_like(out))
-    assert_close(pull(jnp.ones_like(out)), expected)
+    expected = jax.jit(gradient)(decoded, kernel)
+    assert_close(jax.jit(gradient)(activation, kernel), expected)
 
 
 def test_one_code_is_stored_for_norm_mask_and_convolution():
@@ -175,13 +186,15 @@ def test_one_code_is_stored_for_norm_mask_and_convolution():
 def test_a_nan_is_visible_to_every_consumer(scale_source):
     x, scale, bias = arguments(jnp.float32)
     x = x.at[0, 0, 0, 0].set(jnp.nan)
-    y = norm_act(x, scale, bias, scale_source=scale_source)[0]
-    decoded = np.asarray(y.codec.decode(y.code))
+
+    @functools.partial(jax.grad, has_aux=True)
+    def gradient(x):
+        y = norm_act(x, scale, bias, scale_source=scale_source)[0]
+        return y.value[..., 0].sum(), y.codec.decode(y.code)
+
+    dx, decoded = jax.jit(gradient)(x)
     assert np.isnan(decoded[..., 0]).all()
     assert np.isfinite(decoded[..., 1:]).all()
-    dx = jax.grad(
-        lambda x: norm_act(x, scale, bias, scale_source=scale_source)[0].value[..., 0].sum()
-    )(x)
     assert np.isnan(dx[..., 0]).all()
 
 
@@ -193,16 +206,23 @@ def test_a_nan_of_a_statistic_travels_with_what_has_no_code(place, scale_source)
         a.at[..., 0].set(jnp.nan) if name == place else a
         for name, a in zip(("x", "bias", "shortcut"), (x, bias, residual), strict=True)
     )
-    shortcut = norm_act(residual, scale, bias, relu=False, scale_source=scale_source)[0]
-    y = norm_act(x, scale, bias, shortcut, scale_source=scale_source)[0]
-    assert np.isnan(np.asarray(y.codec.decode(y.code))[..., 0]).all()
-    assert np.isfinite(np.asarray(y.codec.decode(y.code))[..., 1:]).all()
-    y = norm_act(x, scale, bias, scale_source=scale_source)[0]
-    decoded = np.asarray(y.codec.decode(y.code))
+
+    @jax.jit
+    def added(x, bias, residual):
+        shortcut = norm_act(residual, scale, bias, relu=False, scale_source=scale_source)[0]
+        y = norm_act(x, scale, bias, shortcut, scale_source=scale_source)[0]
+        return y.codec.decode(y.code)
+
+    @functools.partial(jax.grad, has_aux=True)
+    def alone(scale, x, bias):
+        y = norm_act(x, scale, bias, scale_source=scale_source)[0]
+        return y.value.sum(), y.codec.decode(y.code)
+
+    decoded = added(x, bias, residual)
+    assert np.isnan(decoded[..., 0]).all()
+    assert np.isfinite(decoded[..., 1:]).all()
+    dscale, decoded = jax.jit(alone)(scale, x, bias)
     assert np.isnan(decoded[..., 0]).all() == (place != "shortcut")
-    dscale = jax.grad(lambda s: norm_act(x, s, bias, scale_source=scale_source)[0].value.sum())(
-        scale
-    )
     assert np.isnan(dscale[0]) == (place != "shortcut")
 
 
@@ -214,7 +234,7 @@ def test_the_gradient_of_a_scale_of_zero_is_unbiased(scale_source):
     def dscale(fn):
         return lambda seed: jax.grad(lambda s: (fn(s, seed) * dy).sum())(scale)
 
-    expected = dscale(lambda s, seed: stock(x, s, bias)[0])(0)
+    expected = jax.jit(dscale(lambda s, seed: stock(x, s, bias)[0]))(0)
     draw = dscale(
         lambda s, seed: norm_act(x, s, bias, scale_source=scale_source, seed=seed)[0].value
     )
@@ -230,7 +250,8 @@ def test_a_variance_that_was_clipped_has_no_gradient(residual):
     assert clipped.any()
 
     def dx(fn):
-        return jax.grad(lambda x: (fn(x, *args[1:]) * normal(SHAPE, seed=9)).sum())(args[0])
+        loss = jax.grad(lambda x: (fn(x, *args[1:]) * normal(SHAPE, seed=9)).sum())
+        return jax.jit(loss)(args[0])
 
     got, expected = dx(lambda *a: norm_act(*a)[0].value), dx(lambda *a: stock(*a)[0])
     assert_close(got[..., clipped], expected[..., clipped], 1e-4)
@@ -239,7 +260,7 @@ def test_a_variance_that_was_clipped_has_no_gradient(residual):
 def test_a_residual_of_another_dtype_has_a_gradient_of_its_own():
     x, scale, bias, residual = arguments(jnp.bfloat16, residual=True)
     grad, _ = loss_of("added")
-    gradients = grad(x, scale, bias, residual.astype(jnp.float32))
+    gradients = jax.jit(grad)(x, scale, bias, residual.astype(jnp.float32))
     assert [g.dtype.name for g in gradients] == ["bfloat16"] * 3 + ["float32"]
 
 
@@ -313,7 +334,7 @@ def test_of_a_range_positive_values_are_unbiased_and_negative_ones_are_on_averag
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_have_the_dtypes_of_the_arguments(dtype, case):
     grad, given = loss_of(case)
-    gradients = grad(*given(dtype))
+    gradients = jax.jit(grad)(*given(dtype))
     assert [g.dtype for g in gradients] == [a.dtype for a in given(dtype)]
     assert all(np.isfinite(as_float(g)).all() for g in gradients)
 
@@ -332,7 +353,7 @@ def test_scales_have_unbiased_gradients(case, place):
 
         return jax.grad(loss)(args[place])
 
-    expected = dscale(lambda *a: exact(*a[:-1])[0])
+    expected = jax.jit(lambda: dscale(lambda *a: exact(*a[:-1])[0]))()
     draw = jax.vmap(lambda seed: dscale(lambda *a: coded(*a[:-1], seed=a[-1])[0].value, seed))
     assert_unbiased(jax.jit(draw)(jnp.arange(600)), expected)
 
@@ -356,9 +377,12 @@ def test_a_nan_shows_behind_a_sum_or_a_pool(case, place, scale_source):
     coded, given = of_case(functools.partial(norm_act, scale_source=scale_source), case)
     args = [*given(jnp.float32)]
     args[place] = args[place].at[0, 0, 0, 0].set(jnp.nan)
-    y = coded(*args)[0]
-    decoded = np.asarray(y.codec.decode(y.code))
+
+    def loss(*args):
+        y = coded(*args)[0]
+        return y.value[..., 0].sum(), y.codec.decode(y.code)
+
+    gradient, decoded = jax.jit(jax.grad(loss, place, has_aux=True))(*args)
     assert np.isnan(decoded[..., 0]).all()
     assert np.isfinite(decoded[..., 1:]).all()
-    gradient = jax.grad(lambda *a: coded(*a)[0].value[..., 0].sum(), place)(*args)
     assert np.isnan(gradient[..., 0]).all()
