@@ -110,11 +110,12 @@ def check_bilinear(op, stock, lhs, rhs, decoded):
     assert_same_bits(jax.jit(op)(lhs, rhs), out)
     cotangent = normal(out.shape, out.dtype, seed=3)
 
-    def pull(fn):
-        return jax.jit(lambda lhs, rhs: (fn(lhs, rhs), jax.vjp(fn, lhs, rhs)[1](cotangent)))
+    @jax.jit
+    def pull(lhs, decoded, rhs):
+        primal, backward = jax.vjp(op, lhs, rhs)
+        return primal, backward(cotangent), jax.vjp(stock, decoded, rhs)[1](cotangent)
 
-    primal, (dlhs, drhs) = pull(op)(lhs, rhs)
-    _, (dlhs_exact, drhs_decoded) = pull(stock)(decoded, rhs)
+    primal, (dlhs, drhs), (dlhs_exact, drhs_decoded) = pull(lhs, decoded, rhs)
     rtol = 4 * float(jnp.finfo(lhs.dtype).eps)
     assert_close(primal, out, rtol)
     assert (dlhs.dtype, drhs.dtype) == (lhs.dtype, rhs.dtype)

@@ -24,7 +24,7 @@ def gradient(x, kernel, layout=("NHWC", "HWIO", "NHWC"), **options):
         y = ops.conv_general_dilated(x, kernel, dimension_numbers=layout, **options)
         return jnp.sin(y.astype(jnp.float32)).sum()
 
-    return jax.grad(loss)(kernel)
+    return jax.jit(jax.grad(loss))(kernel)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])

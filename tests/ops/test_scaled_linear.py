@@ -23,6 +23,10 @@ def stock(x, kernel, bias, scale):
     return (y + bias[None, None]) * scale[None, None]
 
 
+def pull(fn):
+    return jax.jit(lambda g, *args: jax.vjp(fn, *args)[1](g))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_forward_is_bit_identical(dtype):
     x = X.astype(dtype)
@@ -38,11 +42,11 @@ def test_forward_is_bit_identical(dtype):
 def test_gradients_are_exact_at_the_decoded_input(codec, scale):
     kernel, bias, _ = PARAMS
     g = normal((8, 6, 10), seed=4)
-    _, pullback = jax.vjp(functools.partial(ops.scaled_linear, codec=codec), X, kernel, bias, scale)
-    decoded = codec.decode(codec.encode(X))
-    dx, *_ = jax.vjp(stock, X, kernel, bias, scale)[1](g)
-    _, *expected = jax.vjp(stock, decoded, kernel, bias, scale)[1](g)
-    got = pullback(g)
+    coded = functools.partial(ops.scaled_linear, codec=codec)
+    decoded = jax.jit(lambda x: codec.decode(codec.encode(x)))(X)
+    dx, *_ = pull(stock)(g, X, kernel, bias, scale)
+    _, *expected = pull(stock)(g, decoded, kernel, bias, scale)
+    got = pull(coded)(g, X, kernel, bias, scale)
     assert_close(got[0], dx, 1e-5)
     assert_close(list(got[1:]), expected, 1e-5)
 
@@ -50,7 +54,7 @@ def test_gradients_are_exact_at_the_decoded_input(codec, scale):
 def test_the_gradients_of_narrow_floats_are_summed_in_float32():
     """Nearer to the exact ones than those of the three operations."""
     x, g = X.astype(jnp.bfloat16), normal((8, 6, 10), seed=4).astype(jnp.bfloat16)
-    exact = jax.vjp(stock, x.astype(jnp.float32), *PARAMS)[1](g.astype(jnp.float32))
+    exact = pull(stock)(g.astype(jnp.float32), x.astype(jnp.float32), *PARAMS)
     coded = functools.partial(ops.scaled_linear, codec=jc.Exact())
 
     def error(fn):
@@ -80,7 +84,7 @@ def test_float16_has_the_range_of_a_small_scale(scale):
     factor, g = jnp.full(10, scale), 256 * normal((8, 6, 10), seed=4)
     coded = functools.partial(ops.scaled_linear, codec=jc.Exact())
     args = X.astype(jnp.float16), kernel, None, factor
-    dx, *rest = jax.vjp(coded, *args)[1](g.astype(jnp.float16))
+    dx, *rest = pull(coded)(g.astype(jnp.float16), *args)
     expected = jnp.einsum("btn,fn->btf", g, kernel) * scale
     error = jnp.linalg.norm(dx - expected) / jnp.linalg.norm(expected)
     assert float(error) < 0.02  # 1e-10 is a multiple of float16's least number, 6e-8, or zero
@@ -107,9 +111,10 @@ def test_vmap_of_grad_equals_a_loop():
         lambda x, *params: jnp.sin(ops.scaled_linear(x, *params, codec=jc.Exact())).sum(),
         (0, 1, 2, 3),
     )
-    batched = jax.vmap(gradient, (0, None, None, None))(xs, *PARAMS)
+    batched = jax.jit(jax.vmap(gradient, (0, None, None, None)))(xs, *PARAMS)
     for i, x in enumerate(xs):
-        assert_close(jax.tree.map(lambda g, i=i: g[i], batched), gradient(x, *PARAMS), 1e-5)
+        expected = jax.jit(gradient)(x, *PARAMS)
+        assert_close(jax.tree.map(lambda g, i=i: g[i], batched), expected, 1e-5)
 
 
 def test_a_spread_batch_is_summed_at_the_end():
@@ -133,7 +138,7 @@ def test_second_derivatives_are_right_or_refused():
     kernel = PARAMS[0]
     of_exact = loss(functools.partial(ops.scaled_linear, codec=jc.Exact()))
     got, expected = (
-        jax.jvp(lambda k, f=f: jax.grad(f)(k, X), (kernel,), (kernel,))[1]
+        jax.jit(lambda k, f=f: jax.jvp(lambda k: jax.grad(f)(k, X), (k,), (k,))[1])(kernel)
         for f in (of_exact, exact)
     )
     assert_close(got, expected, 1e-5)
