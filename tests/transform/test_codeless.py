@@ -37,15 +37,17 @@ def test_attention_saves_no_scores(stop):
     assert plan.saved_bytes < 0.2 * plan.exact_bytes
     assert scores(policy)[0] == []
     # Exact queries, keys and values: only the other products' inputs have codes.
-    gradient = jax.grad(jc.checkpoint(f, jc.recipes.automatic()))(w, x)
-    error = jnp.linalg.norm(gradient - jax.grad(f)(w, x)) / jnp.linalg.norm(gradient)
+    gradient, exact = (
+        jax.jit(jax.grad(g))(w, x) for g in (jc.checkpoint(f, jc.recipes.automatic()), f)
+    )
+    error = jnp.linalg.norm(gradient - exact) / jnp.linalg.norm(gradient)
     assert error < 0.05
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_a_scale_of_features_saves_nothing(dtype, has_bias):
-    shapes = {"x": (8, 64, 128), "up": (128, 256), "down": (256, 128), "scale": (128,)}
+    shapes = {"x": (4, 64, 128), "up": (128, 256), "down": (256, 128), "scale": (128,)}
     keys = jax.random.split(jax.random.key(0), 5)
     given = {
         n: jax.random.normal(k, s, dtype) for k, (n, s) in zip(keys, shapes.items(), strict=False)
@@ -71,7 +73,7 @@ def test_a_scale_of_features_saves_nothing(dtype, has_bias):
         return jax.grad(jc.checkpoint(loss, seed=seed))(given)
 
     draws = jax.jit(lambda seeds: jax.lax.map(draw, seeds))(jnp.arange(64, dtype=jnp.uint32))
-    exact = jax.grad(loss)(jax.tree.map(lambda a: a.astype(jnp.float32), given))
+    exact = jax.jit(jax.grad(loss))(jax.tree.map(lambda a: a.astype(jnp.float32), given))
     for name, expected in exact.items():
         mean = draws[name].astype(jnp.float32).mean(0)
         error = jnp.linalg.norm(mean - expected) / jnp.maximum(jnp.linalg.norm(expected), 1e-6)

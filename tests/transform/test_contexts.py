@@ -102,7 +102,7 @@ def test_vmap_draws_other_noise_for_other_values():
     gradient = jax.grad(lambda x: jnp.sum(block(x, W)))
     many = jnp.stack([X, X + 1e-3])
     mapped = jax.jit(jax.vmap(gradient))(many)
-    exact = jax.vmap(jax.grad(lambda x: jnp.sum(_block(x, W))))(many)
+    exact = jax.jit(jax.vmap(jax.grad(lambda x: jnp.sum(_block(x, W)))))(many)
     noise = mapped - exact
     assert np.corrcoef(noise[0].ravel(), noise[1].ravel())[0, 1] < 0.9
     assert_close(mapped[0], jax.jit(gradient)(X), 1e-5)
@@ -141,7 +141,7 @@ def test_second_derivatives_are_right_or_refused():
         def gradient_norm(x):
             return jnp.sum(jax.grad(lambda x: jnp.sum(block(x, W) ** 2))(x) ** 2)
 
-        return jax.grad(gradient_norm)
+        return jax.jit(jax.grad(gradient_norm))
 
     assert_close(second(jc.checkpoint(_block, EXACT))(X), second(_block)(X), 1e-4)
     with pytest.raises(NotImplementedError, match="second derivatives"):
@@ -151,7 +151,7 @@ def test_second_derivatives_are_right_or_refused():
 def test_hessian_vector_product_with_exact_codec():
     def product(block):
         gradient = jax.grad(lambda x: jnp.sum(block(x, W) ** 2))
-        return jax.jvp(gradient, (X,), (jnp.ones_like(X),))[1]
+        return jax.jit(lambda x: jax.jvp(gradient, (x,), (jnp.ones_like(x),))[1])(X)
 
     assert_close(product(jc.checkpoint(_block, EXACT)), product(_block), 1e-4)
 
@@ -193,7 +193,7 @@ def test_results_that_nobody_uses():
         return jnp.sin(x @ w), {"other": jnp.cos(x @ w)}
 
     def gradient(fn):
-        return jax.grad(lambda x: fn(x, W)[0].sum())(X)
+        return jax.jit(jax.grad(lambda x: fn(x, W)[0].sum()))(X)
 
     assert_close(gradient(jc.checkpoint(two, EXACT)), gradient(two), 1e-5)
 
@@ -209,7 +209,7 @@ def test_prints_are_kept(capfd):
 
 def test_not_a_number_stays_visible():
     bad = X.at[3, 5].set(jnp.nan)
-    gradient = jax.grad(lambda w: jc.checkpoint(_block, CODEC)(bad, w).sum())(W)
+    gradient = jax.jit(jax.grad(lambda w: jc.checkpoint(_block, CODEC)(bad, w).sum()))(W)
     assert np.isnan(gradient).any()
 
 
