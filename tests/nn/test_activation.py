@@ -17,9 +17,13 @@ VALUES[0, 0, :4, 0] = -0.0, np.inf, -np.inf, np.nan
 
 
 def _gradient(layer: typing.Callable[[jax.Array], jax.Array], x: jax.Array) -> typing.Any:
-    y, backward = jax.vjp(layer, x)
-    weights = np.random.default_rng(1).normal(size=y.shape)
-    return y, *backward(jnp.asarray(weights, y.dtype))
+    @jax.jit
+    def run(x: jax.Array) -> typing.Any:
+        y, backward = jax.vjp(layer, x)
+        weights = np.random.default_rng(1).normal(size=y.shape)
+        return y, *backward(jnp.asarray(weights, y.dtype))
+
+    return run(x)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
