@@ -91,7 +91,7 @@ def loss(model, x):
 def test_a_network_has_the_gradients_of_its_codecs(policy):
     def gradient(policy):
         model = compress(Net(nnx.Rngs(0)), policy)
-        return nnx.grad(loss)(model, normal((4, 8, 8, 3)))
+        return nnx.jit(nnx.grad(loss))(model, normal((4, 8, 8, 3)))
 
     assert_same_bits(gradient(policy.offloaded()), gradient(policy))
 

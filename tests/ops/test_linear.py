@@ -74,7 +74,7 @@ def test_no_codec_is_the_stock_operation():
 def test_gradient_is_unbiased_over_seeds():
     seeds = jnp.arange(4000)
     draws = jax.jit(jax.vmap(lambda seed: gradient(Quantize(1), seed)(X, W)[1]))(seeds)
-    assert_unbiased(draws, gradient(None)(X, W)[1])
+    assert_unbiased(draws, jax.jit(gradient(None))(X, W)[1])
 
 
 def test_the_product_itself_does_not_depend_on_the_seed():

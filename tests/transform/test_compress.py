@@ -115,7 +115,7 @@ def test_the_gradient_is_unbiased():
     draws = jax.jit(lambda d: jax.lax.map(kernel, d, batch_size=50))(jnp.arange(400.0))
     model = create(jc.Exact())
     model.dropout.deterministic = True
-    exact = jax.grad(lambda w: _with_stem(model, w))(model.stem.kernel[...])
+    exact = jax.jit(jax.grad(lambda w: _with_stem(model, w)))(model.stem.kernel[...])
     assert_unbiased(draws, exact)
 
 
