@@ -285,7 +285,7 @@ def test_scan_over_layers() -> None:
         return x
 
     got, expected = (
-        nnx.value_and_grad(lambda layers, x, f=f: (f(layers, x) ** 2).sum())(layers, x)
+        nnx.jit(nnx.value_and_grad(lambda layers, x, f=f: (f(layers, x) ** 2).sum()))(layers, x)
         for f in (forward, unrolled)
     )
     np.testing.assert_allclose(got[0], expected[0], rtol=1e-5)
@@ -352,8 +352,10 @@ def test_noise_is_drawn_anew_when_parameters_change(kind: str) -> None:
     }[kind]()
     weight = layer.scale if kind == "batch_norm" else layer.kernel
 
+    differentiate = nnx.jit(nnx.grad(lambda layer, x: jnp.sin(3 * layer(x)).sum()))
+
     def gradient() -> jax.Array:
-        grads = nnx.grad(lambda layer, x: jnp.sin(3 * layer(x)).sum())(layer, x)
+        grads = differentiate(layer, x)
         return grads["scale" if kind == "batch_norm" else "kernel"][...]
 
     first, again = gradient(), gradient()
