@@ -73,8 +73,8 @@ def make_params():
     ],
 )
 def test_one_code_for_norm_activation_and_gate(act, dtype):
-    params, x = make_params(), jax.random.normal(jax.random.key(1), (8, 16, 16, 3), dtype)
-    target = jax.random.normal(jax.random.key(2), (8, 8))
+    params, x = make_params(), jax.random.normal(jax.random.key(1), (16, 16, 16, 3), dtype)
+    target = jax.random.normal(jax.random.key(2), (16, 8))
     stock = functools.partial(network, act)
 
     def loss(fn, params, x=x):
