@@ -319,9 +319,10 @@ def test_command_line_names_what_is_wrong(tmp_path):
 
 def test_sigterm_saves_and_exits(tmp_path):
     command = [sys.executable, "-m", "experiments.train", "--out", str(tmp_path), "--batch", "8"]
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    flags = "--xla_backend_optimization_level=0"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     process = subprocess.Popen(
-        [*command, "--no-tensorboard", "--checkpoint-steps", "1"],
+        [*command, "--model", "resnet8", "--no-tensorboard", "--checkpoint-steps", "1"],
         stdout=subprocess.PIPE,
         text=True,
         env=environment,

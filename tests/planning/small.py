@@ -1,12 +1,14 @@
 """Small models, of which steps are planned."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import linen, nnx
 
 import jaxcomp as jc
 
-WIDTH, BATCH = 64, 2048
+WIDTH, BATCH, DEPTH = 64, 2048, 3
 
 
 class Block(nnx.Module):
@@ -33,7 +35,7 @@ class Net(nnx.Module):
         return self.head(x)
 
 
-def make_step(transform, batch, depth=4):
+def make_step(transform, batch, depth=DEPTH):
     model = transform(nnx.eval_shape(lambda: Net(depth, nnx.Rngs(0))))
     return step_of(transform, model), (model, jax.ShapeDtypeStruct((batch, WIDTH), jnp.float32))
 
@@ -61,18 +63,27 @@ def loss(model, x):
     return jnp.square(model(x)).mean()
 
 
-DATA = (loss, Net(4, nnx.Rngs(0)), jax.random.normal(jax.random.key(0), (256, WIDTH)))
+DATA = (
+    loss,
+    nnx.jit(lambda: Net(DEPTH, nnx.Rngs(0)))(),
+    jax.random.normal(jax.random.key(0), (256, WIDTH)),
+)
 
 
-def total_bytes(strategy, target="cpu"):
-    step, arguments = make_step(strategy, BATCH)
+def total_bytes(strategy, depth=DEPTH, target="cpu"):
+    step, arguments = make_step(strategy, BATCH, depth)
     return jc.memory.analyze(step, *arguments, target=target).total_bytes
+
+
+@functools.cache
+def plain_bytes(depth=DEPTH):
+    return total_bytes(jc.planning.Strategy.parse("plain"), depth)
 
 
 class LinenNet(linen.Module):
     @linen.compact
     def __call__(self, x):
-        for i in range(4):
+        for i in range(DEPTH):
             y = linen.LayerNorm(name=f"norm_{i}")(x)
             y = linen.Dense(4 * WIDTH, name=f"up_{i}")(y)
             x = x + linen.Dense(WIDTH, name=f"down_{i}")(jax.nn.gelu(y))

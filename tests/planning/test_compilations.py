@@ -5,14 +5,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-import jaxcomp as jc
 from jaxcomp.memory._targets import resolve
 from jaxcomp.planning import DoesNotFitError, fit
 from tests.planning.small import (
     BATCH,
     make_step,
     of_linen,
-    total_bytes,
 )
 
 
@@ -34,7 +32,7 @@ def test_values_are_offloaded_where_nothing_else_fits(capsys):
 
 @pytest.mark.slow
 def test_the_fastest_of_what_was_run_is_chosen(monkeypatch):
-    budget = int(0.6 * total_bytes(jc.planning.Strategy.parse("plain")))
+    budget = int(0.6 * plain_bytes())
     given = {"batch": BATCH, "target": "cpu", "budget": budget, "actions": ("keep", "quantize")}
     plan = fit(make_step, calibrate=True, **given)
     timed = {c.name: c.measured_milliseconds for c in plan.frontier if c.measured_milliseconds}

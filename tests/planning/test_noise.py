@@ -5,12 +5,12 @@ from flax import nnx
 
 import jaxcomp as jc
 from jaxcomp.planning import DoesNotFitError, FittedPlan, fit
-from tests.planning.small import BATCH, DATA, loss, make_step, total_bytes
+from tests.planning.small import BATCH, DATA, loss, make_step, plain_bytes
 
 
 @pytest.mark.slow
 def test_plans_keep_to_a_limit_of_noise():
-    budget = int(0.6 * total_bytes(jc.planning.Strategy.parse("plain")))
+    budget = int(0.6 * plain_bytes())
     given = {"batch": BATCH, "target": "cpu", "actions": ("keep", "quantize"), "data": DATA}
     given |= {"bits": (8, 4)}
     free = fit(make_step, budget=budget, **given)
@@ -30,7 +30,7 @@ def test_plans_keep_to_a_limit_of_noise():
 @pytest.mark.slow
 def test_noise_is_measured_on_a_small_batch_too():
     """Values that are too small for a code in the small batch are not in the step's."""
-    budget = int(0.6 * total_bytes(jc.planning.Strategy.parse("plain")))
+    budget = int(0.6 * plain_bytes())
     given = {"batch": BATCH, "target": "cpu", "actions": ("keep", "quantize"), "budget": budget}
     small = (*DATA[:2], DATA[2][:32])
     assert fit(make_step, data=small, **given).noise > 0.01
