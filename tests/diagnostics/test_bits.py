@@ -170,7 +170,7 @@ def test_measures_what_a_norm_passes_on():
     report = jc.check_gradients(loss, exact, X, draws=32)
     _, params, rest = nnx.split(exact, nnx.Param, ...)
     graphdef = nnx.graphdef(exact)
-    gradient = jax.grad(lambda p: loss(nnx.merge(graphdef, p, rest, copy=True), X))(params)
+    gradient = jax.jit(jax.grad(lambda p: loss(nnx.merge(graphdef, p, rest, copy=True), X)))(params)
     norm = np.sqrt(sum(np.square(np.asarray(g)).sum() for g in jax.tree.leaves(gradient)))
     measured = (report.coded.noise * norm) ** 2
     predicted = found["norm"][:, 3].sum()

@@ -63,7 +63,7 @@ def test_h100_keeps_what_a_block_declares(bits: int, capsys: pytest.CaptureFixtu
 def test_cpu_temp_falls() -> None:
     stage = {"size": 16, "width": 8, "dtype": jnp.float32}
     two, four, plain = (
-        _report(spec, 3, 8, "cpu", **stage).temp_bytes
+        _report(spec, 2, 8, "cpu", **stage).temp_bytes
         for spec in ("quantize:bits=2", "quantize:bits=4", "plain")
     )
     assert two < four < plain
