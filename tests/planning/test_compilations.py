@@ -11,6 +11,7 @@ from tests.planning.small import (
     BATCH,
     make_step,
     of_linen,
+    plain_bytes,
 )
 
 
