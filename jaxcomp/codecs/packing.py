@@ -158,7 +158,8 @@ def _split_by_matmul(bits: int, packed: Array) -> Array:
 
     def split(packed: Array) -> Array:
         repeated = _product(packed, _factors(sharing * packed.shape[-1], bits).T > 0)
-        place = lax.rem(lax.broadcasted_iota(jnp.int32, repeated.shape, repeated.ndim - 1), sharing)
+        place = lax.broadcasted_iota(jnp.int32, repeated.shape, repeated.ndim - 1)
+        place = lax.rem(place, lax.full_like(place, sharing))
         return ((repeated >> (place * bits)) & (2**bits - 1)).astype(jnp.uint8)
 
     return _by_blocks(packed, 128, split)
@@ -174,8 +175,9 @@ def _factors(count: int, bits: int) -> Array:
     """Returns the matrix that joins codes: the factor of each code in the element it shares."""
     _, sharing = _SHARING[bits]
     code, joined = (lax.broadcasted_iota(jnp.int32, (count, count // sharing), i) for i in (0, 1))
-    place = lax.rem(code, sharing)
-    return jnp.where(lax.div(code, sharing) == joined, 1 << (place * bits), 0)
+    each = lax.full_like(code, sharing)
+    place = lax.rem(code, each)
+    return jnp.where(lax.div(code, each) == joined, 1 << (place * bits), 0)
 
 
 def _product(x: Array, matrix: Array) -> Array:
