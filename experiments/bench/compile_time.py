@@ -3,9 +3,9 @@
     python -m experiments.bench.compile_time --out experiments/results/compile_time
 
 Every row is traced, lowered and compiled ahead of time in each round, in turns; nothing is run. The
-table has the medians, in seconds, and their sum over plain's. "Equations" are those of the jaxpr,
-"kernels" the fusions and calls of libraries in the compiled program. A cache of compilations is
-not used.
+table has the medians, in seconds, and their sum over plain's. "Equations" are those of the
+outermost jaxpr, "kernels" the fusions and calls of libraries in the compiled program. A cache of
+compilations is not used.
 """
 
 import re
@@ -20,6 +20,7 @@ from rich.progress import track
 from experiments import transformers
 from experiments.options import Out, usage_errors
 from experiments.record import describe_environment, make_folder, write_json, write_table
+from jaxcomp.memory._buffer_assignment import no_compilation_cache
 from jaxcomp.memory._compiling import compile_step
 from jaxcomp.memory._targets import resolve
 from jaxcomp.models import steps
@@ -46,7 +47,8 @@ def measure(network: str, row: str, target: str) -> dict[str, Any]:
     then = time.perf_counter()
     traced.traced.lower(lowering_platforms=(where.platform,))
     lowered = time.perf_counter()
-    compiled = compile_step(traced, where, xla_remat=where.platform == "tpu")
+    with no_compilation_cache():
+        compiled = compile_step(traced, where, xla_remat=where.platform == "tpu")
     return {
         "trace": then - start,
         "lower": lowered - then,

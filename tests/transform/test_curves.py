@@ -11,10 +11,9 @@ from jax import lax
 import jaxcomp as jc
 from jaxcomp.codecs import _dithered
 from jaxcomp.ops import _curves
-from tests.helpers import error_of_mean
+from tests.helpers import AS_WRITTEN, error_of_mean
 
 RANGE = jc.recipes.fused(bits=4, scale_source="range")
-AS_WRITTEN = {"xla_allow_excess_precision": False}  # bfloat16 is rounded to between operations
 FUNCTIONS = [jax.nn.silu, jax.nn.hard_swish, jax.nn.relu6]
 
 

@@ -13,10 +13,9 @@ from jax.sharding import PartitionSpec as P
 import jaxcomp as jc
 from jaxcomp.codecs import noise
 from jaxcomp.models import resnet
-from tests.helpers import error_of_mean
+from tests.helpers import AS_WRITTEN, error_of_mean
 
 RANGE = jc.recipes.fused(bits=4, scale_source="range")
-AS_WRITTEN = {"xla_allow_excess_precision": False}  # bfloat16 is rounded to between operations
 
 
 @pytest.fixture(autouse=True)
