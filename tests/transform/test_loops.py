@@ -207,24 +207,6 @@ def test_policies_are_asked_in_the_loop(policy, stored):
     assert _distance(_gradients(function, X, UP, DOWN), _gradients(_stack, X, UP, DOWN)) < 0.2
 
 
-def test_boundary_encodes_what_a_loop_gives():
-    mixed = jax.checkpoint(lambda x: lax.map(lambda row: jnp.tanh(row @ UP[0]), jnp.sin(x)))
-
-    def loss(x):
-        return jnp.sin(mixed(x)).sum()
-
-    codec = jc.Quantize(bits=8, rounding="nearest")
-    function = jc.checkpoint(loss, jc.recipes.boundary(codec), coded_argnums=0)
-    assert [v.decision for v in function.plan(X).values] == [str(codec)] * 2
-    x, y = (codec.decode(codec.encode(value)) for value in (X, mixed(X)))
-    assert_close(jax.grad(function)(X), jax.vjp(mixed, x)[1](jnp.cos(y))[0], 1e-5)
-
-    exact = jc.checkpoint(loss, jc.recipes.boundary(jc.Offload(jc.Exact())), coded_argnums=0)
-    assert [v.decision for v in exact.plan(X).values] == ["offload"] * 2
-    assert "biased" not in str(exact.plan(X))
-    assert_same_bits(jax.grad(exact)(X), jax.grad(loss)(X))
-
-
 def test_jax_policies_are_asked_in_the_loop():
     few, many = (
         jc.checkpoint(_stack, policy).plan(X, UP, DOWN)

@@ -8,7 +8,14 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxcomp as jc
-from tests.helpers import assert_close, normal, only, stored_shapes, without_type_checks
+from tests.helpers import (
+    assert_close,
+    assert_same_bits,
+    normal,
+    only,
+    stored_shapes,
+    without_type_checks,
+)
 from tests.transform.mlp import CODEC, W1, W2, X, mlp
 
 NO_RULES = jc.Policy(())
@@ -261,6 +268,24 @@ def test_boundary_stores_the_input_alone_and_says_that_it_is_biased():
     decoded = codec.decode(codec.encode(X))
     got = jax.grad(lambda x: f(x, W1, W2).sum())(X)
     assert_close(got, jax.grad(lambda x: mlp(x, W1, W2).sum())(decoded), 1e-5)
+
+
+def test_boundary_encodes_what_a_loop_gives():
+    mixed = jax.checkpoint(lambda x: lax.map(lambda row: jnp.tanh(row @ W1), jnp.sin(x)))
+
+    def loss(x):
+        return jnp.sin(mixed(x)).sum()
+
+    codec = jc.Quantize(bits=8, rounding="nearest")
+    function = jc.checkpoint(loss, jc.recipes.boundary(codec), coded_argnums=0)
+    assert [v.decision for v in function.plan(X).values] == [str(codec)] * 2
+    x, y = (codec.decode(codec.encode(value)) for value in (X, mixed(X)))
+    assert_close(jax.grad(function)(X), jax.vjp(mixed, x)[1](jnp.cos(y))[0], 1e-5)
+
+    exact = jc.checkpoint(loss, jc.recipes.boundary(jc.Offload(jc.Exact())), coded_argnums=0)
+    assert [v.decision for v in exact.plan(X).values] == ["offload"] * 2
+    assert "biased" not in str(exact.plan(X))
+    assert_same_bits(jax.grad(exact)(X), jax.grad(loss)(X))
 
 
 def test_what_a_function_of_jaxs_own_makes_has_the_line_of_its_caller():
