@@ -2,9 +2,10 @@
 
     python -m experiments.mutants --out experiments/results/mutants
 
-A mutant is killed if the tests of its module fail or run longer than `TIMEOUT`. The module's own
-test file and doctests come first, then all tests of its package. The run resumes: mutants that
-`mutants.json` in the folder has are not run again.
+A mutant is killed if the tests of its package fail or run longer than `TIMEOUT`. The module's own
+test file and doctests come first, then the files of tests that noticed other changes of the module,
+then the rest, small files first. The run resumes: mutants that `mutants.json` in the folder has are
+not run again.
 """
 
 import ast
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,7 @@ from experiments.record import describe_environment, write_json, write_table
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("codecs", "ops", "transform")
 COPIED = ("conftest.py", "pyproject.toml", "README.md", "docs", "experiments", "jaxcomp", "tests")
-TIMEOUT = 1800  # seconds; the tests of a package take a third of it
+TIMEOUT = 3600  # seconds; the tests of a package take a third of it
 REPLACEMENTS: dict[type[ast.AST], Any] = {
     ast.Add: ast.Sub,
     ast.Sub: ast.Add,
@@ -127,7 +129,23 @@ def _changed(node: ast.expr) -> ast.expr | None:
     return changed
 
 
-def first_failure(mutant: Mutant, folder: Path) -> str | None:
+def tests_of(module: str, killers: list[str]) -> list[str]:
+    """The tests of a module's package, those first that are likely to notice a change of it.
+
+    Args:
+        module: Path of the module, relative to the repository.
+        killers: What `first_failure` returned for other changes of the module.
+    """
+    path = ROOT / module
+    own = f"test_{path.stem.removeprefix('_')}.py"
+    files = (ROOT / "tests" / path.parent.name).glob("test_*.py")
+    noticed = Counter(killer.split("::")[0].split("/")[-1] for killer in killers)
+    ordered = sorted(files, key=lambda x: (x.name != own, -noticed[x.name], x.stat().st_size))
+    tests = [file.relative_to(ROOT).as_posix() for file in ordered]
+    return [*tests[:1], module, *tests[1:]]
+
+
+def first_failure(mutant: Mutant, tests: list[str], folder: Path) -> str | None:
     """Runs the tests in a copy of the repository that has the change.
 
     Returns:
@@ -136,32 +154,21 @@ def first_failure(mutant: Mutant, folder: Path) -> str | None:
     path = folder / mutant.module
     original = path.read_bytes()
     path.write_bytes(mutant.source())
-    package = f"tests/{path.parent.name}"
-    own = f"{package}/test_{path.stem.removeprefix('_')}.py"
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(folder / "cache")}
     try:
-        for tests in (
-            ([own, mutant.module] if (folder / own).exists() else [mutant.module]),
-            [package],
-        ):
-            command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
-            environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(folder / "cache")}
-            run = subprocess.run(
-                command,
-                cwd=folder,
-                env=environment,
-                capture_output=True,
-                text=True,
-                timeout=TIMEOUT,
-            )
-            if run.returncode not in (0, 5):  # 5: a module without doctests
-                lines = run.stdout.splitlines()
-                failed = [x for x in lines if x.startswith(("FAILED", "ERROR"))]
-                return (failed or lines[-1:] or ["ERROR"])[0].split(" - ")[0]
+        run = subprocess.run(
+            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT
+        )
     except subprocess.TimeoutExpired:
         return "timeout"
     finally:
         path.write_bytes(original)
-    return None
+    if run.returncode == 0:
+        return None
+    lines = run.stdout.splitlines()
+    failed = [x for x in lines if x.startswith(("FAILED", "ERROR"))]
+    return (failed or lines[-1:] or ["ERROR"])[0].split(" - ")[0]
 
 
 @usage_errors()
@@ -182,7 +189,8 @@ def main(out: Out, count: int = 200, seed: int = 0) -> None:
             if (mutant.module, mutant.start, mutant.after) in done:
                 continue
             began = time.time()
-            killed_by = first_failure(mutant, folder)
+            killers = [row["killed by"] or "" for row in rows if row["module"] == mutant.module]
+            killed_by = first_failure(mutant, tests_of(mutant.module, killers), folder)
             rows.append(
                 dataclasses.asdict(mutant)
                 | {"killed by": killed_by, "seconds": round(time.time() - began)}
