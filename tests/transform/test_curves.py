@@ -9,8 +9,6 @@ import pytest
 from jax import lax
 
 import jaxcomp as jc
-from jaxcomp.codecs import _dithered
-from jaxcomp.ops import _curves
 from tests.helpers import AS_WRITTEN, error_of_mean
 
 RANGE = jc.recipes.fused(bits=4, scale_source="range")
@@ -104,30 +102,6 @@ def test_one_code_for_norm_activation_and_gate(act, dtype):
     # One code of 4 bits, and 2 bits that tell the pieces of `hard_swish` and `relu6`.
     elements = x.size // 3 * (16 + 16 + 8)
     assert plan.saved_bytes < 1.2 * elements * (6 if act in FUNCTIONS[1:] else 4) / 8
-
-
-@pytest.mark.parametrize("curve", _curves.CURVES, ids=lambda c: c.function.__name__)
-def test_functions_of_a_decoded_value_are_unbiased(curve):
-    h = jnp.linspace(-3.5, 3.5, 64).reshape(1, 64, 1)
-    gain, offset = jnp.full((1, 1, 1), 1.4), jnp.full((1, 1, 1), 0.2)
-    z = gain * h + offset
-    piece = jnp.zeros((), jnp.int32) if curve.piece is None else curve.piece(z)
-
-    @jax.jit
-    @jax.vmap
-    def draw(seed):
-        decoded, step = _dithered.decode(_dithered.encode(h, 4, seed), 4, h.shape)
-        arguments = curve, decoded, step, gain, offset, piece
-        return _curves.result(*arguments), *_curves.slopes(*arguments)
-
-    found = draw(jnp.arange(20_000))
-    slope = jax.jit(jax.vmap(jax.grad(curve.function)))(z.ravel()).reshape(z.shape)
-    expected = curve.function(z), h, slope, slope * h
-    for draws, exact in zip(found, expected, strict=True):
-        error = np.asarray(draws.mean(0) - exact)
-        deviation = np.asarray(draws.std(0)) / len(draws) ** 0.5
-        assert np.all(np.abs(error) < 4.5 * deviation + 2e-3)
-        assert np.sqrt(np.mean(error**2)) < 1.5 * np.sqrt(np.mean(deviation**2)) + 5e-4
 
 
 def test_layers_have_noise_of_their_own():

@@ -1,0 +1,34 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxcomp.codecs import _dithered
+from tests.helpers import normal
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_error_is_uniform_over_one_step_and_does_not_depend_on_the_value(bits):
+    h = normal((5, 7, 3))
+
+    @jax.jit
+    @jax.vmap
+    def draw(seed):
+        code = _dithered.encode(h, bits, seed)
+        decoded, step = _dithered.decode(code, bits, h.shape)
+        return (decoded - h) / step
+
+    draws = 4096
+    error = np.asarray(draw(jnp.arange(draws)))
+    assert np.abs(error).max() < 0.5 + 1e-4
+    # Mean 0 and variance 1/12 of each element; their deviations are those of a uniform variable.
+    assert np.abs(error.mean(0)).max() < 4.5 * (1 / 12 / draws) ** 0.5
+    assert np.abs((error**2).mean(0) - 1 / 12).max() < 4.5 * (1 / 180 / draws) ** 0.5
+
+
+def test_a_constant_channel_comes_back():
+    h = jnp.concatenate([normal((2, 32, 7)), jnp.full((2, 32, 1), 0.25)], axis=-1)
+    code = _dithered.encode(h, 4, 0)
+    decoded, step = _dithered.decode(code, 4, h.shape)
+    np.testing.assert_array_equal(step[..., 7], 0)
+    np.testing.assert_array_equal(decoded[..., 7], 0.25)
