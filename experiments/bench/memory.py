@@ -43,6 +43,7 @@ STRATEGIES = (
     "quantize:bits=4",
     "quantize:bits=2",
     "fused:bits=4",
+    "fused:bits=3",
     "fused:bits=2",
     "offload:fused:bits=2",
 )
