@@ -4,13 +4,16 @@ import warnings
 from collections.abc import Callable
 from typing import Any, cast
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jaxcomp.codecs import SignAware
 from jaxcomp.codecs._offload import inner_codec
 from jaxcomp.nn._coded import coded_modules
 from jaxcomp.nn._norm_act import Clipped, NormAct
+from jaxcomp.transform._compress import count_clipped
 
 THRESHOLD = 1e-4  # fraction of a layer's values
 
@@ -24,28 +27,34 @@ def clipped(model: nnx.Module, *inputs: Any) -> dict[str, float]:
     values are then those below it.
 
     Args:
-        model: Model in training mode with `nn.NormAct` layers; it is not changed.
+        model: Model in training mode, with `nn.NormAct` layers or with stock batch norms that
+            `compress` recognizes; it is not changed.
         *inputs: Arguments of the model. Only the forward pass runs.
 
     Returns:
-        For each `NormAct` with a `SignAware` codec, by path, the fraction of its elements with a
-        clipped code. NaN for a layer that is not called.
+        For each `NormAct` with a `SignAware` codec and each recognized batch norm, by path, the
+        fraction of its elements with a clipped code; the largest one if a stock batch norm is
+        called several times. NaN for a `NormAct` that is not called. Stock batch norms in the
+        bodies of loops and those with a smooth activation, which clip nothing, are left out.
 
     Raises:
-        ValueError: If no layer has a `SignAware` codec.
+        ValueError: If there is no such layer.
 
     Example:
         >>> import jax
-        >>> from jaxcomp import nn
-        >>> layer = nn.NormAct(nn.BatchNorm(4, rngs=nnx.Rngs(0)), codec=SignAware(bits=4))
-        >>> model = nnx.Sequential(layer)
+        >>> from jaxcomp import compress
+        >>> model = nnx.Sequential(nnx.BatchNorm(4, rngs=nnx.Rngs(0)), nnx.relu)
+        >>> model = compress(model, "fused:bits=4")
         >>> shares = clipped(model, jax.random.normal(jax.random.key(0), (64, 8, 8, 4)))
         >>> list(shares), shares["layers/0"] < 0.001
         (['layers/0'], True)
     """
     shares = clipped_during(lambda model, *inputs: model(*inputs), model, *inputs)
     if not shares:
-        raise ValueError("model: expected nn.NormAct or nn.ConvNormAct that code by SignAware")
+        raise ValueError(
+            "model: expected nn.NormAct or nn.ConvNormAct that code by SignAware, or a compressed "
+            "model with stock batch norms"
+        )
     return shares
 
 
@@ -53,24 +62,24 @@ def clipped_during(run: Callable[..., Any], model: nnx.Module, *arguments: Any) 
     """As `clipped`, for any function of the model; empty if no layer has a `SignAware` codec."""
     model = nnx.clone(model)
     layers = {
-        path: module
+        path: cast(NormAct, module)
         for path, module in coded_modules(model).items()
         if _bits_of(module) is not None
     }
-    if not layers:
-        return {}
+    bits = {path: cast(int, _bits_of(module)) for path, module in layers.items()}
+    shares = dict.fromkeys(layers, float("nan"))
+
+    def record(path: str, bits_of_path: int, share: Any) -> None:
+        bits[path] = bits_of_path
+        shares[path] = float(np.maximum(shares.get(path, 0.0), share))
+
     for module in layers.values():
-        cast(NormAct, module).clipped = Clipped(jnp.array(jnp.nan))
+        module.clipped = Clipped(jnp.array(jnp.nan))
+    count_clipped(model, record)
     nnx.jit(run)(model, *arguments)
-    shares = {
-        path: float(cast(Clipped, cast(NormAct, module).clipped)[...])
-        for path, module in layers.items()
-    }
-    clipping = [
-        path
-        for path, module in layers.items()
-        if cast(int, _bits_of(module)) > 2 and shares[path] > THRESHOLD
-    ]
+    jax.effects_barrier()
+    shares |= {path: float(cast(Clipped, module.clipped)[...]) for path, module in layers.items()}
+    clipping = [path for path in shares if bits[path] > 2 and shares[path] > THRESHOLD]
     if clipping:
         worst = max(clipping, key=shares.__getitem__)
         warnings.warn(

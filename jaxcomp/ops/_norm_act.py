@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import typing
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 from jax import lax
@@ -212,9 +213,15 @@ def clipped(
         norm.standardize(x, mean, var)
         for x, mean, var in zip(inputs, means, variances, strict=True)
     ]
-    scale, bias = norm.wide(scale), norm.wide(bias)
+    return share_clipped(normalized, norm.wide(scale), norm.wide(bias), activation)
+
+
+def share_clipped(
+    normalized: Sequence[Array], scale: Array, bias: Array, activation: CodedArray
+) -> Float[Array, ""]:
+    """As `clipped`, from the normalised inputs, and scale and bias that broadcast to them."""
     codec = typing.cast(SignAware, inner_codec(activation.codec))
-    outside = [jnp.zeros(x.shape, bool)]
+    outside = [jnp.zeros(normalized[0].shape, bool)]
     if codec.scale_source == "norm" and codec.signed:
         outside = [codec.clips(normalized[0] * sign(scale), threshold(scale, bias))]
     elif codec.scale_source == "norm":
@@ -223,7 +230,7 @@ def clipped(
         if activation.code is not None:
             *_, channel_scale, _ = activation.code.arrays
             above = activation.value > codec.levels.top * channel_scale
-            pooled = above.shape != x.shape
+            pooled = above.shape != normalized[0].shape
             outside = [*outside, above] if pooled else [outside[0] | above]
     unknown = sum((0.0 * h.mean() for h in normalized), jnp.zeros(()))
     count = sum((a.sum() for a in outside), jnp.zeros(()))

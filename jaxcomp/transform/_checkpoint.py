@@ -62,7 +62,7 @@ class Checkpointed:
         program, constants, leaves, coded, tree = self._trace(args, kwargs)
 
         def run(program: Program, *arguments: Any) -> list[Any]:
-            return _with_derivative(program, coded, self._policy)(self._seed, *arguments)
+            return self._run(program, coded, arguments)
 
         given = [*constants, *leaves]
         if explicit_axes():
@@ -70,6 +70,10 @@ class Checkpointed:
         else:
             made = run(program, *given)
         return jax.tree.unflatten(tree, made)
+
+    def _run(self, program: Program, coded: list[int], arguments: Sequence[Any]) -> list[Any]:
+        """The results of the traced function."""
+        return _with_derivative(program, coded, self._policy)(self._seed, *arguments)
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """What a call would save; nothing is computed. `jaxcomp.plan` calls it.

@@ -1,5 +1,7 @@
 """`compress`: a Flax NNX model that saves what its backward pass needs as a policy says."""
 
+import functools
+import types
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -19,6 +21,7 @@ from jaxcomp.transform._attributes import (
     without_others,
 )
 from jaxcomp.transform._checkpoint import DEFAULT, Checkpointed, checkpoint
+from jaxcomp.transform._clipping import Counting, Record
 from jaxcomp.transform._layers import LayerCodecs, check_required
 from jaxcomp.transform._programs import Static
 
@@ -137,7 +140,40 @@ def traced_call(
     return None if call is None else call(model, args, kwargs)
 
 
-def _compressed(kind: type[nnx.Module], policy: Policy | JaxPolicy | None) -> dict[str, Any]:
+def count_clipped(model: nnx.Module, record: Record) -> None:
+    """Makes the compressed modules of a model count what their batch norms clip, and save nothing.
+
+    Args:
+        model: The model, which is changed.
+        record: Called in each call of the model with the path of a batch norm, its bits and the
+            fraction of its values that are clipped.
+    """
+    for names, module in list(nnx.iter_modules(model)):
+        policy = getattr(type(module), "policy_of_values", None)
+        if policy is None:
+            continue
+        count = functools.partial(_counting, record, "".join(f"{name}/" for name in names))
+        set_class(module, _counting_class(stock_class(module), policy, count))
+
+
+def _counting_class(kind: type[nnx.Module], *arguments: Any) -> type[nnx.Module]:
+    """A class of its own: what is compiled for it is not what is compiled for training."""
+    methods = _compressed(kind, *arguments)
+    return types.new_class(kind.__name__, (kind,), {}, lambda body: body.update(methods))
+
+
+def _counting(
+    record: Record, prefix: str, fn: Callable[..., Any], policy: Policy | JaxPolicy
+) -> Counting:
+    """As `checkpoint`, for a module whose path is the prefix."""
+    return Counting(fn, policy, lambda path, bits, share: record(prefix + path, bits, share))
+
+
+def _compressed(
+    kind: type[nnx.Module],
+    policy: Policy | JaxPolicy | None,
+    transform: Callable[..., Checkpointed] = checkpoint,
+) -> dict[str, Any]:
     """Methods of a compressed model of class `kind`; without a policy the call is the stock one."""
     if policy is None:
         return {"compressed_call": None}
@@ -163,7 +199,7 @@ def _compressed(kind: type[nnx.Module], policy: Policy | JaxPolicy | None) -> di
             statistics = jax.lax.stop_gradient(statistics)
             return result, changed, _changed(params, after), statistics, others
 
-        return checkpoint(run, policy), (params, rest, arrays)
+        return transform(run, policy), (params, rest, arrays)
 
     def call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         function, arguments = compressed_call(self, args, kwargs)
@@ -176,7 +212,12 @@ def _compressed(kind: type[nnx.Module], policy: Policy | JaxPolicy | None) -> di
             nnx.update(self, jax.tree.unflatten(tree, written))
         return with_others(result)
 
-    return {"__call__": call, "compressed_call": compressed_call, "encodes": True}
+    return {
+        "__call__": call,
+        "compressed_call": compressed_call,
+        "encodes": True,
+        "policy_of_values": policy,
+    }
 
 
 def _is_array(leaf: object) -> bool:

@@ -24,11 +24,17 @@ from jaxcomp.transform._codeless import Codeless
 from jaxcomp.transform._programs import Program, Values, avals
 from jaxcomp.transform._units import MaxPool, NormAct, Recognized, ordered
 
+# Called with a unit, its inputs, its result, and the mean and variance of each of its norms.
+Observe = Callable[[NormAct, tuple[Input, ...], ops.CodedArray, list[tuple[Array, Array]]], None]
 
-def with_units(program: Program, found: Sequence[Recognized]) -> Program:
+
+def with_units(
+    program: Program, found: Sequence[Recognized], observe: Observe | None = None
+) -> Program:
     """The program with units in place of the equations that they stand for.
 
-    Its last argument is a seed.
+    Its last argument is a seed. `observe` is called while norms without smooth activations are
+    traced.
     """
     jaxpr = program.jaxpr
     steps = ordered(jaxpr, found)
@@ -43,7 +49,7 @@ def with_units(program: Program, found: Sequence[Recognized]) -> Program:
     seeds = dict(zip(found, made, strict=True))
     for step in steps:
         if isinstance(step, Recognized):
-            _take(builder, step, env, coded, seeds[step])
+            _take(builder, step, env, coded, seeds[step], observe)
         elif step.primitive.name == "conv_general_dilated" and _reads_code(step, coded):
             lhs, rhs = coded[step.invars[0]], env[step.invars[1]]
             convolve = functools.partial(_convolve, step.params, lhs.tree)
@@ -102,6 +108,7 @@ def _take(
     env: Values,
     coded: dict[Any, _Coded],
     seed: Any,
+    observe: Observe | None,
 ) -> None:
     """Adds a unit, and sets its results."""
     unit, codec = step.unit, step.codec
@@ -115,7 +122,7 @@ def _take(
     elif isinstance(unit, Gate):
         _gate(builder, unit, env, coded)
     else:
-        _norm_act(builder, unit, codec, env, coded, seed)
+        _norm_act(builder, unit, codec, env, coded, seed, observe)
 
 
 def _pool(builder: Builder, unit: MaxPool, codec: Codec, env: Values) -> None:
@@ -149,6 +156,7 @@ def _norm_act(
     env: Values,
     coded: dict[Any, _Coded],
     seed: Any,
+    observe: Observe | None,
 ) -> None:
     given = [[None if v is None else env[v] for v in (n.x, n.scale, n.bias)] for n in unit.norms]
     before = coded.get(unit.residual)
@@ -161,7 +169,7 @@ def _norm_act(
             added = jax.tree.unflatten(before.tree, residual)
         else:
             added = None if residual is None else jnp.moveaxis(residual, unit.feature, -1)
-        return _evaluate(unit, codec, given, added, seed)
+        return _evaluate(unit, codec, given, added, seed, observe)
 
     operands = given, residual if before is None else before.leaves, seed
     _set(builder, unit, made, operands, unit.feature, env, coded)
@@ -194,7 +202,12 @@ def _set(
 
 
 def _evaluate(
-    unit: NormAct, codec: Codec, given: list[Any], residual: Any, seed: Array
+    unit: NormAct,
+    codec: Codec,
+    given: list[Any],
+    residual: Any,
+    seed: Array,
+    observe: Observe | None,
 ) -> tuple[ops.CodedArray, list[Array]]:
     """The unit's result, and the mean and variance of each of its norms."""
     inputs = tuple(_input(unit.feature, *arrays) for arrays in given)
@@ -202,6 +215,8 @@ def _evaluate(
     if unit.activation is None:
         window = None if unit.pool is None else Window(inputs[0].x.shape, *unit.pool)
         made, means, variances = norms_act(norms, inputs, residual, unit.relu, window, codec, seed)
+        if observe is not None:
+            observe(unit, inputs, made, list(zip(means, variances, strict=True)))
     else:
         curve, evaluate = unit.activation.curve, jaxpr_as_fun(unit.activation.program)
 

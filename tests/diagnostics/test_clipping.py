@@ -1,9 +1,11 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
 import jaxcomp as jc
+from jaxcomp.diagnostics import _clipping as clipping
 from tests.helpers import as_float, normal
 
 
@@ -93,3 +95,55 @@ def test_counts_before_and_after_a_pool():
     with pytest.warns(UserWarning, match="of the values of layers/0 are beyond"):
         found = jc.diagnostics.clipped(nnx.Sequential(unit), x)
     assert found["layers/0"] == pytest.approx(expected, abs=1e-4)
+
+
+class Stock(nnx.Module):
+    """Stock batch norms: one with a ReLU, one whose result is added to it."""
+
+    def __init__(self):
+        self.first, self.second = (nnx.BatchNorm(3, rngs=nnx.Rngs(0)) for _ in range(2))
+
+    def __call__(self, x):
+        return nnx.relu(self.second(x[::-1]) + nnx.relu(self.first(x)))
+
+
+class Ours(Block):
+    """The same with layers of ours."""
+
+    def __call__(self, x):
+        return self.second(x[::-1], self.first(x))
+
+
+def test_stock_batch_norms_count_as_ours():
+    x = normal((32, 9, 9, 3)).at[0, 0].multiply(50).at[3, :2].multiply(-20)
+    model = Stock()
+    with pytest.warns(UserWarning, match="of the values of first are beyond the last level"):
+        found = jc.diagnostics.clipped(jc.compress(model, "fused:bits=4"), x)
+    with pytest.warns(UserWarning):
+        ours = jc.diagnostics.clipped(Ours(), x)
+    assert found == pytest.approx({path: ours[path] for path in ("first", "second")})
+    assert not model.first.mean[...].any()
+    unclipped = jc.diagnostics.clipped(jc.compress(Stock(), "fused:bits=4,scale_source=range"), x)
+    assert unclipped == {"first": 0.0, "second": 0.0}
+    assert np.isnan(jc.diagnostics.clipped(model, x.at[0].set(jnp.nan))["first"])
+
+
+def test_a_compressed_part_of_a_model():
+    x = normal((32, 9, 9, 3)).at[0, 0].multiply(50).at[3, :2].multiply(-20)
+    model = nnx.Sequential(jc.compress(Stock(), "fused:bits=4"), nnx.Linear(3, 3, rngs=nnx.Rngs(0)))
+    with pytest.warns(UserWarning, match="of the values of layers/0/first are beyond"):
+        assert list(jc.diagnostics.clipped(model, x)) == ["layers/0/first", "layers/0/second"]
+
+
+def test_what_a_jitted_loss_compiled_to_count_is_not_what_it_trains_with():
+    counted = []
+    x = normal((32, 9, 9, 3))
+    model = jc.compress(Stock(), "fused:bits=4")
+    of_model = nnx.jit(lambda model, x: model(x).sum())
+    clipping.count_clipped(copy := nnx.clone(model), lambda *share: counted.append(share))
+    of_model(copy, x)
+    jax.effects_barrier()
+    assert [path for path, *_ in counted] == ["first", "second"]
+    of_model(model, x)
+    jax.effects_barrier()
+    assert len(counted) == 2

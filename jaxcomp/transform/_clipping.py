@@ -1,0 +1,64 @@
+"""Counts the values of recognized batch norms that their codes clip."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import jaxpr_as_fun
+from jaxtyping import Array
+
+from jaxcomp.codecs import SignAware
+from jaxcomp.codecs._offload import inner_codec
+from jaxcomp.ops import CodedArray
+from jaxcomp.ops._norm_act import share_clipped
+from jaxcomp.ops._norm_act_vjp import Input
+from jaxcomp.policies._policy import JaxPolicy, Policy
+from jaxcomp.transform._builder import flat
+from jaxcomp.transform._checkpoint import Checkpointed
+from jaxcomp.transform._decisions import PolicyLog
+from jaxcomp.transform._origins import module_path
+from jaxcomp.transform._programs import Program, avals
+from jaxcomp.transform._units import NormAct, recognize
+from jaxcomp.transform._with_units import with_units
+
+# Called with a norm's path, its bits and the fraction of its values that are clipped.
+Record = Callable[[str, int, Array], None]
+
+
+class Counting(Checkpointed):
+    """A function that counts what the codes of its batch norms would clip, and saves nothing.
+
+    Batch norms in the bodies of loops are not counted.
+    """
+
+    def __init__(self, fn: Callable[..., Any], policy: Policy | JaxPolicy, record: Record) -> None:
+        super().__init__(fn, policy, (), (), None)
+        self._record = record
+
+    def _run(self, program: Program, coded: list[int], arguments: Sequence[Any]) -> list[Any]:
+        program = flat(program)
+        kinds = avals(program.jaxpr.invars)
+        active = [i for i, kind in enumerate(kinds) if jnp.issubdtype(kind.dtype, jnp.inexact)]
+        units = recognize(program, active, PolicyLog(self._policy))
+        counting = with_units(program, units, self._count)
+        return list(jaxpr_as_fun(counting)(*arguments, jnp.uint32(0)))
+
+    def _count(
+        self,
+        unit: NormAct,
+        inputs: tuple[Input, ...],
+        made: CodedArray,
+        statistics: list[tuple[Array, Array]],
+    ) -> None:
+        codec = inner_codec(made.codec)
+        assert isinstance(codec, SignAware)
+        path, bits, record = module_path(unit.origin), codec.bits, self._record
+        norms = [one.norm for one in unit.norms]
+        normalized = [
+            norm.standardize(one.x, *of_x)
+            for norm, one, of_x in zip(norms, inputs, statistics, strict=True)
+        ]
+        scale, bias = norms[0].wide(inputs[0].scale), norms[0].wide(inputs[0].bias)
+        share = share_clipped(normalized, scale, bias, made)
+        jax.debug.callback(lambda share: record(path, bits, share), share)
