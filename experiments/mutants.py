@@ -4,16 +4,16 @@
 
 A mutant is killed if the tests of its package fail or run longer than `TIMEOUT`. The module's own
 test file and doctests come first, then the files of tests that noticed other changes of the module,
-then the rest, small files first. The run resumes: mutants that `mutants.json` in the folder has are
-not run again.
+then the rest, small files first. The run resumes: mutants that `mutants.json` in the folder has count
+and are not run again. A mutant's place in the random order does not depend on the others.
 """
 
 import ast
 import copy
 import dataclasses
+import hashlib
 import json
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -176,18 +176,17 @@ def main(out: Out, count: int = 200, seed: int = 0) -> None:
     """Runs a random sample of mutants and lists those that no test notices."""
     paths = sorted(p for name in PACKAGES for p in (ROOT / "jaxcomp" / name).glob("*.py"))
     every = [mutant for path in paths for mutant in mutants_of(path)]
-    sample = random.Random(seed).sample(every, count)
+    every.sort(key=lambda mutant: hashlib.sha256(f"{seed} {mutant}".encode()).digest())
     record = out / "mutants.json"
     rows = json.loads(record.read_text())["mutants"] if record.exists() else []
     done = {(row["module"], row["start"], row["after"]) for row in rows}
+    rest = [x for x in every if (x.module, x.start, x.after) not in done]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for part in COPIED:
             copied = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
             copied(ROOT / part, folder / part)
-        for mutant in track(sample, "testing"):
-            if (mutant.module, mutant.start, mutant.after) in done:
-                continue
+        for mutant in track(rest[: max(0, count - len(rows))], "testing"):
             began = time.time()
             killers = [row["killed by"] or "" for row in rows if row["module"] == mutant.module]
             killed_by = first_failure(mutant, tests_of(mutant.module, killers), folder)
@@ -196,6 +195,7 @@ def main(out: Out, count: int = 200, seed: int = 0) -> None:
                 | {"killed by": killed_by, "seconds": round(time.time() - began)}
             )
             write_json(record, describe_environment() | {"of": len(every), "mutants": rows})
+            _report(rows, out)
     typer.echo(_report(rows, out))
 
 
