@@ -4,8 +4,8 @@
 
 A mutant is killed if the tests of its package fail or run longer than `TIMEOUT`. The module's own
 test file and doctests come first, then the files of tests that noticed other changes of the module,
-then the rest, small files first. The run resumes: mutants that `mutants.json` in the folder has count
-and are not run again. A mutant's place in the random order does not depend on the others.
+then the rest, small files first. The run resumes: mutants in the folder's `mutants.json` count and
+are not run again. A mutant's place in the random order does not depend on the others.
 """
 
 import ast
