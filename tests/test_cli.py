@@ -4,6 +4,7 @@ import json
 import pathlib
 import signal
 
+import jax
 import pytest
 from typer.testing import CliRunner
 
@@ -100,8 +101,11 @@ def test_fit_writes_a_plan(run, tmp_path):
     options = ["--batch", "4096", "--target", "cpu", "--budget", "3MiB", "--json", "plan.json"]
     result = run("my_factory:make_step", *options, "--action", "recompute", command="fit")
     assert result.exit_code == 0, result.output
-    assert "remat: JAX" in result.output
-    assert planning.FittedPlan.load(tmp_path / "plan.json").spec == "remat"
+    plan = planning.FittedPlan.load(tmp_path / "plan.json")
+    assert f": JAX {jax.__version__} lays the step out in" in result.output
+    assert str(plan) in result.output
+    if jax.__version_info__ < (0, 12):  # whose plain step keeps an array more
+        assert plan.spec == "remat"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,12 @@ from jaxtyping import Array
 from jaxcomp.transform._algebra import CHEAP, HEAVY, REDUCTIONS
 
 # Calls that are looked through, by the parameter that holds what is called.
-CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr"}
+CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr",  # of an inner jax.checkpoint, from JAX 0.12 on
+}
 _SIMPLE = CHEAP | HEAVY | REDUCTIONS - {"reduce"}  # without programs among their parameters
 
 Program: TypeAlias = Any  # a jaxpr with its constants, in whichever class this JAX has for it

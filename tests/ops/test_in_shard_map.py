@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding
 
 from jaxcomp import AvgPool, BlockSparse, DualPrecision, Exact, Offload, Quantize, SignAware, ops
-from tests.helpers import assert_close, normal, replicate, shard
+from tests.helpers import assert_close, normal
 
 AUTO = jax.sharding.AxisType.Auto
 DEVICES = 8
@@ -186,23 +187,31 @@ def test_branches_in_turn():
 
 
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
-@pytest.mark.parametrize(("product", "platform"), [("triton", "cuda"), ("tpu", "tpu")])
-def test_kernels_of_blocks_are_lowered(product, platform):
+@pytest.mark.parametrize(
+    ("product", "platform", "kind"),
+    [("triton", "cuda", "NVIDIA H100 80GB HBM3"), ("tpu", "tpu", "TPU v5e")],
+)
+def test_kernels_of_blocks_are_lowered(product, platform, kind):
     """Of a device that is there; elsewhere Pallas interprets them, which checks no types."""
     codec = BlockSparse((8, 8), 0.5, product=product)
+    device = AbstractDevice(kind, None, platform.replace("cuda", "gpu"))
+    mesh = AbstractMesh(MESH.axis_sizes, MESH.axis_names, abstract_device=device)
 
     def loss(weight, x):
         return lax.psum(jnp.sin(dense(codec, x, weight)).sum(), "batch")
 
+    def of_shape(x, spec):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
     specs = {"in_specs": (jax.P(), jax.P("batch")), "out_specs": jax.P()}
     call = {"cuda": "__gpu$xla.gpu.triton", "tpu": "tpu_custom_call"}[platform]
     program = jax.export.export(
-        jax.jit(jax.shard_map(jax.grad(loss), mesh=MESH, **specs)),
+        jax.jit(jax.shard_map(jax.grad(loss), mesh=mesh, **specs)),
         platforms=[platform],
         disabled_checks=[
             jax.export.DisabledSafetyCheck.custom_call(name) for name in (call, "LayoutConstraint")
         ],
-    )(replicate(WEIGHT), shard(X))
+    )(of_shape(WEIGHT, jax.P()), of_shape(X, jax.P("batch")))
     assert call in program.mlir_module()
 
 
