@@ -33,7 +33,7 @@ from experiments.record import describe_environment, write_json, write_table
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("codecs", "ops", "transform")
 COPIED = ("conftest.py", "pyproject.toml", "README.md", "docs", "experiments", "jaxcomp", "tests")
-TIMEOUT = 3600  # seconds; the tests of a package take a third of it
+TIMEOUT = 1800  # seconds; the tests of a package take a third of it
 REPLACEMENTS: dict[type[ast.AST], Any] = {
     ast.Add: ast.Sub,
     ast.Sub: ast.Add,
@@ -129,7 +129,7 @@ def _changed(node: ast.expr) -> ast.expr | None:
     return changed
 
 
-def tests_of(module: str, killers: list[str]) -> list[str]:
+def in_order(module: str, killers: list[str]) -> list[str]:
     """The tests of a module's package, those first that are likely to notice a change of it.
 
     Args:
@@ -189,7 +189,7 @@ def main(out: Out, count: int = 200, seed: int = 0) -> None:
         for mutant in track(rest[: max(0, count - len(rows))], "testing"):
             began = time.time()
             killers = [row["killed by"] or "" for row in rows if row["module"] == mutant.module]
-            killed_by = first_failure(mutant, tests_of(mutant.module, killers), folder)
+            killed_by = first_failure(mutant, in_order(mutant.module, killers), folder)
             rows.append(
                 dataclasses.asdict(mutant)
                 | {"killed by": killed_by, "seconds": round(time.time() - began)}

@@ -61,13 +61,10 @@ def clipped(model: nnx.Module, *inputs: Any) -> dict[str, float]:
 def clipped_during(run: Callable[..., Any], model: nnx.Module, *arguments: Any) -> dict[str, float]:
     """As `clipped`, for any function of the model; empty if no layer has a `SignAware` codec."""
     model = nnx.clone(model)
-    layers = {
-        path: cast(NormAct, module)
-        for path, module in coded_modules(model).items()
-        if _bits_of(module) is not None
-    }
-    bits = {path: cast(int, _bits_of(module)) for path, module in layers.items()}
-    shares = dict.fromkeys(layers, float("nan"))
+    coded = coded_modules(model)
+    bits = {path: bits for path, layer in coded.items() if (bits := _bits_of(layer)) is not None}
+    layers = {path: cast(NormAct, coded[path]) for path in bits}
+    shares: dict[str, float] = {}
 
     def record(path: str, bits_of_path: int, share: Any) -> None:
         bits[path] = bits_of_path

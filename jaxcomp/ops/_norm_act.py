@@ -209,17 +209,25 @@ def clipped(
     axes = tuple(range(x.ndim - 1))
     norm = Norm(axes, axes, epsilon, use_fast_variance=True)
     inputs = [x] if residual is None else [x, residual]
-    normalized = [
-        norm.standardize(x, mean, var)
-        for x, mean, var in zip(inputs, means, variances, strict=True)
-    ]
-    return share_clipped(normalized, norm.wide(scale), norm.wide(bias), activation)
+    norms = [norm] * len(inputs)
+    return share_clipped(norms, inputs, scale, bias, means, variances, activation)
 
 
 def share_clipped(
-    normalized: Sequence[Array], scale: Array, bias: Array, activation: CodedArray
+    norms: Sequence[Norm],
+    inputs: Sequence[Array],
+    scale: Array,
+    bias: Array,
+    means: Statistics,
+    variances: Statistics,
+    activation: CodedArray,
 ) -> Float[Array, ""]:
-    """As `clipped`, from the normalised inputs, and scale and bias that broadcast to them."""
+    """As `clipped`, for any norm of each input; `scale` and `bias` are those of the first."""
+    normalized = [
+        norm.standardize(x, mean, var)
+        for norm, x, mean, var in zip(norms, inputs, means, variances, strict=True)
+    ]
+    scale, bias = norms[0].wide(scale), norms[0].wide(bias)
     codec = typing.cast(SignAware, inner_codec(activation.codec))
     outside = [jnp.zeros(normalized[0].shape, bool)]
     if codec.scale_source == "norm" and codec.signed:

@@ -1,5 +1,6 @@
 """Counts the values of recognized batch norms that their codes clip."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from jaxtyping import Array
 from jaxcomp.codecs import SignAware
 from jaxcomp.codecs._offload import inner_codec
 from jaxcomp.ops import CodedArray
-from jaxcomp.ops._norm_act import share_clipped
+from jaxcomp.ops._norm_act import Statistics, share_clipped
 from jaxcomp.ops._norm_act_vjp import Input
 from jaxcomp.policies._policy import JaxPolicy, Policy
 from jaxcomp.transform._builder import flat
@@ -32,9 +33,12 @@ class Counting(Checkpointed):
     Batch norms in the bodies of loops are not counted.
     """
 
-    def __init__(self, fn: Callable[..., Any], policy: Policy | JaxPolicy, record: Record) -> None:
+    def __init__(
+        self, fn: Callable[..., Any], policy: Policy | JaxPolicy, *, record: Record, prefix: str
+    ) -> None:
         super().__init__(fn, policy, (), (), None)
         self._record = record
+        self._prefix = prefix  # of the norms' paths
 
     def _run(self, program: Program, coded: list[int], arguments: Sequence[Any]) -> list[Any]:
         program = flat(program)
@@ -49,16 +53,13 @@ class Counting(Checkpointed):
         unit: NormAct,
         inputs: tuple[Input, ...],
         made: CodedArray,
-        statistics: list[tuple[Array, Array]],
+        means: Statistics,
+        variances: Statistics,
     ) -> None:
         codec = inner_codec(made.codec)
         assert isinstance(codec, SignAware)
-        path, bits, record = module_path(unit.origin), codec.bits, self._record
-        norms = [one.norm for one in unit.norms]
-        normalized = [
-            norm.standardize(one.x, *of_x)
-            for norm, one, of_x in zip(norms, inputs, statistics, strict=True)
-        ]
-        scale, bias = norms[0].wide(inputs[0].scale), norms[0].wide(inputs[0].bias)
-        share = share_clipped(normalized, scale, bias, made)
-        jax.debug.callback(lambda share: record(path, bits, share), share)
+        norms, (first, *_) = [one.norm for one in unit.norms], inputs
+        arrays = [one.x for one in inputs]
+        share = share_clipped(norms, arrays, first.scale, first.bias, means, variances, made)
+        path = self._prefix + module_path(unit.origin)
+        jax.debug.callback(functools.partial(self._record, path, codec.bits), share)

@@ -152,7 +152,8 @@ def count_clipped(model: nnx.Module, record: Record) -> None:
         policy = getattr(type(module), "policy_of_values", None)
         if policy is None:
             continue
-        count = functools.partial(_counting, record, "".join(f"{name}/" for name in names))
+        prefix = "".join(f"{name}/" for name in names)
+        count = functools.partial(Counting, record=record, prefix=prefix)
         set_class(module, _counting_class(stock_class(module), policy, count))
 
 
@@ -160,13 +161,6 @@ def _counting_class(kind: type[nnx.Module], *arguments: Any) -> type[nnx.Module]
     """A class of its own: what is compiled for it is not what is compiled for training."""
     methods = _compressed(kind, *arguments)
     return types.new_class(kind.__name__, (kind,), {}, lambda body: body.update(methods))
-
-
-def _counting(
-    record: Record, prefix: str, fn: Callable[..., Any], policy: Policy | JaxPolicy
-) -> Counting:
-    """As `checkpoint`, for a module whose path is the prefix."""
-    return Counting(fn, policy, lambda path, bits, share: record(prefix + path, bits, share))
 
 
 def _compressed(

@@ -14,7 +14,7 @@ from jaxcomp import ops
 from jaxcomp._core.shard_map import vary_like
 from jaxcomp.codecs import Codec, Offload, noise
 from jaxcomp.ops._gate import gate
-from jaxcomp.ops._norm_act import norms_act
+from jaxcomp.ops._norm_act import Statistics, norms_act
 from jaxcomp.ops._norm_act_vjp import Input
 from jaxcomp.ops._norm_curve import norm_curve
 from jaxcomp.ops._pooling import Window, index_codec
@@ -24,8 +24,8 @@ from jaxcomp.transform._codeless import Codeless
 from jaxcomp.transform._programs import Program, Values, avals
 from jaxcomp.transform._units import MaxPool, NormAct, Recognized, ordered
 
-# Called with a unit, its inputs, its result, and the mean and variance of each of its norms.
-Observe = Callable[[NormAct, tuple[Input, ...], ops.CodedArray, list[tuple[Array, Array]]], None]
+# Called with a unit, its inputs, and the result, means and variances that `norms_act` returned.
+Observe = Callable[[NormAct, tuple[Input, ...], ops.CodedArray, Statistics, Statistics], None]
 
 
 def with_units(
@@ -216,7 +216,7 @@ def _evaluate(
         window = None if unit.pool is None else Window(inputs[0].x.shape, *unit.pool)
         made, means, variances = norms_act(norms, inputs, residual, unit.relu, window, codec, seed)
         if observe is not None:
-            observe(unit, inputs, made, list(zip(means, variances, strict=True)))
+            observe(unit, inputs, made, means, variances)
     else:
         curve, evaluate = unit.activation.curve, jaxpr_as_fun(unit.activation.program)
 

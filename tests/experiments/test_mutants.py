@@ -1,6 +1,6 @@
 import ast
 
-from experiments.mutants import ROOT, mutants_of
+from experiments.mutants import ROOT, in_order, mutants_of
 
 MODULE = ROOT / "jaxcomp/codecs/_levels.py"
 
@@ -30,3 +30,13 @@ def test_annotations_messages_and_docstrings_stay(tmp_path, monkeypatch):
         ("1", "(2)"),
         ("2", "(3)"),
     ]
+
+
+def test_tests_that_noticed_other_changes_come_before_the_rest():
+    module = "jaxcomp/codecs/packing.py"
+    killers = ["FAILED tests/codecs/test_sign_aware.py::test_a", "timeout", ""]
+    own, doctests, killer, *rest = in_order(module, killers)
+    assert (own, doctests) == ("tests/codecs/test_packing.py", module)
+    assert killer == "tests/codecs/test_sign_aware.py"
+    every = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests/codecs").glob("test_*")}
+    assert {own, killer, *rest} == every
