@@ -8,16 +8,18 @@ import tempfile
 import hypothesis
 import jax
 
-jax.config.update("jax_platforms", "cpu")
+PLATFORM = os.environ.get("JAX_PLATFORMS", "cpu")  # "cuda" runs them on an attached GPU
+
+jax.config.update("jax_platforms", PLATFORM)
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # XLA compiles for the CPU without optimization, which nearly halves the time of the tests. If
 # XLA_FLAGS is set, as in `make nightly`, it compiles as that says. Child processes get no flags:
 # the compilers for other devices do not know all of these.
-if "XLA_FLAGS" not in os.environ:
+if "XLA_FLAGS" not in os.environ and PLATFORM == "cpu":
     flags = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
-    if jax.__version_info__ < (0, 12):  # later ones do not know it
+    if jax.__version_info__ < (0, 11):  # later ones do not know it
         flags.append("--xla_cpu_use_fusion_emitters=false")
     os.environ["XLA_FLAGS"] = " ".join(flags)
     jax.devices()  # reads them

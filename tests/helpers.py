@@ -17,7 +17,7 @@ without_remat3 = pytest.mark.skipif(
 )
 # How users compile, for tests that depend on XLA's rounding or fusions; see conftest.py.
 OPTIMIZED: dict[str, int | bool] = {"xla_backend_optimization_level": 3}
-if jax.__version_info__ < (0, 12):  # later ones know no other way
+if jax.__version_info__ < (0, 11):  # later ones know no other way
     OPTIMIZED["xla_cpu_use_fusion_emitters"] = True
 AS_WRITTEN = {"xla_allow_excess_precision": False}  # bfloat16 is rounded to between operations
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)

@@ -1,15 +1,20 @@
 """Measures training steps on the attached device: compile time, memory in use and step time.
 
     python -m experiments.bench.device --out experiments/results/device
+    python -m experiments.bench.device --model lm --strategy plain --strategy remat --out OUT
 
 A device reports only the peak of a whole process, which includes the kernels that the compiler
 tries out. So each strategy is compiled in one process and run in another, which reads the program
-from JAX's compilation cache. The steps are then timed in a single process, interleaved, so that
-other load on the device affects all of them alike. Parameters and images are random.
+from JAX's compilation cache. The steps are then timed in a single process, in turns, so that other
+load on the device affects all of them alike. A turn is `STEPS` steps, which hides the time that the
+host takes to start them. Parameters, images and tokens are random.
 """
 
 import multiprocessing
+import os
+import shutil
 import statistics
+import subprocess
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -21,33 +26,43 @@ import jax.numpy as jnp
 import typer
 from rich.progress import track
 
+from experiments.bench.transformers import CASES
 from experiments.cache import compilation_cache
 from experiments.config import DTYPES
 from experiments.measure import in_turns, ratio
-from experiments.options import Batch, Dtype, Image, Model, Out, Strategies, usage_errors
+from experiments.options import Dtype, Image, Out, Strategies, usage_errors
 from experiments.record import describe_environment, make_folder, write_json, write_table
 from jaxcomp import memory
 from jaxcomp.models import steps
 from jaxcomp.planning import Strategy
 
 STRATEGIES = "plain", "remat", "accumulate:4", "quantize:bits=2", "fused:bits=4", "fused:bits=2"
+STEPS = 5  # steps of a turn
+QUERY = "driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "temperature.gpu"
 Step = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 def make_step(strategy: str, model: str, image: int, dtype: str, batch: int) -> Step:
     """Returns the step of a strategy and the shapes of its arguments."""
+    if model in CASES:
+        return CASES[model][0](Strategy.parse(strategy), batch)
     return steps.classifier(model, image, DTYPES[dtype])(Strategy.parse(strategy), batch)
 
 
 def filled(shapes: Any) -> Any:
-    """Returns arrays of these shapes: small random floats, and zeros for integers."""
+    """Returns arrays of these shapes: small random floats, integers below 1000, and scalar zeros.
+
+    Floats are not negative, since some are an optimizer's second moments.
+    """
     leaves, tree = jax.tree.flatten(shapes)
     keys = jax.random.split(jax.random.key(0), len(leaves))
 
     def fill(key: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        if jnp.issubdtype(leaf.dtype, jnp.floating):
+            return 0.1 * jnp.abs(jax.random.normal(key, leaf.shape, leaf.dtype))
+        if leaf.ndim == 0:
             return jnp.zeros(leaf.shape, leaf.dtype)
-        return (0.1 * jax.random.normal(key, leaf.shape)).astype(leaf.dtype)
+        return jax.random.randint(key, leaf.shape, 0, 1000, leaf.dtype)
 
     return jax.tree.unflatten(tree, map(fill, keys, leaves))
 
@@ -70,52 +85,97 @@ def most_in_use(*described: Any) -> int | None:
     return stats.get("peak_bytes_in_use")
 
 
+def several(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that runs a step `STEPS` times."""
+
+    def run(state: Any, *batch: Any) -> Any:
+        for _ in range(STEPS):
+            state, result = step(state, *batch)
+        return state, result
+
+    return run
+
+
+def clocks() -> dict[str, str]:
+    """The driver, the clocks and the temperature of an NVIDIA GPU; nothing of another device."""
+    if shutil.which("nvidia-smi") is None:
+        return {}
+    command = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return dict(zip(QUERY, text.splitlines()[0].split(", "), strict=True))
+
+
 def use_cache(folder: str) -> None:
     """Makes JAX cache its compiled programs in a folder."""
     jax.config.update("jax_compilation_cache_dir", folder)
 
 
-def alone(cache: str, task: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls a function in a new process that has its compilation cache in a folder."""
+def new_processes(cache: str, count: int) -> ProcessPoolExecutor:
+    """Runs each call in a new process that has its compilation cache in a folder."""
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, spawn, use_cache, (cache,)) as process:
-        return process.submit(task, *arguments).result()
+    return ProcessPoolExecutor(count, spawn, use_cache, (cache,), max_tasks_per_child=1)
 
 
 @usage_errors()
 def main(
     out: Out,
     strategy: Strategies = None,
-    model: Model = "resnet50",
-    batch: Batch = 128,
+    model: Annotated[
+        str,
+        typer.Option(help=f"A model, as jaxcomp.models.catalog.create, or of {', '.join(CASES)}."),
+    ] = "resnet50",
+    batch: Annotated[
+        int | None,
+        typer.Option(help="Examples in a batch. Default: 128; of a transformer its own."),
+    ] = None,
     image: Image = 224,
     dtype: Dtype = "bfloat16",
-    rounds: Annotated[int, typer.Option(help="Timed steps of each strategy.", min=1)] = 20,
+    rounds: Annotated[int, typer.Option(help="Timed turns of each strategy.", min=1)] = 20,
+    jobs: Annotated[
+        int, typer.Option(help="Processes at once; several make each compilation slower.", min=1)
+    ] = 1,
 ) -> None:
     """Compile, run and time the step of each strategy; write device.json and device.md."""
     strategies = strategy or list(STRATEGIES)
     for name in strategies:
         Strategy.parse(name)
+    if batch is None:
+        batch = CASES[model][1] if model in CASES else 128
     make_folder(out)
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # processes share the device
     rows: list[dict[str, Any]] = [{"row": name} for name in strategies]
+    described = [(name, model, image, dtype, batch) for name in strategies]
+    content: dict[str, Any] = {
+        "model": model,
+        "batch": batch,
+        "image": image,
+        "dtype": dtype,
+        "jobs": jobs,
+    }
+    content |= {"rounds": rounds, "steps": STEPS, "rows": rows}
     with tempfile.TemporaryDirectory() as folder:
-        for row in track(rows, "compiling and running"):
-            described = row["row"], model, image, dtype, batch
-            row |= alone(folder, compiled, *described)
-            row["in_use_bytes"] = alone(folder, most_in_use, *described)
+        with new_processes(folder, jobs) as processes:
+            compiling = [processes.submit(compiled, *step) for step in described]
+            for row, future in zip(track(rows, "compiling"), compiling, strict=True):
+                row |= future.result()
+        with new_processes(folder, jobs) as processes:
+            running = [processes.submit(most_in_use, *step) for step in described]
+            for row, peak in zip(track(rows, "running"), running, strict=True):
+                row["in_use_bytes"] = peak.result()
+                write_json(out / "device.json", content)
         with compilation_cache(Path(folder)):
-            runs = [make_step(name, model, image, dtype, batch) for name in strategies]
+            runs = [make_step(*step) for step in described]
             _, (_, *arrays) = runs[0]
-            ready = [(step, filled(state)) for step, (state, *_) in runs]
-            seconds = in_turns(ready, filled(arrays), rounds)
-    for row, times in zip(rows, seconds, strict=True):
-        row["step_seconds"] = statistics.median(times)
-        row["step_time_ratio"] = ratio(times, seconds[0])
-    content = describe_environment() | {"model": model, "batch": batch, "image": image}
-    content |= {"dtype": dtype, "rounds": rounds, "rows": rows}
+            ready = [(several(step), filled(state)) for step, (state, *_) in runs]
+            turns = in_turns(ready, filled(arrays), rounds)
+    for row, times in zip(rows, turns, strict=True):
+        row["step_seconds"] = statistics.median(times) / STEPS
+        row["step_time_ratio"] = ratio(times, turns[0])
+        row["turn_seconds"] = times
+    content |= clocks() | describe_environment()
     write_json(out / "device.json", content)
     device = content["devices"][0]
-    title = f"{model}, {image}px, batch {batch}, {dtype}, whole SGD step on one {device}:"
+    title = f"{model}, batch {batch}, {dtype}, whole training step on one {device}:"
     typer.echo(write_table(out / "device.md", title, _table(rows), content["command"]))
 
 
@@ -123,12 +183,16 @@ def _table(rows: list[dict[str, Any]]) -> list[list[str]]:
     def mebibytes(count: int | None) -> str:
         return "" if count is None else f"{count / 2**20:,.0f}"
 
-    header = ["row", "compile s", "compiled: peak MiB", "total MiB", "in use MiB", "step ms"]
-    table = [[*header, f"step / {rows[0]['row']}"]]
+    header = ["row", "compile s", "compiled: peak MiB", "total MiB", "traffic", "in use MiB"]
+    table = [[*header, "step ms", f"step / {rows[0]['row']}"]]
     for row in rows:
-        sizes = [mebibytes(row[f"{kind}_bytes"]) for kind in ("peak", "total", "in_use")]
-        times = f"{1e3 * row['step_seconds']:.1f}", f"{row['step_time_ratio']:.2f}"
-        table.append([row["row"], f"{row['compile_seconds']:.1f}", *sizes, *times])
+        peak, total, in_use = (
+            mebibytes(row[f"{kind}_bytes"]) for kind in ("peak", "total", "in_use")
+        )
+        traffic = row["hbm_traffic_bytes"] / rows[0]["hbm_traffic_bytes"]
+        times = f"{1e3 * row['step_seconds']:.2f}", f"{row['step_time_ratio']:.3f}"
+        compiled = f"{row['compile_seconds']:.1f}", peak, total, f"{traffic:.2f}", in_use
+        table.append([row["row"], *compiled, *times])
     return table
 
 

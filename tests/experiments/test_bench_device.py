@@ -1,5 +1,6 @@
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ def whereabouts():
 
 def test_every_strategy_is_compiled_run_and_timed(tmp_path, monkeypatch):
     monkeypatch.setattr(device, "make_step", small_step)
-    monkeypatch.setattr(device, "alone", lambda cache, task, *arguments: task(*arguments))
+    monkeypatch.setattr(device, "new_processes", lambda *_: ThreadPoolExecutor(1))
     device.main(tmp_path, ["plain", "remat"], "small", 8, 1, "float32", rounds=2)
     content = json.loads((tmp_path / "device.json").read_text())
     plain, remat = content["rows"]
@@ -37,12 +38,15 @@ def test_every_strategy_is_compiled_run_and_timed(tmp_path, monkeypatch):
     assert plain["step_time_ratio"] == 1.0 and remat["step_time_ratio"] > 0
     assert plain["total_bytes"] > 2 * 64 * 64 * 4 and plain["compile_seconds"] > 0
     assert plain["in_use_bytes"] is None  # which a CPU does not tell
+    assert all(len(row["turn_seconds"]) == 2 for row in content["rows"])
     assert "| remat |" in (tmp_path / "device.md").read_text()
 
 
 def test_a_process_of_its_own_has_the_cache(tmp_path):
-    process, folder = device.alone(str(tmp_path), whereabouts)
-    assert (process != os.getpid(), folder) == (True, str(tmp_path))
+    with device.new_processes(str(tmp_path), 1) as processes:
+        calls = [processes.submit(whereabouts) for _ in range(2)]
+    (one, folder), (other, _) = [call.result() for call in calls]
+    assert (len({one, other, os.getpid()}), folder) == (3, str(tmp_path))
 
 
 def test_a_wrong_strategy_is_told_before_anything_is_compiled(tmp_path):
@@ -51,8 +55,10 @@ def test_a_wrong_strategy_is_told_before_anything_is_compiled(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_filled_is_random_and_small_but_for_integers():
-    shapes = {"x": SHAPES[1], "n": jax.ShapeDtypeStruct((), jnp.int32)}
+def test_filled_is_random_and_small_but_for_scalar_integers():
+    integers = jax.ShapeDtypeStruct((64,), jnp.int32)
+    shapes = {"x": SHAPES[1], "n": jax.ShapeDtypeStruct((), jnp.int32), "tokens": integers}
     made = device.filled(shapes)
     assert made["x"].dtype == jnp.bfloat16 and made["n"] == 0
-    assert 0.08 < float(made["x"].astype(jnp.float32).std()) < 0.12
+    assert made["x"].min() >= 0 and 0.07 < float(made["x"].astype(jnp.float32).mean()) < 0.09
+    assert 0 <= made["tokens"].min() < made["tokens"].max() < 1000
