@@ -15,9 +15,10 @@ T = typing.TypeVar("T")
 Form = Callable[..., T]
 
 
-def multiply_to_pack_on_tpu(codes: typing.Any, by_product: Form[T], by_shift: Form[T]) -> T:
-    """Packs or unpacks codes by a matrix product on a TPU, where moves across lanes are slow."""
-    return lax.platform_dependent(codes, tpu=by_product, default=by_shift)
+def pack(codes: typing.Any, *, tpu: Form[T], gpu: Form[T] | None = None, other: Form[T]) -> T:
+    """Packs or unpacks codes by the operations that are fast on the platform."""
+    forms = {"tpu": tpu, "default": other} | ({} if gpu is None else {"cuda": gpu})
+    return lax.platform_dependent(codes, **forms)
 
 
 def hold_until_copied_on_gpu(operands: tuple[T, list[T]], hold: Form[T]) -> T:

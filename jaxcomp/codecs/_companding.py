@@ -4,7 +4,7 @@ import dataclasses
 import functools
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Num
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Companding:
         lines = [x * (1 / gap) + (i - low / gap) for i, low, gap in self._lines]
         return functools.reduce(jnp.minimum, lines)
 
-    def multiple(self, index: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    def multiple(self, index: Num[Array, "*shape"]) -> Num[Array, "*shape"]:
         """Returns the multiples of the unit at positions among the levels."""
         lines = [index * gap + (low - i * gap) for i, low, gap in self._lines]
         return functools.reduce(jnp.maximum, lines)

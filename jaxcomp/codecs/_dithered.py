@@ -44,7 +44,7 @@ def encode(h: Float[Array, "*shape"], bits: int, seed: Seed) -> Dithered:
     low, step = equidistant(ends, bits)
     words = noise.axis_words(h.shape, seed)
     level = jnp.clip((h - low) / jnp.where(step == 0, 1, step), 0, 2**bits - 1)
-    codes = jnp.floor(level + noise.of_axes(words)).astype(jnp.int32)
+    codes = noise.rounded(level, noise.of_axes(words))
     return Dithered(packing.pack(codes, bits), ends, words)
 
 

@@ -59,7 +59,7 @@ class Levels:
         fraction = noise.fraction(random)
         last = len(self.positive.multiples) - 1
         index = jnp.clip(self.positive.index(t), 0, last)
-        codes = self.negatives + jnp.floor(index + fraction).astype(jnp.int32)
+        codes = self.negatives + noise.rounded(index, fraction)
         if self.negatives == 1:
             return jnp.where(positive, codes, 0)
         above = t * (1 / self.bottom) < fraction
@@ -79,11 +79,10 @@ class Levels:
         """
         positive = codes >= self.negatives
         down = jnp.where(codes == 0, jnp.float32(self.bottom), 0.0)
-        return jnp.where(positive, self._up(codes) * self.positive.unit, down), positive
+        up = self.positive.multiple((codes - self.negatives).astype(jnp.float32))
+        return jnp.where(positive, up * self.positive.unit, down), positive
 
     def multiples(self, codes: Int[Array, "*shape"]) -> Int8[Array, "*shape"]:
         """Returns positive levels as multiples of their unit, and 0 for the other values."""
-        return jnp.where(codes >= self.negatives, self._up(codes), 0.0).astype(jnp.int8)
-
-    def _up(self, codes: Array) -> Array:
-        return self.positive.multiple((codes - self.negatives).astype(jnp.float32))
+        up = self.positive.multiple(codes - self.negatives)
+        return jnp.where(codes >= self.negatives, up, 0).astype(jnp.int8)

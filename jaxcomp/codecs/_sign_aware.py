@@ -307,7 +307,7 @@ class SignAware(Codec):
             low, step = equidistant(ends := extremes(h), self.bits)
             index = (h - low) / jnp.where(step == 0, 1, step)
         index = jnp.clip(index, 0, 2**self.bits - 1)
-        codes = jnp.floor(index + noise.fraction(random)).astype(jnp.int32)
+        codes = noise.rounded(index, noise.fraction(random))
         return Normalized(packing.pack(codes, self.bits), ends)
 
     @functools.partial(jax.jit, static_argnums=(0, 2), inline=True)

@@ -4,6 +4,10 @@ Codes of 8 and 4 bits use XLA's own dtypes, which keep the array's layout and an
 2-bit codes share a `uint4`, because an optimisation barrier on a TPU cannot hold XLA's own 2-bit
 arrays. Eight 1-bit codes share a byte. 3-bit codes are stored as 2 bits and 1 bit. Neighbours along
 the last axis share an element, so a GPU packs them in the kernel that computes the array.
+
+On a GPU two threads must not write the halves of one byte: they would take turns, which takes three
+times as long. So 2-bit codes are packed there by a conversion to `uint2`, of which XLA gives one
+thread a whole byte.
 """
 
 import functools
@@ -50,14 +54,17 @@ def pack(
         [('uint4', (8,)), ('uint8', (2,))]
     """
     if bits == 3:
-        return platforms.multiply_to_pack_on_tpu(codes, _two_and_one_bit, _two_and_one_bit_by_sum)
-    if bits in _SHARING:
-        return (_pack_last(codes, bits),)
+        return platforms.pack(codes, tpu=_two_and_one_bit, other=_two_and_one_bit_by_sum)
     if bits == 8:
         return (codes.astype(jnp.uint8),)
-    # XLA for TPUs computes two codes of an element in one kernel if they are converted from floats.
-    # Without the 0.5, which truncation removes, XLA would convert the integers directly.
-    return (((codes & 15).astype(jnp.float32) + 0.5).astype(jnp.uint4),)
+    if bits == 4:
+        return (platforms.pack(codes & 15, tpu=_convert_by_float, other=_convert),)
+    _, sharing = _SHARING[bits]
+    padded = _padded(codes, bits, sharing, jnp.uint8)
+    tpu, gpu, other = (
+        functools.partial(join, bits) for join in (_join_by_matmul, _join_by_dtype, _join_by_sum)
+    )
+    return (platforms.pack(padded, tpu=tpu, gpu=gpu if bits == 2 else other, other=other),)
 
 
 def unpack(
@@ -107,12 +114,16 @@ def _places(x: Array, bits: int) -> Array:
     return lax.broadcasted_iota(x.dtype, x.shape, x.ndim - 1) * bits
 
 
-def _pack_last(codes: Array, bits: int) -> Array:
-    """Packs along the last axis; the first code takes the lowest bits."""
-    dtype, sharing = _SHARING[bits]
-    by_matmul, by_sum = (functools.partial(f, bits) for f in (_join_by_matmul, _join_by_sum))
-    padded = _padded(codes, bits, sharing, jnp.uint8)
-    return platforms.multiply_to_pack_on_tpu(padded, by_matmul, by_sum).astype(dtype)
+def _convert(codes: Array) -> Array:
+    return codes.astype(jnp.uint4)
+
+
+def _convert_by_float(codes: Array) -> Array:
+    """Computes `_convert` for TPUs, which then compute several codes of an array in one kernel.
+
+    Without the 0.5, which truncation removes, XLA would convert the integers directly.
+    """
+    return (codes.astype(jnp.float32) + 0.5).astype(jnp.uint4)
 
 
 def _padded(codes: Array, bits: int, sharing: int, dtype: DTypeLike) -> Array:
@@ -124,15 +135,25 @@ def _padded(codes: Array, bits: int, sharing: int, dtype: DTypeLike) -> Array:
 
 def _unpack_last(packed: Array, shape: tuple[int, ...], bits: int) -> Array:
     by_matmul, by_shift = (functools.partial(f, bits) for f in (_split_by_matmul, _split_by_shift))
-    packed = packed.astype(jnp.uint8)
-    codes = platforms.multiply_to_pack_on_tpu(packed, by_matmul, by_shift)
+    codes = platforms.pack(packed.astype(jnp.uint8), tpu=by_matmul, other=by_shift)
     return lax.slice_in_dim(codes, 0, (shape or (1,))[-1], axis=-1).reshape(shape)
 
 
-def _join_by_sum(bits: int, codes: Array) -> Array:
+def _in_groups(bits: int, codes: Array) -> Array:
+    """Splits the last axis into the codes that share an element."""
     _, sharing = _SHARING[bits]
-    codes = codes.reshape(*codes.shape[:-1], codes.shape[-1] // sharing, sharing)
-    return jnp.sum(codes << _places(codes, bits), -1, dtype=jnp.uint8)
+    return codes.reshape(*codes.shape[:-1], codes.shape[-1] // sharing, sharing)
+
+
+def _join_by_sum(bits: int, codes: Array) -> Array:
+    dtype, _ = _SHARING[bits]
+    codes = _in_groups(bits, codes)
+    return jnp.sum(codes << _places(codes, bits), -1, dtype=jnp.uint8).astype(dtype)
+
+
+def _join_by_dtype(bits: int, codes: Array) -> Array:
+    """Computes `_join_by_sum` of 2-bit codes for GPUs."""
+    return lax.bitcast_convert_type(_in_groups(bits, codes.astype(jnp.uint2)), jnp.uint4)
 
 
 def _split_by_shift(bits: int, packed: Array) -> Array:
@@ -148,8 +169,8 @@ def _join_by_matmul(bits: int, codes: Array) -> Array:
     def join(codes: Array) -> Array:
         return _product(codes, _factors(codes.shape[-1], bits)).astype(jnp.uint8)
 
-    _, sharing = _SHARING[bits]
-    return _by_blocks(codes, 128 * sharing, join)
+    dtype, sharing = _SHARING[bits]
+    return _by_blocks(codes, 128 * sharing, join).astype(dtype)
 
 
 def _split_by_matmul(bits: int, packed: Array) -> Array:

@@ -133,3 +133,14 @@ def test_a_tpu_samples_a_large_array(shape):
     """A strided slice of all of it would have to fit into the vector memory."""
     x = jax.ShapeDtypeStruct(shape, jnp.float32)
     assert memory.analyze(noise.spot_check, x, target="v5e").estimated_cycles < 10_000
+
+
+@pytest.mark.parametrize("top", [15, 255])
+def test_rounded_is_the_integer_part_of_the_sum(top):
+    rng = np.random.default_rng(0)
+    level = np.concatenate([rng.uniform(0, top, 100_000), np.arange(top + 1)]).astype(np.float32)
+    words = rng.integers(0, 2**32, level.size, dtype=np.uint32)
+    rounded = jax.jit(lambda *of: noise.rounded(of[0], noise.fraction(of[1])))(level, words)
+    exact = np.floor(level.astype(np.float64) + np.asarray(noise.fraction(words), np.float64))
+    assert (rounded != exact).mean() < top * 2.0**-16  # the sum is rounded to a float
+    np.testing.assert_array_equal(rounded[-top - 1 :], np.arange(top + 1))

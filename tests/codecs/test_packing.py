@@ -56,7 +56,8 @@ def test_tpus_pack_the_same_bytes(bits, size):
     @jax.jit
     def all_ways(codes):
         packed = packing._join_by_matmul(bits, codes)
-        split = (way(bits, packed) for way in (packing._split_by_matmul, packing._split_by_shift))
+        ways = packing._split_by_matmul, packing._split_by_shift
+        split = (way(bits, packed.astype(jnp.uint8)) for way in ways)
         return packed, packing._join_by_sum(bits, codes), *split
 
     codes = jnp.asarray(np.random.default_rng(0).integers(0, 2**bits, (3, size)), jnp.uint8)
@@ -73,6 +74,15 @@ def test_gpus_and_tpus_pack_three_bits_into_the_same_bytes(shape):
     for one, other in zip(*(jax.jit(way)(codes) for way in ways), strict=True):
         assert one.dtype == other.dtype
         np.testing.assert_array_equal(one.astype(jnp.uint8), other.astype(jnp.uint8))
+
+
+@pytest.mark.parametrize("shape", [(2,), (3, 16), (2, 5, 18), (4, 0)])
+def test_gpus_pack_two_bits_into_the_same_bytes(shape):
+    codes = jnp.asarray(np.random.default_rng(0).integers(0, 4, shape), jnp.uint8)
+    ways = packing._join_by_dtype, packing._join_by_sum
+    one, other = (jax.jit(way, static_argnums=0)(2, codes) for way in ways)
+    assert one.dtype == other.dtype == jnp.uint4
+    np.testing.assert_array_equal(one.astype(jnp.uint8), other.astype(jnp.uint8))
 
 
 @pytest.mark.parametrize("bits", [0, 5, 16, -1, True, 2.0, None, "2"])
