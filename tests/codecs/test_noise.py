@@ -141,6 +141,7 @@ def test_rounded_is_the_integer_part_of_the_sum(top):
     level = np.concatenate([rng.uniform(0, top, 100_000), np.arange(top + 1)]).astype(np.float32)
     words = rng.integers(0, 2**32, level.size, dtype=np.uint32)
     rounded = jax.jit(lambda *of: noise.rounded(of[0], noise.fraction(of[1])))(level, words)
-    exact = np.floor(level.astype(np.float64) + np.asarray(noise.fraction(words), np.float64))
+    fraction = np.asarray(noise.fraction(jnp.asarray(words)), np.float64)
+    exact = np.floor(level.astype(np.float64) + fraction)
     assert (rounded != exact).mean() < top * 2.0**-16  # the sum is rounded to a float
     np.testing.assert_array_equal(rounded[-top - 1 :], np.arange(top + 1))
