@@ -14,6 +14,7 @@ from ._report import MemoryReport
 from ._targets import Target, resolve
 from ._tracing import TracedStep, trace
 from ._traffic import estimated_cycles, hbm_traffic, host_traffic
+from ._vector import vector_operations
 
 # The TPU compiler's error for a program that does not fit. Other compilers do not raise one.
 _OUT_OF_HBM = "CompileTimeHbmOom"
@@ -226,6 +227,7 @@ def _compiled_figures(compiled: CompiledStep, target: Target) -> dict[str, Any]:
         "host_traffic_bytes": host_traffic(compiled.hlo_text),
         "collective_bytes": collective_traffic(compiled.hlo_text),
         "estimated_cycles": estimated_cycles(compiled.hlo_text),
+        "vector_operations": vector_operations(compiled.hlo_text),
         "compile_seconds": compiled.compile_seconds,
         "xla_flag": compiled.xla_flag,
         "xla_recomputes": bool(_RECOMPUTED.search(compiled.hlo_text)),

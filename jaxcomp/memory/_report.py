@@ -54,6 +54,8 @@ class MemoryReport:
             trip count of a loop depends on data.
         collective_bytes: bytes of the results of collectives (all-reduce, all-gather and the like)
             in one run, on one device. `None` if the trip count of a loop depends on data.
+        vector_operations: elementwise operations and reductions of one run, one per element, on one
+            device. `None` if the trip count of a loop depends on data.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -87,6 +89,7 @@ class MemoryReport:
     xla_recomputes: bool | None = None
     host_traffic_bytes: int | None = None
     collective_bytes: int | None = None
+    vector_operations: int | None = None
 
     def to_dict(self) -> dict[str, str | int | float | None]:
         """Converts the report to a dictionary.
@@ -145,6 +148,7 @@ class MemoryReport:
             ("fits", NOT_GIVEN if self.fits is None else "yes" if self.fits else "no"),
             ("HBM traffic", known(self.hbm_traffic_bytes, format_bytes)),
             ("FLOPs", known(self.flops, _number)),
+            ("vector operations", known(self.vector_operations, _number)),
             ("estimated cycles", _number(self.estimated_cycles)),
             ("roofline estimate", format_seconds(self.roofline_seconds)),
             ("compile seconds", _number(self.compile_seconds)),

@@ -87,6 +87,8 @@ class Target:
             second and direction; `None` if it is not known.
         device_kind: the name that the driver of an absent GPU would report.
         clock: the clock rate of an absent TPU in cycles per second; `None` if it is not known.
+        vector_operations_per_second: the peak throughput of elementwise float32 operations of one
+            absent GPU: lanes times clock rate; `None` if it is not known.
     """
 
     name: str
@@ -101,6 +103,7 @@ class Target:
     link_bandwidth: int | None = None
     device_kind: str | None = None
     clock: float | None = None
+    vector_operations_per_second: float | None = None
 
 
 def targets() -> list[str]:
@@ -239,6 +242,7 @@ def _gpu(name: str, gpu: Gpu, count: str = "1") -> Target:
         flops_per_second=gpu.tensor_tflops * 1e12,
         link_bandwidth=gpu.link_bandwidth,
         device_kind=gpu.device_kind,
+        vector_operations_per_second=gpu.cores * gpu.fpus_per_core * gpu.clock_ghz * 1e9,
     )
 
 

@@ -1,8 +1,7 @@
 """Counts HBM traffic and XLA's cycle estimate from the text of an optimized HLO module."""
 
 import re
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable
 
 from ._hlo import Array, Computation, Instruction, Module, parse
 from ._loops import trip_count
@@ -24,7 +23,7 @@ _FREE = {
 }
 _ELEMENTWISE = {"bitcast", "convert", "copy", "pad", "reshape", "transpose"}
 # Elementwise opcodes that compute new values.
-_ARITHMETIC = {
+ARITHMETIC = {
     *("add", "subtract", "multiply", "divide", "remainder", "maximum", "minimum", "power"),
     *("and", "or", "xor", "not", "shift-left", "shift-right-logical", "shift-right-arithmetic"),
     *(
@@ -44,7 +43,7 @@ _ARITHMETIC = {
 }
 _SLICES = {"slice", "dynamic-slice", "gather"}
 _UPDATES = {"dynamic-update-slice", "scatter"}
-_CALLS = {"call", "call-start", "async-start"}
+CALLS = {"call", "call-start", "async-start"}
 
 
 def hbm_traffic(hlo_text: str) -> int | None:
@@ -80,7 +79,7 @@ def hbm_traffic(hlo_text: str) -> int | None:
         524288
     """
     module = parse(hlo_text)
-    return total_over(module, module.entry, lambda c, i: _traffic(module, c, i, _in_hbm))
+    return total_over(module, module.entry, lambda c, i: traffic_of(module, c, i, in_hbm))
 
 
 def host_traffic(hlo_text: str) -> int | None:
@@ -99,7 +98,7 @@ def host_traffic(hlo_text: str) -> int | None:
         ValueError: if `hlo_text` is not a compiled HLO module.
     """
     module = parse(hlo_text)
-    return total_over(module, module.entry, lambda c, i: _traffic(module, c, i, _on_host))
+    return total_over(module, module.entry, lambda c, i: traffic_of(module, c, i, on_host))
 
 
 def estimated_cycles(hlo_text: str) -> int | None:
@@ -119,67 +118,18 @@ def estimated_cycles(hlo_text: str) -> int | None:
         ValueError: if `hlo_text` is not a compiled HLO module.
     """
     module = parse(hlo_text)
-    return total_over(module, module.entry, lambda c, i: _cycles(i)) or None
+    return total_over(module, module.entry, lambda c, i: cycles_of(i)) or None
 
 
-class Cost(NamedTuple):
-    """What one instruction of a compiled module costs in one run.
-
-    Attributes:
-        computation: The computation that holds it.
-        instruction: The instruction.
-        hbm: Its HBM traffic in bytes.
-        host: Bytes that it copies to or from the host.
-        cycles: XLA's estimate of its cycles.
-    """
-
-    computation: Computation
-    instruction: Instruction
-    hbm: int
-    host: int
-    cycles: int
-
-
-def costs(hlo_text: str) -> Iterator[Cost]:
-    """Lists what each instruction of a compiled module costs in one run.
-
-    The instructions of a loop cost as often as it runs, or once if its trip count depends on data.
-    Those of all branches of a conditional are listed.
-
-    Args:
-        hlo_text: the text of a compiled module, `compiled.as_text()`.
-    """
-    module = parse(hlo_text)
-    yield from _costs(module, module.entry, 1)
-
-
-def _costs(module: Module, computation: Computation, times: int) -> Iterator[Cost]:
-    for instruction in computation.instructions.values():
-        called = [module.computations[c] for names in instruction.called.values() for c in names]
-        if instruction.opcode == "while":
-            count = trip_count(module, computation, instruction) or 1
-            for inner in called:
-                yield from _costs(module, inner, times * count)
-        elif instruction.opcode == "conditional" or instruction.opcode in _CALLS:
-            for inner in called:
-                yield from _costs(module, inner, times)
-        else:
-            hbm, host = (
-                times * _traffic(module, computation, instruction, counted)
-                for counted in (_in_hbm, _on_host)
-            )
-            yield Cost(computation, instruction, hbm, host, times * _cycles(instruction))
-
-
-def _in_hbm(array: Array) -> bool:
+def in_hbm(array: Array) -> bool:
     return array.in_hbm
 
 
-def _on_host(array: Array) -> bool:
+def on_host(array: Array) -> bool:
     return array.on_host
 
 
-def _cycles(instruction: Instruction) -> int:
+def cycles_of(instruction: Instruction) -> int:
     """XLA's cycle estimate of one instruction; 0 if it has none."""
     found = re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes)
     return int(found.group(1)) if found else 0
@@ -200,7 +150,7 @@ def total_over(module: Module, computation: Computation, count: Count) -> int | 
             branches = [total_over(module, c, count) for cs in called.values() for c in cs]
             known = [b for b in branches if b is not None]
             part = max(known) if len(known) == len(branches) else None
-        elif instruction.opcode in _CALLS:
+        elif instruction.opcode in CALLS:
             part = _times(1, [total_over(module, c, count) for cs in called.values() for c in cs])
         else:
             part = count(computation, instruction)
@@ -216,7 +166,7 @@ def _times(count: int | None, parts: list[int | None]) -> int | None:
     return None if count is None or len(known) < len(parts) else count * sum(known)
 
 
-def _traffic(
+def traffic_of(
     module: Module, computation: Computation, instruction: Instruction, counted: Counted
 ) -> int:
     """Bytes that one instruction reads and writes. A `-start` reads, and its `-done` writes."""
@@ -227,7 +177,7 @@ def _traffic(
         return 0
     if opcode.endswith("-done"):
         start = _start(computation, instruction)
-        followed = start.opcode in _CALLS
+        followed = start.opcode in CALLS
         return 0 if followed else _written(module, computation, start, instruction, counted)
     read = _read(module, computation, instruction, counted)
     if opcode.endswith("-start"):
@@ -317,7 +267,7 @@ def _fraction_read(
         passes_on = user.opcode in _ELEMENTWISE or (updates and not _leaves(fused, user))
         if updates and computed:
             total = 1.0
-        elif user.opcode in _ARITHMETIC and not user.is_root:
+        elif user.opcode in ARITHMETIC and not user.is_root:
             total += _fraction_read(module, fused, user, known, computed=True)
         elif passes_on and not user.is_root:
             total += _fraction_read(module, fused, user, known, computed)

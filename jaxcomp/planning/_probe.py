@@ -11,12 +11,12 @@ from jaxcomp._core.modules import set_class
 from jaxcomp.memory import declared_residuals
 from jaxcomp.memory._analyze import analyze_step
 from jaxcomp.memory._buffer import Buffer
+from jaxcomp.memory._costs import costs
 from jaxcomp.memory._live_bytes import Timeline
 from jaxcomp.memory._origin import Origin, split_op_name
 from jaxcomp.memory._report import MemoryReport
 from jaxcomp.memory._targets import Target
 from jaxcomp.memory._tracing import TracedStep
-from jaxcomp.memory._traffic import costs
 from jaxcomp.planning._groups import Groups
 from jaxcomp.planning._solver import Moment
 from jaxcomp.planning._strategies import Strategy
@@ -111,17 +111,18 @@ def probe(
         seconds,
         declared_bytes(traced, groups),
         saved,
-        _seconds_of(hlo_text, seconds - copying, copying, groups),
+        _seconds_of(hlo_text, seconds - copying, copying, groups, target),
         moments,
     )
 
 
 def estimated_seconds(report: MemoryReport, target: Target) -> float:
-    """The estimated time of a step: of its HBM traffic, its FLOPs, and its copies to the host.
+    """The estimated time of a step: of its HBM traffic, its arithmetic, and its copies to the host.
 
     They add up: elementwise kernels wait for memory while matrix units are idle, and no copy is
-    taken to overlap with other work. On a TPU whose clock is known, XLA's estimate of the cycles
-    stands for the first two.
+    taken to overlap with other work. The arithmetic is the FLOPs of the products and, on a GPU, the
+    elementwise operations. On a TPU whose clock is known, XLA's estimate of the cycles stands for
+    the traffic and the arithmetic.
     """
     seconds = host_seconds(report, target)
     if report.estimated_cycles is not None and target.clock is not None:
@@ -129,7 +130,13 @@ def estimated_seconds(report: MemoryReport, target: Target) -> float:
     seconds += (report.hbm_traffic_bytes or 0) / bandwidth_of(target)
     if target.flops_per_second and report.flops:
         seconds += report.flops / target.devices / target.flops_per_second
-    return seconds
+    return seconds + vector_seconds(report.vector_operations or 0, target)
+
+
+def vector_seconds(operations: int, target: Target) -> float:
+    """The estimated time of elementwise operations; 0 where their throughput is not known."""
+    rate = target.vector_operations_per_second
+    return 0.0 if rate is None else operations / rate
 
 
 def host_seconds(report: MemoryReport, target: Target) -> float:
@@ -144,16 +151,19 @@ def bandwidth_of(target: Target) -> float:
     return target.bandwidth or _ANY_BANDWIDTH
 
 
-def _seconds_of(hlo_text: str, seconds: float, copying: float, groups: Groups) -> dict[str, float]:
-    """Divides the time of a step among groups, by their traffic, or by their cycles.
+def _seconds_of(
+    hlo_text: str, seconds: float, copying: float, groups: Groups, target: Target
+) -> dict[str, float]:
+    """Divides the time of a step among groups, by the time of their kernels.
 
     Args:
         hlo_text: The compiled step.
         seconds: Its estimated time, without the copies to and from the host.
         copying: The time of these.
         groups: The model's groups.
+        target: What it is compiled for.
     """
-    hbm, host, cycles = Counter[str](), Counter[str](), Counter[str]()
+    kernels, host, cycles = (defaultdict[str, float](float) for _ in range(3))
     group_of: dict[str, str] = {}
     for cost in costs(hlo_text) if hlo_text else ():
         instruction, where = cost.instruction, cost.computation.name
@@ -163,13 +173,14 @@ def _seconds_of(hlo_text: str, seconds: float, copying: float, groups: Groups) -
             names = (f"{where}/{operand}" for operand in instruction.operands)
             group = next(filter(None, (group_of.get(name, "") for name in names)), "")
         group_of[f"{where}/{instruction.name}"] = group
-        hbm[group] += cost.hbm
+        kernels[group] += cost.hbm / bandwidth_of(target) + vector_seconds(cost.vector, target)
         host[group] += cost.host
         cycles[group] += cost.cycles
-    found: Counter[str] = Counter()
-    for whole, parts in ((seconds, cycles if any(cycles.values()) else hbm), (copying, host)):
-        if total := parts.total():
-            found.update({group: whole * part / total for group, part in parts.items()})
+    found: dict[str, float] = defaultdict(float)
+    for whole, parts in ((seconds, cycles if any(cycles.values()) else kernels), (copying, host)):
+        if total := sum(parts.values()):
+            for group, part in parts.items():
+                found[group] += whole * part / total
     return dict(found)
 
 

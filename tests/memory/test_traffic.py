@@ -19,6 +19,7 @@ from jaxcomp.memory._traffic import (
     hbm_traffic,
     host_traffic,
 )
+from jaxcomp.memory._vector import vector_operations
 
 LAYERS = 16
 
@@ -257,3 +258,13 @@ def test_collectives_count_their_results_once_per_iteration():
     text = jax.jit(fn).lower(x).compile().as_text()
     assert collective_traffic(text) == 5 * 32 * 4 * 4 + x.nbytes
     assert collective_traffic(jax.jit(jnp.sin).lower(x).compile().as_text()) == 0
+
+
+def test_vector_operations_count_elements_in_fusions_and_loops():
+    x = jnp.ones((64, 32))
+    assert vector_operations(text(lambda x: 2 * x + 1, x)) == 2 * x.size
+    assert vector_operations(text(lambda x: x @ x.T, x)) == 0
+    looped = text(lambda x: lax.fori_loop(0, 10, lambda i, x: jnp.fft.fft(3 * x).real, x), x)
+    assert vector_operations(looped) >= 10 * x.size
+    until = text(lambda x: lax.while_loop(lambda x: x.sum() < 9, lambda x: 2 * x, x), x)
+    assert vector_operations(until) is None

@@ -1,0 +1,65 @@
+"""Lists what each instruction of a compiled program costs."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ._hlo import Computation, Instruction, Module, parse
+from ._loops import trip_count
+from ._traffic import CALLS, cycles_of, in_hbm, on_host, traffic_of
+from ._vector import operations_of
+
+
+class Cost(NamedTuple):
+    """What one instruction of a compiled module costs in one run.
+
+    Attributes:
+        computation: The computation that holds it.
+        instruction: The instruction.
+        hbm: Its HBM traffic in bytes.
+        host: Bytes that it copies to or from the host.
+        cycles: XLA's estimate of its cycles.
+        vector: Its elementwise operations.
+    """
+
+    computation: Computation
+    instruction: Instruction
+    hbm: int
+    host: int
+    cycles: int
+    vector: int
+
+
+def costs(hlo_text: str) -> Iterator[Cost]:
+    """Lists what each instruction of a compiled module costs in one run.
+
+    The instructions of a loop cost as often as it runs, or once if its trip count depends on data.
+    Those of all branches of a conditional are listed.
+
+    Args:
+        hlo_text: the text of a compiled module, `compiled.as_text()`.
+    """
+    module = parse(hlo_text)
+    yield from _costs(module, module.entry, 1)
+
+
+def _costs(module: Module, computation: Computation, times: int) -> Iterator[Cost]:
+    for instruction in computation.instructions.values():
+        called = [module.computations[c] for names in instruction.called.values() for c in names]
+        if instruction.opcode == "while":
+            count = trip_count(module, computation, instruction) or 1
+            for inner in called:
+                yield from _costs(module, inner, times * count)
+        elif instruction.opcode == "conditional" or instruction.opcode in CALLS:
+            for inner in called:
+                yield from _costs(module, inner, times)
+        else:
+            hbm, host, cycles, vector = (
+                times * count
+                for count in (
+                    traffic_of(module, computation, instruction, in_hbm),
+                    traffic_of(module, computation, instruction, on_host),
+                    cycles_of(instruction),
+                    operations_of(module, computation, instruction),
+                )
+            )
+            yield Cost(computation, instruction, hbm, host, cycles, vector)
