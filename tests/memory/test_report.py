@@ -58,7 +58,7 @@ def test_table_has_human_units():
     assert rows["declared residuals"] == "1.5 KiB"
     assert rows["HBM traffic"] == "7 B"
     assert rows["FLOPs"] == "1.234e+09"
-    assert rows["vector operations"] == "4000"
+    assert rows["vector operations"] == "4,000"
     assert rows["fits"] == "yes"
     assert len(rows) == len(FIGURES) - 1
 
