@@ -102,13 +102,13 @@ table
 
 # %%
 figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-base = table.rows[0].report.roofline_seconds
+base = table.rows[0].report.estimated_seconds
 for row, color in zip(
     table.rows, ("#000000", "#E69F00", "#56B4E9", "#0072B2", "#009E73"), strict=True
 ):
     if row.report is None:
         continue
-    x, y = row.report.total_bytes / 2**30, row.report.roofline_seconds / base
+    x, y = row.report.total_bytes / 2**30, row.report.estimated_seconds / base
     axes.scatter(x, y, color=color, s=60)
     axes.annotate(row.name, (x, y), (7, 5), textcoords="offset points")
 axes.axvline(12, color="#D55E00", linestyle="--")

@@ -31,7 +31,7 @@ from jaxcomp.memory._compiling import CompileError
 from jaxcomp.memory._targets import resolve
 from jaxcomp.models import steps
 from jaxcomp.planning import DoesNotFitError, FittedPlan, MakeStep, Strategy, fit
-from jaxcomp.planning._probe import estimated_seconds
+from jaxcomp.planning._probe import seconds_of
 from jaxcomp.planning._watched import trace_step
 
 FRACTIONS = (0.8, 0.5, 0.35, 0.25)
@@ -93,7 +93,7 @@ def by_hand(network: str, target: str) -> dict[str, tuple[int, float]]:
             typer.echo(f"{network} {target} {spec}: {str(error).splitlines()[0][:120]}")
             continue
         if report.total_bytes is not None and report.temp_bytes is not None:
-            found[spec] = report.total_bytes, 1e3 * estimated_seconds(report, where)
+            found[spec] = report.total_bytes, 1e3 * seconds_of(report, where)
     return found
 
 

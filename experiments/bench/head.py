@@ -64,7 +64,7 @@ def main(out: Out, target: Annotated[str, typer.Option(help=TARGET_HELP)] = "h10
             f"{temp / 2**20:,.0f}" if temp is not None else "",
             f"{traffic / 2**30:.2f}" if traffic is not None else "",
             f"{flops / 1e12:.2f}" if flops is not None else "",
-            f"{1e3 * report.roofline_seconds:.2f}" if report.roofline_seconds else "",
+            f"{1e3 * report.estimated_seconds:.2f}" if report.estimated_seconds else "",
         ]
         table.append([name, *cells])
         content = describe_environment() | {"target": target, "rows": rows}

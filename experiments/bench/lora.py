@@ -35,7 +35,6 @@ from experiments.record import (
 )
 from jaxcomp.memory import analyze, compiler_options, mesh
 from jaxcomp.memory._targets import resolve
-from jaxcomp.planning._probe import estimated_seconds
 
 TARGETS = ("rtx4090", "v5e")
 LENGTHS = 4096, 8192
@@ -128,8 +127,8 @@ def measure(row: str, target: str) -> dict[str, Any]:
     def compile_at(length: int) -> bool:
         step, arguments = make_step(row, target, length)
         report = analyze(step, *arguments, target=target, xla_remat=False)
-        seconds = None if report.hbm_traffic_bytes is None else estimated_seconds(report, part)
-        points[length] = {"total_bytes": report.total_bytes, "estimated_seconds": seconds}
+        figures = report.to_dict()
+        points[length] = {k: figures[k] for k in ("total_bytes", "estimated_seconds")}
         return report.total_bytes is not None and report.total_bytes <= room
 
     for length in LENGTHS:

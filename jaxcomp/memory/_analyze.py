@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from ._collectives import collective_traffic
 from ._compiling import CompiledStep, CompileError, compile_step
 from ._declared import NotDifferentiableError, declared_residuals
+from ._estimate import estimated_seconds
 from ._flops import jaxpr_flops
 from ._live_bytes import Timeline, compile_with_timeline
 from ._report import MemoryReport
@@ -162,7 +163,7 @@ def analyze_step(
         total = _bytes_needed(str(error))
         short = None if total is None or usable is None or total <= usable else usable - total
         figures |= {"total_bytes": total, "headroom_bytes": short, "fits": False}
-    figures["roofline_seconds"] = _roofline(figures["hbm_traffic_bytes"], figures["flops"], where)
+    figures["estimated_seconds"] = estimated_seconds(figures, where)
     return Analysis(MemoryReport(**figures), timeline, hlo_text)
 
 
@@ -192,15 +193,6 @@ def _declared(step: TracedStep) -> int | None:
         return sum(residual.nbytes for residual in declared_residuals(step.traced.jaxpr))
     except NotDifferentiableError:
         return None
-
-
-def _roofline(traffic: int | None, flops: int | None, target: Target) -> float | None:
-    """Lower bound of the step time in seconds; `None` if one of its inputs is not known."""
-    if traffic is None or flops is None:
-        return None
-    if target.bandwidth is None or target.flops_per_second is None:
-        return None
-    return max(traffic / target.bandwidth, flops / target.devices / target.flops_per_second)
 
 
 def _compiled_figures(compiled: CompiledStep, target: Target) -> dict[str, Any]:

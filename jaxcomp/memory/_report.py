@@ -41,9 +41,9 @@ class MemoryReport:
         flops: multiplications and additions of one run in matrix products and convolutions,
             summed over devices. `None` if the trip count of a loop depends on data.
         estimated_cycles: XLA's estimate of the cycles of one run. Only a TPU has it.
-        roofline_seconds: a lower bound of the time of one run in seconds. It is the larger of
-            traffic / bandwidth and FLOPs / peak bfloat16 throughput. `None` for an attached
-            device.
+        estimated_seconds: estimated time of one run in seconds: traffic, FLOPs, vector operations
+            and copies to the host, each over the peak rate of the device. On a TPU it is the
+            estimated cycles over the clock rate, if that is known. `None` for an attached device.
         compile_seconds: wall time of the compilation in seconds.
         xla_flag: the flag without which XLA rejects the program for an absent GPU, because its
             first tile sizes do not fit a matrix product. `None` if it needs none.
@@ -83,7 +83,7 @@ class MemoryReport:
     hbm_traffic_bytes: int | None
     flops: int | None
     estimated_cycles: int | None
-    roofline_seconds: float | None
+    estimated_seconds: float | None
     compile_seconds: float | None
     xla_flag: str | None = None
     xla_recomputes: bool | None = None
@@ -150,7 +150,7 @@ class MemoryReport:
             ("FLOPs", known(self.flops, _number)),
             ("vector operations", known(self.vector_operations, _number)),
             ("estimated cycles", _number(self.estimated_cycles)),
-            ("roofline estimate", format_seconds(self.roofline_seconds)),
+            ("estimated time", format_seconds(self.estimated_seconds)),
             ("compile seconds", _number(self.compile_seconds)),
         ]
         if self.xla_flag is not None:

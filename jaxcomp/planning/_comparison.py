@@ -26,7 +26,8 @@ HEADER = (
     "total / plain",
     "HBM traffic",
     "traffic / plain",
-    "roofline estimate",
+    "estimated time",
+    "time / plain",
     "compile s",
     "largest batch",
 )
@@ -82,13 +83,20 @@ class Comparison:
     rows: tuple[Row, ...]
 
     def cheapest(self) -> Row | None:
-        """The row of the least HBM traffic among those that fit; None if none is known to fit."""
-        fitting = [
-            (row.report.hbm_traffic_bytes, i)
-            for i, row in enumerate(self.rows)
-            if row.report and row.report.fits and row.report.hbm_traffic_bytes is not None
-        ]
-        return self.rows[min(fitting)[1]] if fitting else None
+        """The row of the least estimated time among those that fit; None if none is known to fit.
+
+        Where no time is known, as on an attached device, the row of the least HBM traffic.
+        """
+        for figure in "estimated_seconds", "hbm_traffic_bytes":
+            costs = {
+                i: getattr(row.report, figure)
+                for i, row in enumerate(self.rows)
+                if row.report and row.report.fits
+            }
+            known = {i: cost for i, cost in costs.items() if cost is not None}
+            if known:
+                return self.rows[min(known, key=lambda i: known[i])]
+        return None
 
     def to_dict(self) -> dict[str, Any]:
         """The target and the rows by name."""
@@ -142,8 +150,9 @@ class Comparison:
             return f"What fits on {self.target} is not known: give a capacity."
         room = f"{format_bytes(self.usable_bytes)} of {self.target}"
         row = self.cheapest()
-        if row is not None:
-            return f"Cheapest row that fits the {room}, by HBM traffic: {row.name}"
+        if row is not None and row.report is not None:
+            by = "HBM traffic" if row.report.estimated_seconds is None else "estimated time"
+            return f"Cheapest row that fits the {room}, by {by}: {row.name}"
         fitting = [row.name for row in self.rows if row.report and row.report.fits]
         if fitting:
             return f"Fit the {room}, with HBM traffic that is not known: {', '.join(fitting)}"
@@ -301,7 +310,8 @@ def _cells(row: Row, plain: MemoryReport | None) -> tuple[str, ...]:
         _ratio(total, plain, "total_bytes"),
         known(traffic, _mebibytes),
         _ratio(traffic, plain, "hbm_traffic_bytes"),
-        format_seconds(report.roofline_seconds),
+        format_seconds(report.estimated_seconds),
+        _ratio(report.estimated_seconds, plain, "estimated_seconds"),
         NOT_GIVEN if report.compile_seconds is None else f"{report.compile_seconds:.0f}",
         "" if row.max_batch is None else str(row.max_batch),
     )
@@ -311,7 +321,7 @@ def _mebibytes(count: int | None) -> str:
     return NOT_GIVEN if count is None else f"{count / 2**20:,.1f} MiB"
 
 
-def _ratio(count: int | None, plain: MemoryReport | None, figure: str) -> str:
+def _ratio(count: float | None, plain: MemoryReport | None, figure: str) -> str:
     if plain is None:
         return "no plain row"
     of = getattr(plain, figure)

@@ -12,6 +12,7 @@ from jaxcomp.memory import declared_residuals
 from jaxcomp.memory._analyze import analyze_step
 from jaxcomp.memory._buffer import Buffer
 from jaxcomp.memory._costs import costs
+from jaxcomp.memory._estimate import host_seconds, vector_seconds
 from jaxcomp.memory._live_bytes import Timeline
 from jaxcomp.memory._origin import Origin, split_op_name
 from jaxcomp.memory._report import MemoryReport
@@ -105,7 +106,8 @@ def probe(
     moments: tuple[Moment, ...] = ()
     if timeline is not None and timeline.backward_start is not None:
         saved, moments = _moments(timeline, groups)
-    seconds, copying = estimated_seconds(report, target), host_seconds(report, target)
+    seconds = seconds_of(report, target)
+    copying = host_seconds(report.host_traffic_bytes, target)
     return Probe(
         report,
         seconds,
@@ -116,34 +118,11 @@ def probe(
     )
 
 
-def estimated_seconds(report: MemoryReport, target: Target) -> float:
-    """The estimated time of a step: of its HBM traffic, its arithmetic, and its copies to the host.
-
-    They add up: elementwise kernels wait for memory while matrix units are idle, and no copy is
-    taken to overlap with other work. The arithmetic is the FLOPs of the products and, on a GPU, the
-    elementwise operations. On a TPU whose clock is known, XLA's estimate of the cycles stands for
-    the traffic and the arithmetic.
-    """
-    seconds = host_seconds(report, target)
-    if report.estimated_cycles is not None and target.clock is not None:
-        return seconds + report.estimated_cycles / target.clock
-    seconds += (report.hbm_traffic_bytes or 0) / bandwidth_of(target)
-    if target.flops_per_second and report.flops:
-        seconds += report.flops / target.devices / target.flops_per_second
-    return seconds + vector_seconds(report.vector_operations or 0, target)
-
-
-def vector_seconds(operations: int, target: Target) -> float:
-    """The estimated time of elementwise operations; 0 where their throughput is not known."""
-    rate = target.vector_operations_per_second
-    return 0.0 if rate is None else operations / rate
-
-
-def host_seconds(report: MemoryReport, target: Target) -> float:
-    """The estimated time of copies to and from the host; 0 where its link is not known."""
-    if target.link_bandwidth is None:
-        return 0.0
-    return (report.host_traffic_bytes or 0) / target.link_bandwidth
+def seconds_of(report: MemoryReport, target: Target) -> float:
+    """The estimated time of a step; on a device of unknown rates, one that orders plans."""
+    if report.estimated_seconds is not None:
+        return report.estimated_seconds
+    return (report.hbm_traffic_bytes or 0) / bandwidth_of(target)
 
 
 def bandwidth_of(target: Target) -> float:

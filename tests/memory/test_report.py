@@ -22,7 +22,7 @@ FIGURES = {
     "hbm_traffic_bytes": 7,
     "flops": 1_234_000_000,
     "estimated_cycles": None,
-    "roofline_seconds": 0.25,
+    "estimated_seconds": 0.25,
     "compile_seconds": 1.5,
     "xla_flag": None,
     "xla_recomputes": True,

@@ -1,0 +1,45 @@
+"""The estimated time of one run of a compiled program."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ._targets import Target
+
+
+def estimated_seconds(figures: Mapping[str, Any], target: Target) -> float | None:
+    """Adds the times of a program's traffic, its arithmetic, and its copies to the host.
+
+    Each takes its count over the peak rate of the target. They add up: elementwise kernels wait for
+    memory while matrix units are idle, and no copy is taken to overlap with other work. The
+    arithmetic is the FLOPs of products and, on a GPU, the elementwise operations. On a TPU whose
+    clock is known, XLA's estimate of the cycles stands for the traffic and the arithmetic.
+
+    Args:
+        figures: the figures of a `MemoryReport` by name.
+        target: the target.
+
+    Returns:
+        Seconds; `None` if a count, the bandwidth or the matrix units' rate is not known.
+    """
+    copying = host_seconds(figures["host_traffic_bytes"], target)
+    if figures["estimated_cycles"] is not None and target.clock is not None:
+        return copying + figures["estimated_cycles"] / target.clock
+    traffic, flops = figures["hbm_traffic_bytes"], figures["flops"]
+    if traffic is None or flops is None:
+        return None
+    if target.bandwidth is None or target.flops_per_second is None:
+        return None
+    products = flops / target.devices / target.flops_per_second
+    elementwise = vector_seconds(figures["vector_operations"], target)
+    return copying + traffic / target.bandwidth + products + elementwise
+
+
+def host_seconds(nbytes: int | None, target: Target) -> float:
+    """The estimated time of copies to and from the host; 0 where its link is not known."""
+    return 0.0 if target.link_bandwidth is None else (nbytes or 0) / target.link_bandwidth
+
+
+def vector_seconds(operations: int | None, target: Target) -> float:
+    """The estimated time of elementwise operations; 0 where their rate is not known."""
+    rate = target.vector_operations_per_second
+    return 0.0 if rate is None else (operations or 0) / rate
