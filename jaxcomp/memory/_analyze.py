@@ -10,6 +10,7 @@ from ._compiling import CompiledStep, CompileError, compile_step
 from ._declared import NotDifferentiableError, declared_residuals
 from ._estimate import estimated_seconds
 from ._flops import jaxpr_flops
+from ._kernels import kernels
 from ._live_bytes import Timeline, compile_with_timeline
 from ._report import MemoryReport
 from ._targets import Target, resolve
@@ -220,6 +221,7 @@ def _compiled_figures(compiled: CompiledStep, target: Target) -> dict[str, Any]:
         "collective_bytes": collective_traffic(compiled.hlo_text),
         "estimated_cycles": estimated_cycles(compiled.hlo_text),
         "vector_operations": vector_operations(compiled.hlo_text),
+        "kernels": kernels(compiled.hlo_text),
         "compile_seconds": compiled.compile_seconds,
         "xla_flag": compiled.xla_flag,
         "xla_recomputes": bool(_RECOMPUTED.search(compiled.hlo_text)),

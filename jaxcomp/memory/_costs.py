@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ._hlo import Computation, Instruction, Module, parse
+from ._kernels import is_kernel
 from ._loops import trip_count
 from ._traffic import CALLS, cycles_of, in_hbm, on_host, traffic_of
 from ._vector import operations_of
@@ -19,6 +20,7 @@ class Cost(NamedTuple):
         host: Bytes that it copies to or from the host.
         cycles: XLA's estimate of its cycles.
         vector: Its elementwise operations.
+        kernels: Kernels that it starts.
     """
 
     computation: Computation
@@ -27,6 +29,7 @@ class Cost(NamedTuple):
     host: int
     cycles: int
     vector: int
+    kernels: int
 
 
 def costs(hlo_text: str) -> Iterator[Cost]:
@@ -53,13 +56,14 @@ def _costs(module: Module, computation: Computation, times: int) -> Iterator[Cos
             for inner in called:
                 yield from _costs(module, inner, times)
         else:
-            hbm, host, cycles, vector = (
+            hbm, host, cycles, vector, started = (
                 times * count
                 for count in (
                     traffic_of(module, computation, instruction, in_hbm),
                     traffic_of(module, computation, instruction, on_host),
                     cycles_of(instruction),
                     operations_of(module, computation, instruction),
+                    is_kernel(instruction),
                 )
             )
-            yield Cost(computation, instruction, hbm, host, cycles, vector)
+            yield Cost(computation, instruction, hbm, host, cycles, vector, started)

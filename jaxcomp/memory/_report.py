@@ -42,8 +42,9 @@ class MemoryReport:
             summed over devices. `None` if the trip count of a loop depends on data.
         estimated_cycles: XLA's estimate of the cycles of one run. Only a TPU has it.
         estimated_seconds: estimated time of one run in seconds: traffic, FLOPs, vector operations
-            and copies to the host, each over the peak rate of the device. On a TPU it is the
-            estimated cycles over the clock rate, if that is known. `None` for an attached device.
+            and copies to the host, each over the peak rate of the device, and the start of each
+            kernel. On a TPU it is the estimated cycles over the clock rate, if that is known.
+            `None` for an attached device.
         compile_seconds: wall time of the compilation in seconds.
         xla_flag: the flag without which XLA rejects the program for an absent GPU, because its
             first tile sizes do not fit a matrix product. `None` if it needs none.
@@ -56,6 +57,7 @@ class MemoryReport:
             in one run, on one device. `None` if the trip count of a loop depends on data.
         vector_operations: elementwise operations and reductions of one run, one per element, on one
             device. `None` if the trip count of a loop depends on data.
+        kernels: kernels that one run starts. `None` if the trip count of a loop depends on data.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -90,6 +92,7 @@ class MemoryReport:
     host_traffic_bytes: int | None = None
     collective_bytes: int | None = None
     vector_operations: int | None = None
+    kernels: int | None = None
 
     def to_dict(self) -> dict[str, str | int | float | None]:
         """Converts the report to a dictionary.
@@ -149,6 +152,7 @@ class MemoryReport:
             ("HBM traffic", known(self.hbm_traffic_bytes, format_bytes)),
             ("FLOPs", known(self.flops, _number)),
             ("vector operations", known(self.vector_operations, _number)),
+            ("kernels", known(self.kernels, _number)),
             ("estimated cycles", _number(self.estimated_cycles)),
             ("estimated time", format_seconds(self.estimated_seconds)),
             ("compile seconds", _number(self.compile_seconds)),

@@ -9,7 +9,7 @@ from ._loops import trip_count
 Count = Callable[[Computation, Instruction], int]
 Counted = Callable[[Array], bool]  # whether reading and writing an array counts
 
-_FREE = {
+FREE = {
     "parameter",
     "constant",
     "tuple",
@@ -171,7 +171,7 @@ def traffic_of(
 ) -> int:
     """Bytes that one instruction reads and writes. A `-start` reads, and its `-done` writes."""
     opcode = instruction.opcode
-    if opcode in _FREE or '"AllocateBuffer"' in instruction.attributes:
+    if opcode in FREE or '"AllocateBuffer"' in instruction.attributes:
         return 0
     if opcode.endswith("-update"):
         return 0

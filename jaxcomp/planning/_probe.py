@@ -12,7 +12,7 @@ from jaxcomp.memory import declared_residuals
 from jaxcomp.memory._analyze import analyze_step
 from jaxcomp.memory._buffer import Buffer
 from jaxcomp.memory._costs import costs
-from jaxcomp.memory._estimate import host_seconds, vector_seconds
+from jaxcomp.memory._estimate import host_seconds, kernel_seconds, vector_seconds
 from jaxcomp.memory._live_bytes import Timeline
 from jaxcomp.memory._origin import Origin, split_op_name
 from jaxcomp.memory._report import MemoryReport
@@ -153,6 +153,7 @@ def _seconds_of(
             group = next(filter(None, (group_of.get(name, "") for name in names)), "")
         group_of[f"{where}/{instruction.name}"] = group
         kernels[group] += cost.hbm / bandwidth_of(target) + vector_seconds(cost.vector, target)
+        kernels[group] += kernel_seconds(cost.kernels, target)
         host[group] += cost.host
         cycles[group] += cost.cycles
     found: dict[str, float] = defaultdict(float)

@@ -29,6 +29,7 @@ FIGURES = {
     "host_traffic_bytes": 2**20,
     "collective_bytes": 2**21,
     "vector_operations": 4_000,
+    "kernels": 12,
 }
 
 

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxcomp.memory._collectives import collective_traffic
 from jaxcomp.memory._compiling import compile_step
 from jaxcomp.memory._hlo import parse
+from jaxcomp.memory._kernels import kernels
 from jaxcomp.memory._targets import resolve
 from jaxcomp.memory._tracing import trace
 from jaxcomp.memory._traffic import (
@@ -268,3 +269,10 @@ def test_vector_operations_count_elements_in_fusions_and_loops():
     assert vector_operations(looped) >= 10 * x.size
     until = text(lambda x: lax.while_loop(lambda x: x.sum() < 9, lambda x: 2 * x, x), x)
     assert vector_operations(until) is None
+
+
+def test_kernels_are_counted_in_loops():
+    x = jnp.ones((64, 32))
+    assert kernels(text(lambda x: x + 1, x)) == 1
+    assert kernels(text(lambda x: x, x)) <= 1  # a copy
+    assert kernels(text(scanned, jnp.ones((LAYERS, 64)), jnp.ones(64))) >= LAYERS
