@@ -118,6 +118,6 @@ axes.margins(0.15)
 plt.show()
 
 # %% [markdown]
-# The estimate is the larger of the times for HBM traffic and for FLOPs at the card's peak rates. It ranks
-# strategies; it is no measured step time.
+# The estimate adds the times of memory traffic and arithmetic at the card's peak rates. It ranks strategies; it is
+# no measured step time.
 # [Compress a transformer](../howto/transformers.md) has the policies one by one.

@@ -21,6 +21,13 @@ def pack(codes: typing.Any, *, tpu: Form[T], gpu: Form[T] | None = None, other: 
     return lax.platform_dependent(codes, **forms)
 
 
+def convert_to_round_on_tpu(
+    operands: tuple[typing.Any, ...], by_conversion: Form[T], by_bits: Form[T]
+) -> T:
+    """Rounds to integers by a conversion on a TPU, and by the bits of floats elsewhere."""
+    return lax.platform_dependent(*operands, tpu=by_conversion, default=by_bits)
+
+
 def hold_until_copied_on_gpu(operands: tuple[T, list[T]], hold: Form[T]) -> T:
     """Delays a value on a GPU until copies to the host are done; TPUs copy at once."""
     return lax.platform_dependent(*operands, cuda=hold, default=lambda value, _: value)
