@@ -20,6 +20,9 @@ from tests.helpers import (
     without_type_checks,
 )
 
+pytestmark = pytest.mark.filterwarnings(  # where a GPU is attached
+    "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
+)
 CASES = {  # shape, columns, block
     "blocks that do not fit": ((3, 20, 36), 24, 8),
     "no tokens": ((5, 64), 7, (8, 16)),
@@ -112,7 +115,6 @@ def test_tall_blocks_are_multiplied_as_they_are():
     assert str(dense).count("f32[2,64,256]") > text.count("f32[2,64,256]")
 
 
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning")
 @pytest.mark.parametrize(
     ("product", "target", "less", "dense"),
     [("triton", "h100", "hbm_traffic_bytes", "h100"), ("tpu", "v5e", "flops", "cpu")],
