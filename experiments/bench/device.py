@@ -50,9 +50,10 @@ def make_step(strategy: str, model: str, image: int, dtype: str, batch: int) -> 
 
 
 def filled(shapes: Any) -> Any:
-    """Returns arrays of these shapes: small random floats, integers below 1000, and scalar zeros.
+    """Returns arrays of these shapes: small random floats, and integers below 1000.
 
-    Floats are not negative, since some are an optimizer's second moments.
+    Floats are not negative, since some are an optimizer's second moments. Booleans and scalar
+    integers are zeros.
     """
     leaves, tree = jax.tree.flatten(shapes)
     keys = jax.random.split(jax.random.key(0), len(leaves))
@@ -60,7 +61,7 @@ def filled(shapes: Any) -> Any:
     def fill(key: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         if jnp.issubdtype(leaf.dtype, jnp.floating):
             return 0.1 * jnp.abs(jax.random.normal(key, leaf.shape, leaf.dtype))
-        if leaf.ndim == 0:
+        if leaf.ndim == 0 or leaf.dtype == bool:
             return jnp.zeros(leaf.shape, leaf.dtype)
         return jax.random.randint(key, leaf.shape, 0, 1000, leaf.dtype)
 
@@ -97,12 +98,14 @@ def several(step: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def clocks() -> dict[str, str]:
-    """The driver, the clocks and the temperature of an NVIDIA GPU; nothing of another device."""
+    """The driver, the clocks and the temperature of the first NVIDIA GPU, if it tells them."""
     if shutil.which("nvidia-smi") is None:
         return {}
     command = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader"]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return dict(zip(QUERY, text.splitlines()[0].split(", "), strict=True))
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    if found.returncode:
+        return {}
+    return dict(zip(QUERY, found.stdout.splitlines()[0].split(", "), strict=True))
 
 
 def use_cache(folder: str) -> None:
@@ -189,9 +192,10 @@ def _table(rows: list[dict[str, Any]]) -> list[list[str]]:
         peak, total, in_use = (
             mebibytes(row[f"{kind}_bytes"]) for kind in ("peak", "total", "in_use")
         )
-        traffic = row["hbm_traffic_bytes"] / rows[0]["hbm_traffic_bytes"]
+        traffic, of = (r["hbm_traffic_bytes"] for r in (row, rows[0]))
+        moved = f"{traffic / of:.2f}" if traffic and of else ""
         times = f"{1e3 * row['step_seconds']:.2f}", f"{row['step_time_ratio']:.3f}"
-        compiled = f"{row['compile_seconds']:.1f}", peak, total, f"{traffic:.2f}", in_use
+        compiled = f"{row['compile_seconds']:.1f}", peak, total, moved, in_use
         table.append([row["row"], *compiled, *times])
     return table
 

@@ -15,10 +15,12 @@ T = typing.TypeVar("T")
 Form = Callable[..., T]
 
 
-def pack(codes: typing.Any, *, tpu: Form[T], gpu: Form[T] | None = None, other: Form[T]) -> T:
+def by_platform(
+    operand: typing.Any, *, tpu: Form[T], gpu: Form[T] | None = None, other: Form[T]
+) -> T:
     """Packs or unpacks codes by the operations that are fast on the platform."""
     forms = {"tpu": tpu, "default": other} | ({} if gpu is None else {"cuda": gpu})
-    return lax.platform_dependent(codes, **forms)
+    return lax.platform_dependent(operand, **forms)
 
 
 def convert_to_round_on_tpu(

@@ -50,7 +50,8 @@ class Levels:
 
         Args:
             t: float32 values.
-            positive: Whether each value is positive. Decoding returns this mask exactly.
+            positive: Whether each value is positive. Decoding returns this mask exactly, except
+                where `t` is NaN.
             random: 32 random bits for each value, from `noise.words`.
 
         Returns:

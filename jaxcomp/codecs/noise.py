@@ -89,12 +89,12 @@ def rounded(
 ) -> Int32[Array, "*shape"]:
     """Rounds levels down or up at random: the integer part of `level + fraction`.
 
-    The sum is added to 3 * 2^22, where floats are integers, and the bits of the result are read. On
-    a GPU that takes fewer instructions than a conversion, which has to treat NaN. TPUs convert: a
-    step with 2-bit codes then needs 7% less memory, and 4% more cycles.
+    The sum is subtracted from -3 * 2^22, where floats are integers, and the bits of the result are
+    read. On a GPU that takes fewer instructions than a conversion, which has to treat NaN. TPUs
+    convert: a step with 2-bit codes then needs 7% less memory, and 4% more cycles.
 
     Args:
-        level: float32 levels in [0, 255].
+        level: float32 levels in [0, 127].
         fraction: Numbers in (0, 1), from `uniform`, `fraction` or `of_axes`.
 
     Returns:
@@ -112,8 +112,9 @@ def _by_conversion(level: Array, fraction: Array) -> Array:
 
 
 def _by_bits(level: Array, fraction: Array) -> Array:
-    large = np.float32(3 * 2**22)
-    bits = lax.bitcast_convert_type(level + (fraction - 0.5) + large, jnp.int32)
+    # A subtraction: XLA would join the constants of two additions, and lose the fraction.
+    large = np.float32(-3 * 2**22)
+    bits = lax.bitcast_convert_type(large - (level + (fraction - 0.5)), jnp.int32)
     return bits - large.view(np.int32)
 
 

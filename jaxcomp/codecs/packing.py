@@ -7,7 +7,9 @@ the last axis share an element, so a GPU packs them in the kernel that computes 
 
 On a GPU two threads must not write the halves of one byte: they would take turns, which takes three
 times as long. So 2-bit codes are packed there by a conversion to `uint2`, of which XLA gives one
-thread a whole byte.
+thread a whole byte. Collectives cannot move `uint2`. They would have to where the last axis is
+spread over devices with an odd number of codes each, so an axis that is not a multiple of 16 is
+packed by a sum.
 """
 
 import functools
@@ -54,17 +56,19 @@ def pack(
         [('uint4', (8,)), ('uint8', (2,))]
     """
     if bits == 3:
-        return platforms.pack(codes, tpu=_two_and_one_bit, other=_two_and_one_bit_by_sum)
+        return platforms.by_platform(codes, tpu=_two_and_one_bit, other=_two_and_one_bit_by_sum)
     if bits == 8:
         return (codes.astype(jnp.uint8),)
     if bits == 4:
-        return (platforms.pack(codes & 15, tpu=_convert_by_float, other=_convert),)
+        return (platforms.by_platform(codes & 15, tpu=_convert_by_float, other=_convert),)
     _, sharing = _SHARING[bits]
     padded = _padded(codes, bits, sharing, jnp.uint8)
     tpu, gpu, other = (
         functools.partial(join, bits) for join in (_join_by_matmul, _join_by_dtype, _join_by_sum)
     )
-    return (platforms.pack(padded, tpu=tpu, gpu=gpu if bits == 2 else other, other=other),)
+    if bits != 2 or padded.shape[-1] % 16:
+        gpu = other
+    return (platforms.by_platform(padded, tpu=tpu, gpu=gpu, other=other),)
 
 
 def unpack(
@@ -94,7 +98,7 @@ def _two_and_one_bit(codes: Array) -> tuple[Array, ...]:
 
 
 def _two_and_one_bit_by_sum(codes: Array) -> tuple[Array, ...]:
-    """Computes `_two_and_one_bit` for GPUs from eight codes in 24 bits.
+    """Computes `_two_and_one_bit` from eight codes in 24 bits, except on TPUs.
 
     Two readers of `codes` would make XLA write them to memory with 32 bits each.
     """
@@ -135,7 +139,7 @@ def _padded(codes: Array, bits: int, sharing: int, dtype: DTypeLike) -> Array:
 
 def _unpack_last(packed: Array, shape: tuple[int, ...], bits: int) -> Array:
     by_matmul, by_shift = (functools.partial(f, bits) for f in (_split_by_matmul, _split_by_shift))
-    codes = platforms.pack(packed.astype(jnp.uint8), tpu=by_matmul, other=by_shift)
+    codes = platforms.by_platform(packed.astype(jnp.uint8), tpu=by_matmul, other=by_shift)
     return lax.slice_in_dim(codes, 0, (shape or (1,))[-1], axis=-1).reshape(shape)
 
 

@@ -15,7 +15,8 @@ def estimated_seconds(figures: Mapping[str, Any], target: Target) -> float | Non
     memory while matrix units are idle, and no copy is taken to overlap with other work. The
     arithmetic is the FLOPs of products and, on a GPU, the elementwise operations. Each kernel of a
     GPU takes 2 microseconds more, as measured on an H200. On a TPU whose clock is known, XLA's
-    estimate of the cycles stands for the traffic and the arithmetic.
+    estimate of the cycles stands for the traffic and the arithmetic. Collectives cost their HBM
+    traffic only, not their time on the links between devices.
 
     Args:
         figures: the figures of a `MemoryReport` by name.

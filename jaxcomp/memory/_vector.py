@@ -3,7 +3,12 @@
 from ._hlo import Computation, Instruction, Module, parse
 from ._traffic import ARITHMETIC, total_over
 
-_ELEMENTWISE = ARITHMETIC | {"clamp", "convert"}
+_ELEMENTWISE = {
+    *ARITHMETIC,
+    *("clamp", "convert", "is-finite", "reduce-precision", "popcnt", "count-leading-zeros"),
+    *("exponential-minus-one", "log-plus-one", "erf", "cbrt", "tan", "atan2"),
+    *("round-nearest-even", "round-nearest-afz"),
+}
 
 
 def vector_operations(hlo_text: str) -> int | None:
@@ -37,7 +42,7 @@ def vector_operations(hlo_text: str) -> int | None:
 
 def operations_of(module: Module, computation: Computation, instruction: Instruction) -> int:
     """The elementwise operations of one instruction, or of all that it fuses."""
-    if instruction.opcode == "fusion":
+    if instruction.opcode.removesuffix("-start") == "fusion":
         (name,) = instruction.called["calls"]
         fused = module.computations[name]
         return sum(operations_of(module, fused, inner) for inner in fused.instructions.values())

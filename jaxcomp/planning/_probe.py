@@ -122,7 +122,8 @@ def seconds_of(report: MemoryReport, target: Target) -> float:
     """The estimated time of a step; on a device of unknown rates, one that orders plans."""
     if report.estimated_seconds is not None:
         return report.estimated_seconds
-    return (report.hbm_traffic_bytes or 0) / bandwidth_of(target)
+    copying = host_seconds(report.host_traffic_bytes, target)
+    return copying + (report.hbm_traffic_bytes or 0) / bandwidth_of(target)
 
 
 def bandwidth_of(target: Target) -> float:
@@ -133,7 +134,9 @@ def bandwidth_of(target: Target) -> float:
 def _seconds_of(
     hlo_text: str, seconds: float, copying: float, groups: Groups, target: Target
 ) -> dict[str, float]:
-    """Divides the time of a step among groups, by the time of their kernels.
+    """Divides the time of a step among groups.
+
+    Each has the part of its kernels' traffic and elementwise operations; on a TPU, of their cycles.
 
     Args:
         hlo_text: The compiled step.
@@ -142,7 +145,7 @@ def _seconds_of(
         groups: The model's groups.
         target: What it is compiled for.
     """
-    kernels, host, cycles = (defaultdict[str, float](float) for _ in range(3))
+    elementwise, host, cycles = (defaultdict[str, float](float) for _ in range(3))
     group_of: dict[str, str] = {}
     for cost in costs(hlo_text) if hlo_text else ():
         instruction, where = cost.instruction, cost.computation.name
@@ -152,12 +155,15 @@ def _seconds_of(
             names = (f"{where}/{operand}" for operand in instruction.operands)
             group = next(filter(None, (group_of.get(name, "") for name in names)), "")
         group_of[f"{where}/{instruction.name}"] = group
-        kernels[group] += cost.hbm / bandwidth_of(target) + vector_seconds(cost.vector, target)
-        kernels[group] += kernel_seconds(cost.kernels, target)
+        elementwise[group] += cost.hbm / bandwidth_of(target) + vector_seconds(cost.vector, target)
+        elementwise[group] += kernel_seconds(cost.kernels, target)
         host[group] += cost.host
         cycles[group] += cost.cycles
     found: dict[str, float] = defaultdict(float)
-    for whole, parts in ((seconds, cycles if any(cycles.values()) else kernels), (copying, host)):
+    for whole, parts in (
+        (seconds, cycles if any(cycles.values()) else elementwise),
+        (copying, host),
+    ):
         if total := sum(parts.values()):
             for group, part in parts.items():
                 found[group] += whole * part / total

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxcomp import memory
 from jaxcomp.codecs import packing
 
 SHAPES = st.lists(st.integers(0, 9), max_size=5).map(tuple)
@@ -89,3 +90,13 @@ def test_gpus_pack_two_bits_into_the_same_bytes(shape):
 def test_other_bits_are_an_error(bits):
     with pytest.raises(Exception, match=r"bits"):
         packing.check_bits(bits)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("size", [24, 32, 48, 128])
+def test_gpus_pack_an_axis_that_is_spread_over_devices(size):
+    mesh = memory.mesh("h100:8", (8,), ("model",))
+    sharding = jax.NamedSharding(mesh, jax.P(None, "model"))
+    codes = jax.ShapeDtypeStruct((3, size), jnp.uint8, sharding=sharding)
+    report = memory.analyze(lambda c: packing.pack(c, 2), codes, target="h100:8")
+    assert report.total_bytes > 0
