@@ -7,9 +7,8 @@ the last axis share an element, so a GPU packs them in the kernel that computes 
 
 On a GPU two threads must not write the halves of one byte: they would take turns, which takes three
 times as long. So 2-bit codes are packed there by a conversion to `uint2`, of which XLA gives one
-thread a whole byte. Collectives cannot move `uint2`. They would have to where the last axis is
-spread over devices with an odd number of codes each, so an axis that is not a multiple of 16 is
-packed by a sum.
+thread a whole byte. Collectives cannot move `uint2`, so codes that are spread over devices are
+packed by a sum of four, which is a byte.
 """
 
 import functools
@@ -17,10 +16,12 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Integer, UInt
 
 from jaxcomp._core import platforms
+from jaxcomp._core.one_device import on_one
 
 WIDTHS = (1, 2, 3, 4, 8)
 _SHARING = {1: (jnp.uint8, 8), 2: (jnp.uint4, 2)}  # dtype of the shared element, codes in it
@@ -63,11 +64,8 @@ def pack(
         return (platforms.by_platform(codes & 15, tpu=_convert_by_float, other=_convert),)
     _, sharing = _SHARING[bits]
     padded = _padded(codes, bits, sharing, jnp.uint8)
-    tpu, gpu, other = (
-        functools.partial(join, bits) for join in (_join_by_matmul, _join_by_dtype, _join_by_sum)
-    )
-    if bits != 2 or padded.shape[-1] % 16:
-        gpu = other
+    tpu, other = (functools.partial(join, bits) for join in (_join_by_matmul, _join_by_sum))
+    gpu = _join_two_bits if bits == 2 else other
     return (platforms.by_platform(padded, tpu=tpu, gpu=gpu, other=other),)
 
 
@@ -104,7 +102,7 @@ def _two_and_one_bit_by_sum(codes: Array) -> tuple[Array, ...]:
     """
     count = (codes.shape or (1,))[-1]
     codes = _padded(codes, 3, 8, jnp.uint32)
-    eight = codes.reshape(*codes.shape[:-1], codes.shape[-1] // 8, 8)
+    eight = _in_groups(codes, 8)
     joined = jnp.sum(eight << _places(eight, 3), -1, dtype=jnp.uint32)
     pairs = jnp.broadcast_to(joined[..., None], (*joined.shape, 4))
     pairs = pairs >> _places(pairs, 6)
@@ -143,21 +141,38 @@ def _unpack_last(packed: Array, shape: tuple[int, ...], bits: int) -> Array:
     return lax.slice_in_dim(codes, 0, (shape or (1,))[-1], axis=-1).reshape(shape)
 
 
-def _in_groups(bits: int, codes: Array) -> Array:
+def _in_groups(codes: Array, sharing: int) -> Array:
     """Splits the last axis into the codes that share an element."""
-    _, sharing = _SHARING[bits]
     return codes.reshape(*codes.shape[:-1], codes.shape[-1] // sharing, sharing)
 
 
 def _join_by_sum(bits: int, codes: Array) -> Array:
-    dtype, _ = _SHARING[bits]
-    codes = _in_groups(bits, codes)
+    dtype, sharing = _SHARING[bits]
+    codes = _in_groups(codes, sharing)
     return jnp.sum(codes << _places(codes, bits), -1, dtype=jnp.uint8).astype(dtype)
 
 
-def _join_by_dtype(bits: int, codes: Array) -> Array:
+def _join_two_bits(codes: Array) -> Array:
     """Computes `_join_by_sum` of 2-bit codes for GPUs."""
-    return lax.bitcast_convert_type(_in_groups(bits, codes.astype(jnp.uint2)), jnp.uint4)
+    return on_one("cuda", _join_by_dtype, _join_by_bytes)(codes)
+
+
+def _join_by_dtype(codes: Array) -> Array:
+    """Joins 2-bit codes by a conversion to `uint2`.
+
+    The constraint keeps XLA from a transposition of `uint2`, which it cannot compile.
+    """
+    row_major = Layout(tuple(range(codes.ndim)))
+    codes = with_layout_constraint(codes, row_major).astype(jnp.uint2)
+    return lax.bitcast_convert_type(_in_groups(codes, 2), jnp.uint4)
+
+
+def _join_by_bytes(codes: Array) -> Array:
+    """Joins four 2-bit codes to a byte, which is two elements."""
+    fours = _in_groups(_padded(codes, 2, 4, jnp.uint8), 4)
+    joined = jnp.sum(fours << _places(fours, 2), -1, dtype=jnp.uint8)
+    pairs = lax.bitcast_convert_type(joined, jnp.uint4)
+    return pairs.reshape(*joined.shape[:-1], 2 * joined.shape[-1])[..., : codes.shape[-1] // 2]
 
 
 def _split_by_shift(bits: int, packed: Array) -> Array:

@@ -8,11 +8,11 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from jaxcomp._core.one_device import on_one
 from jaxcomp.codecs import BlockSparse, Codec, Encoded
 from jaxcomp.codecs._block_sparse import Product
 from jaxcomp.ops import _block_tpu as block_tpu
 from jaxcomp.ops import _block_triton as block_triton
-from jaxcomp.ops._one_device import on_one
 
 KERNELS = {"triton": block_triton, "tpu": block_tpu}
 

@@ -4,7 +4,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float
 
-from jaxcomp.ops._one_device import on_one
+from jaxcomp._core.one_device import on_one
 
 
 def row_major(gradient: Float[Array, "..."]) -> Float[Array, "..."]:

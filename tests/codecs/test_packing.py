@@ -80,10 +80,11 @@ def test_gpus_and_tpus_pack_three_bits_into_the_same_bytes(shape):
 @pytest.mark.parametrize("shape", [(2,), (3, 16), (2, 5, 18), (4, 0)])
 def test_gpus_pack_two_bits_into_the_same_bytes(shape):
     codes = jnp.asarray(np.random.default_rng(0).integers(0, 4, shape), jnp.uint8)
-    ways = packing._join_by_dtype, packing._join_by_sum
-    one, other = (jax.jit(way, static_argnums=0)(2, codes) for way in ways)
-    assert one.dtype == other.dtype == jnp.uint4
-    np.testing.assert_array_equal(one.astype(jnp.uint8), other.astype(jnp.uint8))
+    summed = jax.jit(packing._join_by_sum, static_argnums=0)(2, codes)
+    for way in packing._join_by_dtype, packing._join_by_bytes:
+        joined = jax.jit(way)(codes)
+        assert joined.dtype == summed.dtype == jnp.uint4
+        np.testing.assert_array_equal(joined.astype(jnp.uint8), summed.astype(jnp.uint8))
 
 
 @pytest.mark.parametrize("bits", [0, 5, 16, -1, True, 2.0, None, "2"])
@@ -99,4 +100,14 @@ def test_gpus_pack_an_axis_that_is_spread_over_devices(size):
     sharding = jax.NamedSharding(mesh, jax.P(None, "model"))
     codes = jax.ShapeDtypeStruct((3, size), jnp.uint8, sharding=sharding)
     report = memory.analyze(lambda c: packing.pack(c, 2), codes, target="h100:8")
+    assert report.total_bytes > 0
+
+
+@pytest.mark.aot
+def test_gpus_pack_a_transposed_array():
+    """XLA cannot compile a transposition of `uint2`."""
+    codes = jax.ShapeDtypeStruct((8, 12, 64, 1024), jnp.uint8)
+    report = memory.analyze(
+        lambda c: packing.pack(c.transpose(0, 3, 1, 2), 2), codes, target="h100"
+    )
     assert report.total_bytes > 0
