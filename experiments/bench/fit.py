@@ -68,7 +68,10 @@ HEADER = (
     "compilations",
     "error of the estimated bytes",
     "s",
+    "estimated from",
 )
+# Rows of earlier runs are estimated from traffic and products.
+ESTIMATED_FROM = "traffic, products, elementwise operations, kernels"
 
 
 def factory(network: str) -> tuple[MakeStep, int]:
@@ -115,6 +118,7 @@ def fitted(network: str, target: str, fraction: float, rows: dict[str, Any]) -> 
         "budget_bytes": budget,
         "by_hand": {s: ms for s, (total, ms) in rows.items() if total <= budget},
         "error": None,
+        "estimated_from": ESTIMATED_FROM,
     }
     start = time.perf_counter()
     try:
@@ -139,8 +143,9 @@ def cells(row: dict[str, Any]) -> list[str]:
     ]
     hand = min(row["by_hand"].items(), key=lambda item: item[1], default=("none fits", None))
     its = "" if hand[1] is None else f"{hand[1]:.2f}"
+    last = f"{row['seconds']:.0f}", row["estimated_from"]
     if row["error"]:
-        return [*first, "nothing fits", "", "", hand[0], its, "", "", "", f"{row['seconds']:.0f}"]
+        return [*first, "nothing fits", "", "", hand[0], its, "", "", "", *last]
     plan = FittedPlan.from_json(row["plan"])
     ratio = "" if hand[1] is None else f"{plan.milliseconds / hand[1]:.3f}"
     return [
@@ -153,7 +158,7 @@ def cells(row: dict[str, Any]) -> list[str]:
         ratio,
         str(len(plan.frontier)),
         ", ".join(f"{100 * error:+.1f}%" for error in plan.errors),
-        f"{row['seconds']:.0f}",
+        *last,
     ]
 
 
