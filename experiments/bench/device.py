@@ -148,14 +148,8 @@ def main(
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # processes share the device
     rows: list[dict[str, Any]] = [{"row": name} for name in strategies]
     described = [(name, model, image, dtype, batch) for name in strategies]
-    content: dict[str, Any] = {
-        "model": model,
-        "batch": batch,
-        "image": image,
-        "dtype": dtype,
-        "jobs": jobs,
-    }
-    content |= {"rounds": rounds, "steps": STEPS, "rows": rows}
+    content: dict[str, Any] = {"model": model, "batch": batch, "image": image, "dtype": dtype}
+    content |= {"rounds": rounds, "steps": STEPS, "jobs": jobs, "rows": rows}
     with tempfile.TemporaryDirectory() as folder:
         with new_processes(folder, jobs) as processes:
             compiling = [processes.submit(compiled, *step) for step in described]

@@ -15,7 +15,7 @@ T = typing.TypeVar("T")
 Form = Callable[..., T]
 
 
-def by_platform(
+def pack_by_platform(
     operand: typing.Any, *, tpu: Form[T], gpu: Form[T] | None = None, other: Form[T]
 ) -> T:
     """Packs or unpacks codes by the operations that are fast on the platform."""

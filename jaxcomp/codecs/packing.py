@@ -57,16 +57,18 @@ def pack(
         [('uint4', (8,)), ('uint8', (2,))]
     """
     if bits == 3:
-        return platforms.by_platform(codes, tpu=_two_and_one_bit, other=_two_and_one_bit_by_sum)
+        return platforms.pack_by_platform(
+            codes, tpu=_two_and_one_bit, other=_two_and_one_bit_by_sum
+        )
     if bits == 8:
         return (codes.astype(jnp.uint8),)
     if bits == 4:
-        return (platforms.by_platform(codes & 15, tpu=_convert_by_float, other=_convert),)
+        return (platforms.pack_by_platform(codes & 15, tpu=_convert_by_float, other=_convert),)
     _, sharing = _SHARING[bits]
     padded = _padded(codes, bits, sharing, jnp.uint8)
     tpu, other = (functools.partial(join, bits) for join in (_join_by_matmul, _join_by_sum))
     gpu = _join_two_bits if bits == 2 else other
-    return (platforms.by_platform(padded, tpu=tpu, gpu=gpu, other=other),)
+    return (platforms.pack_by_platform(padded, tpu=tpu, gpu=gpu, other=other),)
 
 
 def unpack(
@@ -137,7 +139,7 @@ def _padded(codes: Array, bits: int, sharing: int, dtype: DTypeLike) -> Array:
 
 def _unpack_last(packed: Array, shape: tuple[int, ...], bits: int) -> Array:
     by_matmul, by_shift = (functools.partial(f, bits) for f in (_split_by_matmul, _split_by_shift))
-    codes = platforms.by_platform(packed.astype(jnp.uint8), tpu=by_matmul, other=by_shift)
+    codes = platforms.pack_by_platform(packed.astype(jnp.uint8), tpu=by_matmul, other=by_shift)
     return lax.slice_in_dim(codes, 0, (shape or (1,))[-1], axis=-1).reshape(shape)
 
 

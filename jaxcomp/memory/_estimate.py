@@ -34,9 +34,8 @@ def estimated_seconds(figures: Mapping[str, Any], target: Target) -> float | Non
     if target.bandwidth is None or target.flops_per_second is None:
         return None
     products = flops / target.devices / target.flops_per_second
-    elementwise = vector_seconds(figures["vector_operations"], target)
-    starting = kernel_seconds(figures["kernels"], target)
-    return copying + traffic / target.bandwidth + products + elementwise + starting
+    rest = kernel_seconds(figures["vector_operations"], figures["kernels"], target)
+    return copying + traffic / target.bandwidth + products + rest
 
 
 def host_seconds(nbytes: int | None, target: Target) -> float:
@@ -44,12 +43,13 @@ def host_seconds(nbytes: int | None, target: Target) -> float:
     return 0.0 if target.link_bandwidth is None else (nbytes or 0) / target.link_bandwidth
 
 
-def vector_seconds(operations: int | None, target: Target) -> float:
-    """The estimated time of elementwise operations; 0 where their rate is not known."""
+def kernel_seconds(operations: int | None, kernels: int | None, target: Target) -> float:
+    """The estimated time of elementwise operations and of kernels besides their work, on a GPU.
+
+    It is 0 on other devices, and without operations where their rate is not known.
+    """
+    if target.platform != "cuda":
+        return 0.0
     rate = target.vector_operations_per_second
-    return 0.0 if rate is None else (operations or 0) / rate
-
-
-def kernel_seconds(count: int | None, target: Target) -> float:
-    """The estimated time that a GPU takes for kernels besides their work; 0 on other devices."""
-    return _KERNEL_SECONDS * (count or 0) if target.platform == "cuda" else 0.0
+    computing = 0.0 if rate is None else (operations or 0) / rate
+    return computing + _KERNEL_SECONDS * (kernels or 0)

@@ -1,7 +1,7 @@
 """Counts the kernels of a compiled program from the text of its HLO module."""
 
 from ._hlo import Instruction, parse
-from ._traffic import FREE, total_over
+from ._traffic import is_free, total_over
 
 
 def kernels(hlo_text: str) -> int | None:
@@ -31,6 +31,4 @@ def kernels(hlo_text: str) -> int | None:
 
 def is_kernel(instruction: Instruction) -> int:
     """1 if the instruction starts a kernel, else 0."""
-    follows = instruction.opcode.endswith(("-done", "-update"))
-    allocates = '"AllocateBuffer"' in instruction.attributes
-    return int(not (instruction.opcode in FREE or follows or allocates))
+    return int(not (is_free(instruction) or instruction.opcode.endswith("-done")))

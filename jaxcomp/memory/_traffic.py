@@ -9,7 +9,7 @@ from ._loops import trip_count
 Count = Callable[[Computation, Instruction], int]
 Counted = Callable[[Array], bool]  # whether reading and writing an array counts
 
-FREE = {
+_FREE = {
     "parameter",
     "constant",
     "tuple",
@@ -171,9 +171,7 @@ def traffic_of(
 ) -> int:
     """Bytes that one instruction reads and writes. A `-start` reads, and its `-done` writes."""
     opcode = instruction.opcode
-    if opcode in FREE or '"AllocateBuffer"' in instruction.attributes:
-        return 0
-    if opcode.endswith("-update"):
+    if is_free(instruction):
         return 0
     if opcode.endswith("-done"):
         start = _start(computation, instruction)
@@ -183,6 +181,15 @@ def traffic_of(
     if opcode.endswith("-start"):
         return read
     return read + _written(module, computation, instruction, instruction, counted)
+
+
+def is_free(instruction: Instruction) -> bool:
+    """Whether an instruction does no work of its own: it names, allocates or continues."""
+    return (
+        instruction.opcode in _FREE
+        or instruction.opcode.endswith("-update")
+        or '"AllocateBuffer"' in instruction.attributes
+    )
 
 
 def _start(computation: Computation, done: Instruction) -> Instruction:

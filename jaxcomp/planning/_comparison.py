@@ -88,14 +88,14 @@ class Comparison:
         Where no time is known, as on an attached device, the row of the least HBM traffic.
         """
         for figure in "estimated_seconds", "hbm_traffic_bytes":
-            costs = {
-                i: getattr(row.report, figure)
+            fitting = [
+                (cost, i)
                 for i, row in enumerate(self.rows)
                 if row.report and row.report.fits
-            }
-            known = {i: cost for i, cost in costs.items() if cost is not None}
-            if known:
-                return self.rows[min(known, key=lambda i: known[i])]
+                if (cost := getattr(row.report, figure)) is not None
+            ]
+            if fitting:
+                return self.rows[min(fitting)[1]]
         return None
 
     def to_dict(self) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from jaxcomp.memory import declared_residuals
 from jaxcomp.memory._analyze import analyze_step
 from jaxcomp.memory._buffer import Buffer
 from jaxcomp.memory._costs import costs
-from jaxcomp.memory._estimate import host_seconds, kernel_seconds, vector_seconds
+from jaxcomp.memory._estimate import host_seconds, kernel_seconds
 from jaxcomp.memory._live_bytes import Timeline
 from jaxcomp.memory._origin import Origin, split_op_name
 from jaxcomp.memory._report import MemoryReport
@@ -145,7 +145,7 @@ def _seconds_of(
         groups: The model's groups.
         target: What it is compiled for.
     """
-    elementwise, host, cycles = (defaultdict[str, float](float) for _ in range(3))
+    in_kernels, host, cycles = (defaultdict[str, float](float) for _ in range(3))
     group_of: dict[str, str] = {}
     for cost in costs(hlo_text) if hlo_text else ():
         instruction, where = cost.instruction, cost.computation.name
@@ -155,13 +155,13 @@ def _seconds_of(
             names = (f"{where}/{operand}" for operand in instruction.operands)
             group = next(filter(None, (group_of.get(name, "") for name in names)), "")
         group_of[f"{where}/{instruction.name}"] = group
-        elementwise[group] += cost.hbm / bandwidth_of(target) + vector_seconds(cost.vector, target)
-        elementwise[group] += kernel_seconds(cost.kernels, target)
+        in_kernels[group] += cost.hbm / bandwidth_of(target)
+        in_kernels[group] += kernel_seconds(cost.vector, cost.kernels, target)
         host[group] += cost.host
         cycles[group] += cost.cycles
     found: dict[str, float] = defaultdict(float)
     for whole, parts in (
-        (seconds, cycles if any(cycles.values()) else elementwise),
+        (seconds, cycles if any(cycles.values()) else in_kernels),
         (copying, host),
     ):
         if total := sum(parts.values()):

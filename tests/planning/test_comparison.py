@@ -62,6 +62,19 @@ def test_table_json_and_verdict():
     assert (rows[1]["row"], rows[1]["batch"], rows[1]["target"]) == ("remat", 64, "cpu")
 
 
+def test_the_cheapest_row_is_that_of_the_least_estimated_time():
+    table = compare(make_step, ["plain", "remat"], batch=64, target="cpu", capacity=2**20)
+    rows = [
+        replace(row, report=replace(row.report, estimated_seconds=seconds))
+        for row, seconds in zip(table.rows, (2.0, 1.0), strict=True)
+    ]
+    timed = replace(table, rows=tuple(rows))
+    assert timed.cheapest().name == "remat"
+    assert str(timed).endswith(
+        "Cheapest row that fits the 1.0 MiB of cpu, by estimated time: remat"
+    )
+
+
 def test_no_row_fits_or_nobody_knows():
     table = compare(make_step, ["plain"], batch=64, target="cpu", capacity=10)
     assert table.cheapest() is None
