@@ -142,6 +142,8 @@ def main(
     strategies = strategy or list(STRATEGIES)
     for name in strategies:
         Strategy.parse(name)
+    if model in CASES and (image, dtype) != (224, "bfloat16"):
+        raise ValueError(f"image={image}, dtype={dtype!r}: {model} has its own; leave them out")
     if batch is None:
         batch = CASES[model][1] if model in CASES else 128
     make_folder(out)

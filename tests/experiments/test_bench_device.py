@@ -55,6 +55,12 @@ def test_a_wrong_strategy_is_told_before_anything_is_compiled(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_what_a_transformer_would_ignore_is_an_error(tmp_path):
+    with pytest.raises(device.typer.BadParameter, match="image=64"):
+        device.main(tmp_path / "out", ["plain"], "lm", image=64)
+    assert not (tmp_path / "out").exists()
+
+
 def test_filled_is_random_and_small_but_for_scalar_integers():
     integers = jax.ShapeDtypeStruct((64,), jnp.int32)
     shapes = {"x": SHAPES[1], "n": jax.ShapeDtypeStruct((), jnp.int32), "tokens": integers}
