@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float, Num
 
 
@@ -41,26 +42,35 @@ class Companding:
                 found.append((i, low, high - low))
         return found
 
-    def index(self, x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-        """Returns the positions of values among the levels; below the first they are negative."""
-        x = x * (1 / self.unit)
-        lines = [x * (1 / gap) + (i - low / gap) for i, low, gap in self._lines]
+    def index(self, x: Float[Array, "*shape"], first: int | float = 0) -> Float[Array, "*shape"]:
+        """Returns the positions of values among the levels; lower ones are below the first.
+
+        Args:
+            x: Values.
+            first: Position of the first level.
+        """
+        lines = [
+            x * (1 / (gap * self.unit)) + (first + i - low / gap) for i, low, gap in self._lines
+        ]
         return functools.reduce(jnp.minimum, lines)
 
-    def multiple(self, index: Num[Array, "*shape"]) -> Num[Array, "*shape"]:
-        """Returns the multiples of the unit at positions among the levels."""
-        lines = [index * gap + (low - i * gap) for i, low, gap in self._lines]
+    def multiple(self, index: Num[Array, "*shape"], first: int | float = 0) -> Num[Array, "*shape"]:
+        """Returns the levels at positions, as multiples of the unit, which are exact.
+
+        Args:
+            index: Positions.
+            first: Position of the first level.
+        """
+        lines = [index * gap + (low - (first + i) * gap) for i, low, gap in self._lines]
         return functools.reduce(jnp.maximum, lines)
 
-    def signed_multiple(self, index: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-        """Returns the multiples at positions among levels on both sides of zero.
 
-        The first level is half a distance from zero, on each side. Position 0.5 is its place above
-        zero, -0.5 below.
-        """
-        (_, _, gap), *others = self._lines
-        multiple = index * gap
-        for i, _, wider in others:
-            beyond = index - jnp.clip(index, -(i + 0.5), i + 0.5)
-            multiple, gap = multiple + beyond * (wider - gap), wider
-        return multiple
+def with_sign(size: Float[Array, "*shape"], of: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Returns float32 values that are not negative, with the signs of others.
+
+    Example:
+        >>> with_sign(jnp.array([1.0, 2.0]), jnp.array([-3.0, 3.0])).tolist()
+        [-1.0, 2.0]
+    """
+    sign = lax.bitcast_convert_type(of, jnp.uint32) & jnp.uint32(1 << 31)
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(size, jnp.uint32) | sign, jnp.float32)

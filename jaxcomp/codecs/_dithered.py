@@ -44,7 +44,7 @@ def encode(h: Float[Array, "*shape"], bits: int, seed: Seed) -> Dithered:
     low, step = equidistant(ends, bits)
     words = noise.axis_words(h.shape, seed)
     level = jnp.clip((h - low) / jnp.where(step == 0, 1, step), 0, 2**bits - 1)
-    codes = noise.rounded(level, noise.of_axes(words))
+    codes = noise.rounded(level, noise.of_axes(words), bits)
     return Dithered(packing.pack(codes, bits), ends, words)
 
 
@@ -54,4 +54,4 @@ def decode(
     """Returns the float32 values that `encode` encoded, and the distance between levels."""
     low, step = equidistant(code.ends, bits)
     codes = packing.unpack(code.packed, shape, bits).astype(jnp.float32)
-    return (codes + (0.5 - noise.of_axes(code.words))) * step + low, step
+    return (codes + (0.5 - noise.fraction(noise.of_axes(code.words)))) * step + low, step

@@ -131,9 +131,8 @@ class Float8(Codec):
         exponent = (_bits(scaled) >> _EXPONENT) - _BIAS
         unit = jnp.maximum(exponent, kind.least) - kind.mantissa
         level = scaled * _power(-unit)
-        lower = jnp.floor(level)
-        offset = noise.uniform(x, seed) if self.rounding == "stochastic" else 0.5
-        rounded = (lower + (level - lower + offset >= 1)) * _power(unit)
+        random = noise.words(x, seed) if self.rounding == "stochastic" else jnp.asarray(noise.HALF)
+        rounded = noise.rounded(level, random, kind.mantissa + 2).astype(jnp.float32) * _power(unit)
         signed = _number(_bits(rounded) | (bits & _SIGN) | ~finite)  # all ones are a NaN
         return signed.astype(kind.dtype), scale.astype(jnp.int8)
 

@@ -57,14 +57,10 @@ class Levels:
         Returns:
             int32 codes in [0, negatives + number of positive levels).
         """
-        fraction = noise.fraction(random)
-        last = len(self.positive.multiples) - 1
-        index = jnp.clip(self.positive.index(t), 0, last)
-        codes = self.negatives + noise.rounded(index, fraction)
-        if self.negatives == 1:
-            return jnp.where(positive, codes, 0)
-        above = t * (1 / self.bottom) < fraction
-        return jnp.where(positive, codes, above.astype(jnp.int32))
+        last = self.negatives + len(self.positive.multiples) - 1
+        index = jnp.clip(self.positive.index(t, self.negatives), self.negatives, last)
+        below = 0.0 if self.negatives == 1 else jnp.clip(1 - t * (1 / self.bottom), 0, 1)
+        return noise.rounded(jnp.where(positive, index, below), random, last.bit_length())
 
     @functools.partial(jax.jit, static_argnums=0)
     def decode(
@@ -78,12 +74,15 @@ class Levels:
         Returns:
             The float32 levels, and the mask of positive values.
         """
-        positive = codes >= self.negatives
-        down = jnp.where(codes == 0, jnp.float32(self.bottom), 0.0)
-        up = self.positive.multiple((codes - self.negatives).astype(jnp.float32))
-        return jnp.where(positive, up * self.positive.unit, down), positive
+        multiple = self.positive.multiple(codes.astype(jnp.float32), self.negatives)
+        if self.negatives == 2 or self.bottom == 0:
+            multiple = jnp.maximum(multiple, 0)  # of the code below the first of positive values
+        level = multiple * self.positive.unit
+        if self.bottom != 0:
+            level = jnp.where(codes == 0, self.bottom, level)
+        return level, codes >= self.negatives
 
     def multiples(self, codes: Int[Array, "*shape"]) -> Int8[Array, "*shape"]:
         """Returns positive levels as multiples of their unit, and 0 for the other values."""
-        up = self.positive.multiple(codes - self.negatives)
+        up = self.positive.multiple(codes, self.negatives)
         return jnp.where(codes >= self.negatives, up, 0).astype(jnp.int8)

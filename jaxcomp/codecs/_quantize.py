@@ -129,12 +129,9 @@ class Quantize(Codec):
         top = 2**self.bits - 1
         spread = span > top * jnp.finfo(jnp.float32).tiny
         steps = jnp.where(spread, top / jnp.where(spread, span, 1.0), 0.0)
-        offset = noise.uniform(x, seed) if self.rounding == "stochastic" else 0.5
-        level = (value - least) * steps
-        lower = jnp.floor(level)
-        codes = lower + (level - lower + offset >= 1)  # separate: the noise keeps its bits
-        codes = jnp.clip(codes, 0, top).astype(jnp.int32)
-        return *packing.pack(codes, self.bits), low, high
+        level = jnp.clip((value - least) * steps, 0, top)
+        random = noise.words(x, seed) if self.rounding == "stochastic" else jnp.asarray(noise.HALF)
+        return *packing.pack(noise.rounded(level, random, self.bits), self.bits), low, high
 
     def encode_within(self, x: Array, low: float, high: float, seed: Seed) -> Encoded:
         """Encodes values between two known numbers, without a pass that computes their range.

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int8, UInt32
 
 from jaxcomp.codecs import noise, packing
 from jaxcomp.codecs._codec import Codec, Encoded, Seed, channel_axes
-from jaxcomp.codecs._companding import Companding
+from jaxcomp.codecs._companding import Companding, with_sign
 from jaxcomp.codecs._levels import Levels
 from jaxcomp.codecs._rounding import to_bfloat16
 
@@ -141,9 +141,10 @@ class SignAware(Codec):
         Returns:
             The encoded array; it holds `channel_scale`.
         """
-        t = x.astype(jnp.float32) / jnp.where(channel_scale == 0, 1, channel_scale).astype(
-            jnp.float32
-        )
+        # Division by 16: the reciprocal of the largest scale is not subnormal.
+        value, scale = (a.astype(jnp.float32) / 16 for a in (x, channel_scale))
+        is_zero = scale < jnp.finfo(jnp.float32).tiny
+        t = value * jnp.where(is_zero, 1.0, 1 / jnp.where(is_zero, 1.0, scale))
         codes = self.levels.encode(t, x > 0, random)
         arrays = *packing.pack(codes, self.bits), channel_scale, jnp.zeros((1,) * x.ndim)
         return Encoded(arrays, x.shape, x.dtype)
@@ -301,13 +302,12 @@ class SignAware(Codec):
         """
         ends: tuple[Array, ...] = ()
         if self.scale_source == "norm":
-            size = _DEVIATION[self.bits].index(jnp.abs(h)) + 0.5
-            index = jnp.where(h < 0, -size, size) + self._middle
+            size = jnp.minimum(_DEVIATION[self.bits].index(jnp.abs(h), 0.5), self._middle)
+            index = self._middle + with_sign(size, h)
         else:
             low, step = equidistant(ends := extremes(h), self.bits)
-            index = (h - low) / jnp.where(step == 0, 1, step)
-        index = jnp.clip(index, 0, 2**self.bits - 1)
-        codes = noise.rounded(index, noise.fraction(random))
+            index = jnp.clip((h - low) / jnp.where(step == 0, 1, step), 0, 2**self.bits - 1)
+        codes = noise.rounded(index, random, self.bits)
         return Normalized(packing.pack(codes, self.bits), ends)
 
     @functools.partial(jax.jit, static_argnums=(0, 2), inline=True)
@@ -320,7 +320,7 @@ class SignAware(Codec):
             low, step = equidistant(code.ends, self.bits)
             return codes * step + low
         levels, index = _DEVIATION[self.bits], codes - self._middle
-        return levels.signed_multiple(index) * levels.unit
+        return with_sign(levels.multiple(jnp.abs(index), 0.5), index) * levels.unit
 
     @property
     def _middle(self) -> float:

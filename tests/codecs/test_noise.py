@@ -135,24 +135,36 @@ def test_a_tpu_samples_a_large_array(shape):
     assert memory.analyze(noise.spot_check, x, target="v5e").estimated_cycles < 10_000
 
 
-@pytest.mark.parametrize("top", [15, 127])
-def test_rounded_is_the_integer_part_of_the_sum(top):
-    rng = np.random.default_rng(0)
+@pytest.mark.parametrize("bits", [1, 4, 7, 8])
+def test_rounded_is_the_integer_part_of_the_sum(bits):
+    rng, top = np.random.default_rng(0), 2**bits - 1
     level = np.concatenate([rng.uniform(0, top, 100_000), np.arange(top + 1)]).astype(np.float32)
     words = rng.integers(0, 2**32, level.size, dtype=np.uint32)
-    rounded = jax.jit(lambda *of: noise.rounded(of[0], noise.fraction(of[1])))(level, words)
-    fraction = np.asarray(noise.fraction(jnp.asarray(words)), np.float64)
-    exact = np.floor(level.astype(np.float64) + fraction)
-    assert (rounded != exact).mean() < top * 2.0**-16  # the sum is rounded to a float
+    rounded = jax.jit(lambda *of: noise.rounded(*of, bits))(level, words)
+    grid = 2.0**15 if bits == 8 else 2.0**16
+    on_grid = np.round(level.astype(np.float64) * grid) / grid
+    exact = np.floor(on_grid + np.floor(words * (grid / 2**32)) / grid)
+    np.testing.assert_array_equal(rounded, exact)
     np.testing.assert_array_equal(rounded[-top - 1 :], np.arange(top + 1))
 
 
 @pytest.mark.parametrize("level", [0.0, 1.7, 3.0])
 def test_rounded_takes_constants(level):
     """XLA must not join the constants of the sum."""
-    fractions = (jnp.arange(2**16, dtype=jnp.float32) + 0.5) / 2**16
-    rounded = jax.jit(lambda f: noise.rounded(jnp.full(f.shape, level), f))(fractions)
-    np.testing.assert_allclose(rounded.mean(), level, atol=2.0**-16)
+    words = jnp.arange(2**16, dtype=jnp.uint32) << 16
+    rounded = jax.jit(lambda w: noise.rounded(jnp.full(w.shape, level), w, 2))(words)
+    np.testing.assert_allclose(rounded.mean(), level, atol=2.0**-17)
     levels = jnp.linspace(0, 3, 301)
-    rounded = jax.jit(lambda x: noise.rounded(x, jnp.full(x.shape, 0.123)))(levels)
+    word = jnp.uint32(0.123 * 2**32)
+    rounded = jax.jit(lambda x: noise.rounded(x, jnp.full(x.shape, word), 2))(levels)
     np.testing.assert_array_equal(rounded, np.floor(np.asarray(levels, np.float64) + 0.123))
+    nearest = noise.rounded(levels, jnp.asarray(noise.HALF), 2)
+    np.testing.assert_array_equal(nearest, np.floor(np.asarray(levels, np.float64) + 0.5))
+
+
+def test_words_have_the_upper_bits_of_the_hash():
+    x = normal((64, 64))
+    numbers = noise.fraction(noise.words(x, 3))
+    np.testing.assert_array_equal(numbers, noise.uniform(x, 3))
+    upper = noise._hash(x, noise._mix(jnp.uint32(4))) >> 16
+    np.testing.assert_array_equal(noise.words(x, 3) >> 16, upper)

@@ -118,8 +118,8 @@ def test_unbiased_over_every_number_of_the_noise(bits, monkeypatch):
     draws, top = 2**16, 2**bits - 1
     row = np.random.default_rng(bits).uniform(0, top, 12).astype(np.float32)
     row[:4] = 0, top, top // 2, top - 1  # exact levels too
-    numbers = (np.arange(draws, dtype=np.float32)[:, None] + 0.5) / draws
-    monkeypatch.setattr(quantize.noise, "uniform", lambda x, seed: jnp.asarray(numbers))
+    words = np.arange(draws, dtype=np.uint32)[:, None] << 16
+    monkeypatch.setattr(quantize.noise, "words", lambda x, seed: jnp.asarray(words))
     x = jnp.broadcast_to(row, (draws, 12)) + jnp.zeros((draws, 1))
     codec = Quantize(bits, "row")
     decoded = np.asarray(jax.jit(lambda x: codec.decode(codec.encode(x)))(x), np.float64)
