@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 
 from jaxcomp.codecs import noise, packing
 from jaxcomp.codecs._codec import Seed
-from jaxcomp.codecs._sign_aware import equidistant, extremes
+from jaxcomp.codecs._sign_aware import equidistant, extremes, reciprocal
 
 
 class Dithered(typing.NamedTuple):
@@ -43,7 +43,7 @@ def encode(h: Float[Array, "*shape"], bits: int, seed: Seed) -> Dithered:
     ends = extremes(h)
     low, step = equidistant(ends, bits)
     words = noise.axis_words(h.shape, seed)
-    level = jnp.clip((h - low) / jnp.where(step == 0, 1, step), 0, 2**bits - 1)
+    level = jnp.clip((h - low) * reciprocal(step), 0, 2**bits - 1)
     codes = noise.rounded(level, noise.of_axes(words), bits)
     return Dithered(packing.pack(codes, bits), ends, words)
 

@@ -59,7 +59,9 @@ class Levels:
         """
         last = self.negatives + len(self.positive.multiples) - 1
         index = jnp.clip(self.positive.index(t, self.negatives), self.negatives, last)
-        below = 0.0 if self.negatives == 1 else jnp.clip(1 - t * (1 / self.bottom), 0, 1)
+        if self.negatives == 1:
+            return jnp.where(positive, noise.rounded(index, random, last.bit_length()), 0)
+        below = jnp.clip(1 - t * (1 / self.bottom), 0, 1)
         return noise.rounded(jnp.where(positive, index, below), random, last.bit_length())
 
     @functools.partial(jax.jit, static_argnums=0)

@@ -143,8 +143,7 @@ class SignAware(Codec):
         """
         # Division by 16: the reciprocal of the largest scale is not subnormal.
         value, scale = (a.astype(jnp.float32) / 16 for a in (x, channel_scale))
-        is_zero = scale < jnp.finfo(jnp.float32).tiny
-        t = value * jnp.where(is_zero, 1.0, 1 / jnp.where(is_zero, 1.0, scale))
+        t = value * reciprocal(scale)
         codes = self.levels.encode(t, x > 0, random)
         arrays = *packing.pack(codes, self.bits), channel_scale, jnp.zeros((1,) * x.ndim)
         return Encoded(arrays, x.shape, x.dtype)
@@ -235,8 +234,7 @@ class SignAware(Codec):
             if self.levels.negatives == 1:
                 ends = _mean_unless_all(h, positive, low), high
             start, up, down = self._steps(ends, threshold)
-            step = jnp.where(positive, up, down)
-            t = (h - start) / jnp.where(step == 0, 1, step)
+            t = (h - start) * jnp.where(positive, reciprocal(up), reciprocal(down))
         packed = packing.pack(self.levels.encode(t, positive, random), self.bits)
         return Preactivation(packed, ends, threshold)
 
@@ -306,7 +304,7 @@ class SignAware(Codec):
             index = self._middle + with_sign(size, h)
         else:
             low, step = equidistant(ends := extremes(h), self.bits)
-            index = jnp.clip((h - low) / jnp.where(step == 0, 1, step), 0, 2**self.bits - 1)
+            index = jnp.clip((h - low) * reciprocal(step), 0, 2**self.bits - 1)
         codes = noise.rounded(index, random, self.bits)
         return Normalized(packing.pack(codes, self.bits), ends)
 
@@ -366,6 +364,15 @@ def equidistant(ends: tuple[Array, ...], bits: int) -> tuple[Array, Array]:
     """Returns the lowest of equidistant levels between two ends, and the distance of levels."""
     low, high = (end.astype(jnp.float32) for end in ends)
     return low, (high - low) / (2**bits - 1)
+
+
+def reciprocal(step: Array) -> Array:
+    """Returns the reciprocal of float32 steps, and 1 where a step is 0 or subnormal.
+
+    Every element is multiplied by it. A GPU divides as fast as it multiplies eight times or more.
+    """
+    usable = ~(step < jnp.finfo(jnp.float32).tiny)  # NaN stays
+    return jnp.where(usable, 1 / jnp.where(usable, step, 1.0), 1.0)
 
 
 def _mean_unless_all(h: Array, positive: Array, low: Array) -> Array:
