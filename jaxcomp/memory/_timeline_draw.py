@@ -2,7 +2,7 @@
 
 import html
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from importlib import resources
 from pathlib import Path
@@ -113,12 +113,30 @@ def bytes_by_module(timeline: Timeline) -> dict[str, list[int]]:
 
 
 def _bytes_by(timeline: Timeline, key: Callable[[Buffer], str]) -> dict[str, list[int]]:
-    totals: dict[str, list[int]] = {}
-    for point in range(len(timeline.points)):
-        for buffer in timeline.alive(point):
-            values = totals.setdefault(key(buffer), [0] * len(timeline.points))
-            values[point] += buffer.bytes
-    return totals
+    """Live bytes at each point by a key; of the buffers in one place only the newest counts."""
+    count = len(timeline.points)
+    changes: dict[int, list[Buffer]] = defaultdict(list)
+    for buffer in timeline.buffers:
+        changes[buffer.start].append(buffer)
+        changes[buffer.end + 1].append(buffer)
+    in_place: dict[tuple[int, int], list[Buffer]] = defaultdict(list)
+    now: Counter[str] = Counter()
+    totals: dict[str, list[int]] = defaultdict(lambda: [0] * count)
+    for point in range(count):
+        for buffer in changes[point]:
+            alive = in_place[buffer.allocation, buffer.offset]
+            if alive:
+                now[key(alive[-1])] -= alive[-1].bytes
+            if buffer.start == point:
+                alive.append(buffer)
+            else:
+                alive.remove(buffer)
+            if alive:
+                now[key(alive[-1])] += alive[-1].bytes
+        for name, total in now.items():
+            if total:
+                totals[name][point] = total
+    return dict(totals)
 
 
 def _page_data(title: str, timeline: Timeline, texts: dict[str, int]) -> dict[str, Any]:
