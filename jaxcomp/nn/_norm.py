@@ -79,8 +79,11 @@ class BatchNorm(Coded, nnx.BatchNorm):
             var: Biased variance of the batch, float32.
         """
         for average, value in ((self.mean, mean), (self.var, var)):
-            updated = self.momentum * average[...] + (1 - self.momentum) * value
-            average[...] = jax.lax.stop_gradient(updated)
+            before = average[...]
+            updated = self.momentum * before + (1 - self.momentum) * value
+            # An assignment to `average[...]` takes much of the time of tracing a deep network: Flax
+            # asks the tracers for a sharding, and JAX searches the whole trace for a message.
+            average.set_value(jax.lax.stop_gradient(updated).astype(before.dtype))
 
 
 class LayerNorm(Coded, nnx.LayerNorm):

@@ -169,7 +169,7 @@ class NormAct(Coded, nnx.Module):
             share = ops.clipped(
                 x, scale, bias, means, variances, coded, normed, epsilon=norm.epsilon
             )
-            self.clipped[...] = jax.lax.stop_gradient(share)
+            self.clipped.set_value(jax.lax.stop_gradient(share))
         return coded
 
     def _separately(
