@@ -165,6 +165,17 @@ def test_running_statistics_survive_remat_and_grad() -> None:
     assert not np.array_equal(results[0][1]["mean"][...], jnp.zeros(5))
 
 
+def test_running_statistics_are_traced_without_a_search_for_a_message(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A tracer that is asked for its sharding searches the whole program."""
+    asked: list[object] = []
+    monkeypatch.setattr(jax.core.Tracer, "sharding", property(asked.append))
+    _, layer = _pair(CODEC)
+    _train(layer, _inputs(jnp.float32, 1))
+    assert not asked
+
+
 LAYER_NORMS: dict[str, dict[str, typing.Any]] = {
     "plain": {},
     "epsilon, slow variance": {"epsilon": 1e-2, "use_fast_variance": False},
