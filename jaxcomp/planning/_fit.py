@@ -51,8 +51,8 @@ def fit(
     """Finds the fastest way to make a training step fit a budget of memory.
 
     The budget is for all that XLA needs on the target: arguments, outputs and temporary memory. The
-    step is compiled as it is, with all values quantized, and with its blocks recomputed. From these
-    an integer program chooses what to do with each group of modules, so that the estimated time is
+    step is compiled as it is, with all values quantized, with its blocks recomputed, and with all of
+    them but products recomputed if that may fit. From these an integer program chooses what to do with each group of modules, so that the estimated time is
     least and no moment of the step exceeds the budget. Its plan is compiled, the estimate is
     corrected, and the program is solved again. Only what was compiled and fits is returned, and an
     exact strategy wins where it is estimated to be as fast.
@@ -61,8 +61,7 @@ def fit(
     for absent targets are also kept in the folder of JAX's compilation cache, if there is one
     (`JAX_COMPILATION_CACHE_DIR`).
 
-    The time is that of the HBM traffic and of the FLOPs at the target's peak rates; on a TPU it is
-    XLA's estimate of the cycles. It ranks strategies and is no prediction of the step time.
+    The time is `memory.MemoryReport.estimated_seconds`. It ranks strategies.
 
     Args:
         make_step: The step factory, as `compare` takes it.

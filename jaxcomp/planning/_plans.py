@@ -79,6 +79,8 @@ def run(search: Search, models: Sequence[Any], allowed: Allowed) -> None:
         )
     if recomputes and search.left:
         recomputed = _tried(search, "remat", remat)
+        if recomputed is not None:
+            _remat_but_products(search, plain)
     if "accumulate" in allowed.actions:
         if allowed.split_batch_statistics or _have_no_statistics(models):
             _accumulate(search, plain)
@@ -112,6 +114,15 @@ def run(search: Search, models: Sequence[Any], allowed: Allowed) -> None:
             search.notes.append(
                 f"no offload: the bandwidth between {search.target.name} and its host is not known"
             )
+
+
+def _remat_but_products(search: Search, plain: Probe) -> None:
+    """Compiles the step with all but products recomputed, if that is expected to fit."""
+    strategy = Strategy.parse("remat:dots")
+    saved, declared = (sum(of.values()) for of in (plain.saved, plain.declared))
+    more = sum(search.declared(strategy).values()) * (saved / declared if declared else 1.0) - saved
+    if search.left and (plain.report.total_bytes or 0) + more <= search.budget:
+        _tried(search, strategy.spec, strategy)
 
 
 def _kept_products(search: Search, known: Known, allowed: Allowed) -> list[Known]:
