@@ -369,7 +369,7 @@ def equidistant(ends: tuple[Array, ...], bits: int) -> tuple[Array, Array]:
 def reciprocal(step: Array) -> Array:
     """Returns the reciprocal of float32 steps, and 1 where a step is 0 or subnormal.
 
-    Every element is multiplied by it. A GPU divides as fast as it multiplies eight times or more.
+    Elements are multiplied by it: on a GPU a division takes as long as eight products or more.
     """
     usable = ~(step < jnp.finfo(jnp.float32).tiny)  # NaN stays
     return jnp.where(usable, 1 / jnp.where(usable, step, 1.0), 1.0)

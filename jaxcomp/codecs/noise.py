@@ -19,7 +19,7 @@ _SPAN = 4096  # elements of the last axis, among which those are
 
 
 def _mix_upper(h: Array) -> Array:
-    """Mixes 32-bit words as `_mix` does; only the upper 16 bits of the result are those of it."""
+    """Mixes 32-bit words; the upper 16 bits of the result are those of `_mix`."""
     h = (h ^ (h >> 16)) * jnp.uint32(0x7FEB352D)
     return (h ^ (h >> 15)) * jnp.uint32(0x846CA68B)
 
@@ -59,7 +59,7 @@ def _hash(x: Array, salt: Array) -> Array:
 
 @jax.jit
 def _upper_hash(x: Array, salt: Array) -> Array:
-    """Returns the same; only the upper 16 bits are those of `_hash`."""
+    """Returns words whose upper 16 bits are those of `_hash`."""
     return _mix_upper(_salted(x, salt))
 
 
