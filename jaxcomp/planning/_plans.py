@@ -79,7 +79,7 @@ def run(search: Search, models: Sequence[Any], allowed: Allowed) -> None:
         )
     if recomputes and search.left:
         recomputed = _tried(search, "remat", remat)
-        if recomputed is not None:
+        if recomputed is not None and search.left:
             _remat_but_products(search, plain)
     if "accumulate" in allowed.actions:
         if allowed.split_batch_statistics or _have_no_statistics(models):
@@ -121,7 +121,7 @@ def _remat_but_products(search: Search, plain: Probe) -> None:
     strategy = Strategy.parse("remat:dots")
     saved, declared = (sum(of.values()) for of in (plain.saved, plain.declared))
     more = sum(search.declared(strategy).values()) * (saved / declared if declared else 1.0) - saved
-    if search.left and (plain.report.total_bytes or 0) + more <= search.budget:
+    if (plain.report.total_bytes or 0) + more <= search.budget:
         _tried(search, strategy.spec, strategy)
 
 
