@@ -2,9 +2,10 @@
 
     python -m experiments.mutants --out experiments/results/mutants
 
-A mutant is killed if the tests of its package fail or run longer than `TIMEOUT`. The module's own
-test file and doctests come first, then the files of tests that noticed other changes of the module,
-then the rest, small files first. The run resumes: mutants in the folder's `mutants.json` count and
+A mutant is killed if a test of its package that runs its line fails, or if these tests run longer
+than `TIMEOUT`. Which tests run a line is measured first, in a run of all tests without a change;
+what a test starts as another process is not seen. Those of the module's own test file come first,
+and fast ones before slow ones. The run resumes: mutants in the folder's `mutants.json` count and
 are not run again. A mutant's place in the random order does not depend on the others.
 """
 
@@ -19,11 +20,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import coverage
 import typer
 from rich.progress import track
 
@@ -129,20 +130,59 @@ def _changed(node: ast.expr) -> ast.expr | None:
     return changed
 
 
-def in_order(module: str, killers: list[str]) -> list[str]:
-    """The tests of a module's package, those first that are likely to notice a change of it.
+def covering_tests(package: str, folder: Path) -> dict[tuple[str, int], list[str]]:
+    """The tests of a package that run a line, for each line of its modules, fast ones first.
+
+    A line that runs when its module is imported has all tests of the package.
 
     Args:
-        module: Path of the module, relative to the repository.
-        killers: What `first_failure` returned for other changes of the module.
+        package: Name of the package in `jaxcomp`.
+        folder: A copy of the repository.
     """
-    path = ROOT / module
-    own = f"test_{path.stem.removeprefix('_')}.py"
-    files = (ROOT / "tests" / path.parent.name).glob("test_*.py")
-    noticed = Counter(killer.split("::")[0].split("/")[-1] for killer in killers)
-    ordered = sorted(files, key=lambda x: (x.name != own, -noticed[x.name], x.stat().st_size))
-    tests = [file.relative_to(ROOT).as_posix() for file in ordered]
-    return [*tests[:1], module, *tests[1:]]
+    source = f"jaxcomp/{package}"
+    measure = [f"--cov={source}", "--cov-context=test", "--cov-report="]
+    report = ["-vv", "--durations=0", "--durations-min=0"]
+    run = pytest([*measure, *report, f"tests/{package}", source], folder)
+    if run.returncode:
+        raise RuntimeError(f"the tests of {package} fail without a change:\n{run.stdout[-2000:]}")
+    phases = (line.split(maxsplit=2) for line in run.stdout.splitlines())
+    seconds = {
+        phase[2]: float(phase[0].rstrip("s"))
+        for phase in phases
+        if len(phase) == 3 and phase[1] == "call" and phase[0].endswith("s")
+    }
+    data = coverage.CoverageData(folder / ".coverage")
+    data.read()
+    found = {}
+    for path in data.measured_files():
+        module = Path(path).relative_to(folder).as_posix()
+        for line, contexts in data.contexts_by_lineno(path).items():
+            names = {context.rpartition("|")[0] for context in contexts}
+            tests = seconds.keys() if "" in names else names & seconds.keys()
+            found[module, line] = sorted(tests, key=lambda test: (seconds[test], test))
+    return found
+
+
+def pytest(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs pytest in a copy of the repository, which has a compilation cache of its own.
+
+    Raises:
+        TimeoutExpired: It takes longer than `TIMEOUT`.
+    """
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
+        cwd=folder,
+        env=os.environ | {"JAX_COMPILATION_CACHE_DIR": str(folder / "cache")},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+    )
+
+
+def own_first(module: str, tests: list[str]) -> list[str]:
+    """The same tests, those of the module's own test file before the others."""
+    own = f"/test_{Path(module).stem.removeprefix('_')}.py"
+    return sorted(tests, key=lambda test: not test.partition("::")[0].endswith(own))
 
 
 def first_failure(mutant: Mutant, tests: list[str], folder: Path) -> str | None:
@@ -151,15 +191,13 @@ def first_failure(mutant: Mutant, tests: list[str], folder: Path) -> str | None:
     Returns:
         The test that failed, "timeout", or None if none fails.
     """
+    if not tests:
+        return None
     path = folder / mutant.module
     original = path.read_bytes()
     path.write_bytes(mutant.source())
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
-    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(folder / "cache")}
     try:
-        run = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, timeout=TIMEOUT
-        )
+        run = pytest(["-x", *tests], folder)
     except subprocess.TimeoutExpired:
         return "timeout"
     finally:
@@ -186,10 +224,13 @@ def main(out: Out, count: int = 200, seed: int = 0) -> None:
         for part in COPIED:
             copied = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
             copied(ROOT / part, folder / part)
+        tests: dict[tuple[str, int], list[str]] = {}
+        for package in track(PACKAGES, "measuring which tests run a line"):
+            tests |= covering_tests(package, folder)
         for mutant in track(rest[: max(0, count - len(rows))], "testing"):
             began = time.time()
-            killers = [row["killed by"] or "" for row in rows if row["module"] == mutant.module]
-            killed_by = first_failure(mutant, in_order(mutant.module, killers), folder)
+            line = tests.get((mutant.module, mutant.line), [])
+            killed_by = first_failure(mutant, own_first(mutant.module, line), folder)
             rows.append(
                 dataclasses.asdict(mutant)
                 | {"killed by": killed_by, "seconds": round(time.time() - began)}
@@ -207,7 +248,7 @@ def _report(rows: list[dict[str, Any]], out: Path) -> str:
         table.append([row["module"], str(row["line"]), *(f"`{text}`" for text in code)])
     title = (
         f"{len(rows) - len(survivors)} of {len(rows)} mutants are killed. The tests of their "
-        "package pass with these:"
+        "package that run the line pass with these:"
     )
     return write_table(out / "mutants.md", title, table, describe_environment()["command"])
 

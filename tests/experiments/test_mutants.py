@@ -1,6 +1,6 @@
 import ast
 
-from experiments.mutants import ROOT, in_order, mutants_of
+from experiments.mutants import ROOT, covering_tests, mutants_of, own_first
 
 MODULE = ROOT / "jaxcomp/codecs/_levels.py"
 
@@ -32,11 +32,29 @@ def test_annotations_messages_and_docstrings_stay(tmp_path, monkeypatch):
     ]
 
 
-def test_tests_that_noticed_other_changes_come_before_the_rest():
-    module = "jaxcomp/codecs/packing.py"
-    killers = ["FAILED tests/codecs/test_sign_aware.py::test_a", "timeout", ""]
-    own, doctests, killer, *rest = in_order(module, killers)
-    assert (own, doctests) == ("tests/codecs/test_packing.py", module)
-    assert killer == "tests/codecs/test_sign_aware.py"
-    every = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests/codecs").glob("test_*")}
-    assert {own, killer, *rest} == every
+def test_tests_are_those_that_run_the_line(tmp_path):
+    package, tests = tmp_path / "jaxcomp/codecs", tmp_path / "tests/codecs"
+    for folder in (package, tests):
+        folder.mkdir(parents=True)
+    for name in ("jaxcomp/__init__.py", "jaxcomp/codecs/__init__.py"):
+        (tmp_path / name).touch()
+    (tmp_path / "pytest.ini").write_text("[pytest]\npythonpath = .\n")
+    (package / "halves.py").write_text("def half(x):\n    if x < 0:\n        x = -x\n    return x")
+    (tests / "test_halves.py").write_text(
+        "import time, pytest\nfrom jaxcomp.codecs.halves import half\n"
+        "@pytest.mark.parametrize('x', [-1, 1])\n"
+        "def test_half(x):\n    time.sleep(0.1 - x / 20)\n    assert half(x) == 1\n"
+    )
+    found = covering_tests("codecs", tmp_path)
+    slow, fast = (f"tests/codecs/test_halves.py::test_half[{x}]" for x in (-1, 1))
+    module = "jaxcomp/codecs/halves.py"
+    assert {line: found[module, line] for line in (1, 2, 3)} == {
+        1: [fast, slow],
+        2: [fast, slow],
+        3: [slow],
+    }
+
+
+def test_tests_of_the_own_file_come_first():
+    tests = ["tests/ops/test_a.py::test[packing.py]", "tests/ops/test_packing.py::test_b"]
+    assert own_first("jaxcomp/ops/_packing.py", tests) == tests[::-1]
