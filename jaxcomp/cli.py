@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import importlib.metadata
+import os
 import signal
 import sys
 import threading
@@ -11,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, Literal
 
+import jax
 import typer
 from rich.console import Console
 
@@ -136,6 +138,8 @@ def memory_command(
     try:
         for file in (json, html):
             _check_writable(file)
+        if target is not None:
+            _use_the_cpu()
         with _recorded_interrupt(interrupted):
             planning.compare(
                 _make_step(model, image, dtype, target, fsdp),
@@ -238,6 +242,8 @@ def fit_command(
             "biased": biased,
             "progress": _progress,
         }
+        if target is not None and not calibrate:
+            _use_the_cpu()
         make_step = _make_step(model, image, dtype, target, fsdp)
         with _recorded_interrupt(interrupted):
             if max_batch:
@@ -273,6 +279,16 @@ def _pinned(text: str) -> tuple[str, str]:
     if not found:
         raise ValueError(f"--pin={text}: expected PATH=CHOICE, such as head=keep")
     return path, choice
+
+
+def _use_the_cpu() -> None:
+    """Makes JAX use the CPU only, unless JAX_PLATFORMS says otherwise.
+
+    A step that is compiled for a named target needs no device. A factory's arrays then take no
+    memory of a GPU, and JAX does not report plugins that find no device.
+    """
+    if "JAX_PLATFORMS" not in os.environ:
+        jax.config.update("jax_platforms", "cpu")
 
 
 def _make_step(model: str, image: int, dtype: str, target: str | None, fsdp: bool) -> MakeStep:

@@ -55,6 +55,20 @@ def test_default_rows_of_a_factory_of_ones_own(run, tmp_path):
     assert rows[3]["error"] is None
 
 
+@pytest.mark.parametrize(
+    ("options", "platforms"), [(["--target", "cpu"], "cpu"), ([], "cpu,cuda")]
+)
+def test_a_named_target_needs_no_device(run, monkeypatch, options, platforms):
+    before = jax.config.jax_platforms
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    jax.config.update("jax_platforms", "cpu,cuda")
+    try:
+        result = run("my_factory:make_step", "plain", *options)
+        assert (result.exit_code, jax.config.jax_platforms) == (0, platforms)
+    finally:
+        jax.config.update("jax_platforms", before)
+
+
 @pytest.mark.parametrize("at", ["remat", "plain, dropped"])
 def test_interrupt_keeps_finished_rows(run, tmp_path, monkeypatch, at):
     apply = planning.Strategy.__call__
