@@ -196,7 +196,7 @@ def fit_command(
         list[str] | None,
         typer.Option(
             metavar="PATH=CHOICE",
-            help="keep, recompute or quantize:bits=N for the modules of a path, a regular "
+            help="keep, recompute or bits=N for the modules of a path, a regular "
             "expression; repeatable.",
         ),
     ] = None,

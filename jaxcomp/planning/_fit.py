@@ -84,7 +84,7 @@ def fit(
         biased: Whether batch norms may have 2-bit codes, which bias the gradient. Without them, 3
             bits are the fewest of a batch norm.
         pin: Choices that are given, by a regular expression for paths of modules: "keep",
-            "recompute" or "quantize:bits=N". `{"head/.*": "keep"}` is for a head and all in it. A
+            "recompute" or "bits=N". `{"head/.*": "keep"}` is for a head and all in it. A
             pin for a part of a group is for the group.
         split_batch_statistics: Whether gradients may be accumulated where a batch norm would then
             see fewer images, or where that is not known, as of a function.

@@ -16,7 +16,7 @@ from jaxcomp.memory._live_bytes import format_bytes
 from jaxcomp.memory._report import MemoryReport
 from jaxcomp.memory._targets import resolve
 from jaxcomp.planning._compiled import Compiled
-from jaxcomp.planning._groups import Groups
+from jaxcomp.planning._groups import Groups, bits_of
 from jaxcomp.planning._probe import declared_bytes, trace_scoped
 from jaxcomp.planning._strategies import Strategy
 from jaxcomp.planning._watched import MakeStep
@@ -32,9 +32,9 @@ class Part:
 
     Attributes:
         group: The path of the group, "" for what no module computes.
-        action: "keep", "recompute", "quantize:bits=N", the same with ":products=keep" (what a
+        action: "keep", "recompute", "bits=N", the same with ":products=keep" (what a
             product of an attention reads is kept, not computed again), or one that moves what is
-            saved to the host, "offload" or "offload:quantize:bits=N"; for a strategy of all values
+            saved to the host, "offload" or "offload:bits=N"; for a strategy of all values
             alike its name.
         saved_bytes: Estimated bytes that wait for the backward pass.
         milliseconds: Its estimated part of the step time.
@@ -250,5 +250,5 @@ def _rows(parts: Sequence[Part]) -> list[tuple[str, ...]]:
 def _noise(parts: Sequence[Part]) -> str:
     """That of independent parts together."""
     if any(part.noise is None for part in parts):
-        return "not known" if any("quantize" in part.action for part in parts) else ""
+        return "not known" if any(bits_of(part.action) for part in parts) else ""
     return f"{math.hypot(*(part.noise or 0.0 for part in parts)):.3f}"

@@ -20,7 +20,7 @@ _ATTENTION = "attention"
 _UNIT = "norm_act"
 _NUMBERED = re.compile(r"\w*_\d+", re.ASCII)
 _MIN_SIZE = 2**14  # elements of what is worth a copy to the host
-_CODE = "quantize:bits="
+_CODE = "bits="
 _KEPT_PRODUCTS = ":products=keep"
 
 
@@ -178,7 +178,7 @@ def coded(bits: int, keeps_products: bool = False) -> str:
 
     Example:
         >>> coded(4, keeps_products=True)
-        'quantize:bits=4:products=keep'
+        'bits=4:products=keep'
     """
     return f"{_CODE}{bits}{_KEPT_PRODUCTS if keeps_products else ''}"
 
@@ -187,7 +187,7 @@ def bits_of(choice: str) -> int | None:
     """The bits of an element that a choice encodes to; None for an exact one.
 
     Example:
-        >>> bits_of("offload:quantize:bits=4"), bits_of("quantize:bits=2:products=keep")
+        >>> bits_of("offload:bits=4"), bits_of("bits=2:products=keep")
         (4, 2)
     """
     _, is_coded, rest = choice.partition(_CODE)
@@ -198,8 +198,8 @@ def policy_of(assignment: Mapping[str, str], biased: bool) -> Policy:
     """The policy of a choice for each group.
 
     Args:
-        assignment: "keep", "recompute", "quantize:bits=N", the same with ":products=keep", or what
-            is moved to the host, "offload" or "offload:quantize:bits=N", by group.
+        assignment: "keep", "recompute", "bits=N", the same with ":products=keep", or what
+            is moved to the host, "offload" or "offload:bits=N", by group.
         biased: Whether batch norms may have 2-bit codes, which are biased.
     """
     alike: dict[tuple[int, str, str], list[str]] = {}

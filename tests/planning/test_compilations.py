@@ -24,7 +24,7 @@ def test_values_are_offloaded_where_nothing_else_fits(capsys):
     with capsys.disabled():
         print(f"\n{plan}")
     actions = {part.action for part in plan.parts}
-    assert "offload:quantize:bits=8" in actions | {plan.name}
+    assert "offload:bits=8" in actions | {plan.name}
     report = plan.verify(make)
     assert plan.total_bytes == report.total_bytes <= plan.budget_bytes
     link = report.host_traffic_bytes / resolve("h100").link_bandwidth
@@ -43,7 +43,7 @@ def test_the_fastest_of_what_was_run_is_chosen(monkeypatch):
         "jaxcomp.planning._search.measured_seconds",
         lambda make_step, strategy, batch: 1.0 if _is_uniform(strategy) else 2.0,
     )
-    assert fit(make_step, calibrate=True, **given).name == "quantize:bits=4"
+    assert fit(make_step, calibrate=True, **given).name == "bits=4"
 
 
 def _is_uniform(strategy):
@@ -65,7 +65,7 @@ def test_steps_for_an_absent_target_are_compiled_at_once(monkeypatch):
     make = functools.partial(make_step, depth=3)
     plan = fit(make, batch=8192, target="h100", budget="40MiB", bits=(4,), compiles=4)
     assert at_once == ["_probe", "_probe"]
-    assert {"quantize:bits=4", "remat"} <= {c.name for c in plan.frontier}
+    assert {"bits=4", "remat"} <= {c.name for c in plan.frontier}
 
 
 @pytest.mark.aot

@@ -51,11 +51,11 @@ def test_a_plan_is_mixed_saved_and_verified(tmp_path):
         budget=budget,
         target="cpu",
         actions=("keep", "quantize"),
-        pin={"blocks/0/.*": "keep", "blocks/2/.*": "quantize:bits=8"},
+        pin={"blocks/0/.*": "keep", "blocks/2/.*": "bits=8"},
     )
     chosen = {part.group: part.action for part in plan.parts}
     assert chosen["blocks/0/mlp"] == "keep"
-    assert chosen["blocks/2/mlp"] == "quantize:bits=8"
+    assert chosen["blocks/2/mlp"] == "bits=8"
     plan.save(tmp_path / "plan.json")
     loaded = FittedPlan.load(tmp_path / "plan.json")
     assert loaded == plan
@@ -91,10 +91,10 @@ def test_operands_of_attention_are_kept_where_they_fit():
 
     given = {"batch": BATCH, "target": "cpu", "actions": ("quantize",), "bits": (4,)}
     chosen = fit(make_step, budget="1GiB", **given)
-    assert chosen.name == "quantize:bits=4:products=keep"
+    assert chosen.name == "bits=4:products=keep"
     assert {v.decision for v in _values(chosen) if v.path.startswith("attention/")} == {"exact"}
     less = fit(make_step, budget=chosen.total_bytes - 1, **given)
-    assert less.name == "quantize:bits=4"
+    assert less.name == "bits=4"
     assert less.milliseconds > chosen.milliseconds
 
 
@@ -151,12 +151,12 @@ def test_micro_batches_are_not_for_batch_norms():
 
 def test_pins_and_actions_hold_where_the_plain_step_fits():
     given = {"batch": BATCH, "budget": "1GiB", "target": "cpu"}
-    plan = fit(make_step, **given, pin={"blocks/1/mlp": "quantize:bits=3"})
-    assert {p.group for p in plan.parts if p.action == "quantize:bits=3"} == {"blocks/1/mlp"}
+    plan = fit(make_step, **given, pin={"blocks/1/mlp": "bits=3"})
+    assert {p.group for p in plan.parts if p.action == "bits=3"} == {"blocks/1/mlp"}
     plan = fit(make_step, **given, pin={"head": "keep"})
     assert plan.spec == "plain"
     plan = fit(make_step, **given, actions=("quantize",), bits=(4,))
-    assert plan.name == "quantize:bits=4"
+    assert plan.name == "bits=4"
 
 
 def test_nothing_fits():
@@ -175,7 +175,7 @@ def test_interrupting_returns_the_best_so_far():
 
     budget = int(0.6 * plain_bytes())
     plan = fit(make_step, batch=BATCH, budget=budget, target="cpu", progress=progress)
-    assert plan.name == names[1] == "quantize:bits=4"
+    assert plan.name == names[1] == "bits=4"
     assert plan.notes[0] == "stopped early: the best that was compiled until then"
 
 
@@ -200,7 +200,7 @@ def test_interrupting_returns_the_best_so_far():
         ({"pin": {"head": "drop"}}, "expected one of"),
         ({"pin": {"head(": "keep"}}, "not a regular expression"),
         ({"pin": {"head": "recompute"}}, "not in a list of blocks"),
-        ({"pin": {"head": "quantize:bits=4"}, "actions": ("keep",)}, "expected one of"),
+        ({"pin": {"head": "bits=4"}, "actions": ("keep",)}, "expected one of"),
         ({"pin": {"blocks/0/mlp/layers/0": "keep", "blocks/0/mlp": "recompute"}}, "by another"),
         ({"batch": 0}, "expected a multiple of 1"),
         ({"target": "h100:x"}, "expected h100:COUNT"),
@@ -270,7 +270,7 @@ def test_what_fails_is_told_and_the_rest_is_tried():
     budget = int(0.6 * plain_bytes())
     plan = fit(methods, batch=BATCH, budget=budget, target="cpu")
     assert plan.spec == "remat"
-    assert any("quantize:bits=4 failed: TypeError" in note for note in plan.notes)
+    assert any("bits=4 failed: TypeError" in note for note in plan.notes)
 
 
 def test_a_step_without_a_gradient():
@@ -293,12 +293,12 @@ def test_all_values_in_few_bits_are_the_last_resort(monkeypatch):
     given = {"batch": BATCH, "target": "cpu", "actions": ("quantize",)}
     four = fit(make_step, **given, budget="1GiB", bits=(4,)).total_bytes
     plan = fit(make_step, **given, budget=four - 1)
-    assert plan.name in ("quantize:bits=3", "quantize:bits=2")
+    assert plan.name in ("bits=3", "bits=2")
     assert plan.total_bytes < four
 
 
 def test_no_answer_is_told_of_what_does_not_keep_to_a_pin():
-    pin = {"blocks/0": "quantize:bits=8"}
+    pin = {"blocks/0": "bits=8"}
     with pytest.raises(DoesNotFitError, match="which does not keep to pin and actions, with"):
         fit(make_step, batch=BATCH, budget="20MiB", target="cpu", pin=pin, compiles=2)
 

@@ -21,7 +21,7 @@ def test_groups_and_their_patterns():
     assert groups.group_in("vmap/other") == ""
     assert pattern_of(["blocks/10/mlp", "blocks/2/mlp"]) == "(blocks/(2|10))/mlp"
     assert pattern_of(["head", "a.b"]) == r"(a\.b|head)"
-    policy = policy_of({"blocks/0": "keep", "blocks/0/mlp": "quantize:bits=4", "": "keep"}, False)
+    policy = policy_of({"blocks/0": "keep", "blocks/0/mlp": "bits=4", "": "keep"}, False)
     paths = list(dict.fromkeys(rule.path for rule in policy.rules))
     assert paths == ["(blocks/(0))/mlp(/.*)?", "(blocks/(0))(?!(/mlp)(/|$))(/.*)?", "()", ""]
 
@@ -31,7 +31,7 @@ def test_what_is_kept_leaves_operations_of_other_groups():
     inner = ["Net/blocks_0/attn", "Net/blocks_1/attn"]
     outer = ["", "Net", "Net/head", "Net/blocks_0", "Net/blocks_1"]
     policy = policy_of(
-        dict.fromkeys(outer, "keep") | dict.fromkeys(inner, "quantize:bits=4"), False
+        dict.fromkeys(outer, "keep") | dict.fromkeys(inner, "bits=4"), False
     )
 
     def is_kept(path):
@@ -49,10 +49,10 @@ def test_groups_of_a_linen_model_are_its_scopes():
     plan = fit(of_linen, actions=("keep", "quantize"), **given)
     actions = {part.group: part.action for part in plan.parts}
     assert {"LinenNet", "LinenNet/up_0", "LinenNet/norm_2"} <= actions.keys()
-    assert set(actions.values()) == {"keep", "quantize:bits=8"}
+    assert set(actions.values()) == {"keep", "bits=8"}
     assert plan.verify(of_linen).total_bytes == plan.total_bytes
-    plan = fit(of_linen, pin={"LinenNet/up_.*": "quantize:bits=8"}, **given)
-    assert {p.action for p in plan.parts if "up_" in p.group} == {"quantize:bits=8"}
+    plan = fit(of_linen, pin={"LinenNet/up_.*": "bits=8"}, **given)
+    assert {p.action for p in plan.parts if "up_" in p.group} == {"bits=8"}
 
 
 def test_recomputed_blocks_start_from_what_they_keep():
@@ -74,5 +74,5 @@ def test_what_is_kept_is_estimated_where_the_plain_step_is_rejected():
     known = Known(rejected, coded, 4, False, {4: {"a": 100}, 2: {"a": 50}}, None, True)
     choices = make_problem(known, {}, resolve("cpu")).choices["a"]
     assert choices["keep"].bytes == pytest.approx(1100)
-    assert choices["quantize:bits=2"].bytes == pytest.approx(55)
+    assert choices["bits=2"].bytes == pytest.approx(55)
     assert choices["keep"].seconds == 1.0
