@@ -55,9 +55,7 @@ def test_default_rows_of_a_factory_of_ones_own(run, tmp_path):
     assert rows[3]["error"] is None
 
 
-@pytest.mark.parametrize(
-    ("options", "platforms"), [(["--target", "cpu"], "cpu"), ([], "cpu,cuda")]
-)
+@pytest.mark.parametrize(("options", "platforms"), [(["--target", "cpu"], "cpu"), ([], "cpu,cuda")])
 def test_a_named_target_needs_no_device(run, monkeypatch, options, platforms):
     before = jax.config.jax_platforms
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)

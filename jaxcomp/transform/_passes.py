@@ -11,7 +11,7 @@ from jaxcomp._core import barriers, platforms
 from jaxcomp.codecs import Exact, noise
 from jaxcomp.codecs._codec import Seed
 from jaxcomp.ops._row_major import row_major_operand
-from jaxcomp.transform._algebra import HEAVY
+from jaxcomp.transform._algebra import HEAVY, tangents_of
 from jaxcomp.transform._choice import Stored
 from jaxcomp.transform._graph import needed
 from jaxcomp.transform._late_constants import apply_after
@@ -229,6 +229,7 @@ def backward(
             atom in late or (atom in coefficients and rebuild.takes_steps(coefficients[atom]))
         )
 
+    arriving = tangents_of(equations, jaxpr.invars[count:])  # zeros that JAX makes are not
     in_time = any(how.is_on_host for how in schedule.stored.values())
     sums: list[Any] = []
     uses: dict[Any, int] = {}
@@ -245,7 +246,7 @@ def backward(
         if id(equation) in gathers:
             env[equation.outvars[0]] = _scattered(jaxpr, equation, env[equation.invars[0]])
             continue
-        after = _largest([a for a in variables(equation.invars) if a in env])
+        after = _largest([a for a in variables(equation.invars) if a in arriving])
         values = [
             rebuild.after(
                 None if after is None else env[after],

@@ -30,9 +30,7 @@ def test_what_is_kept_leaves_operations_of_other_groups():
     """An attention in a block that is kept, or beside what no module computes, is still coded."""
     inner = ["Net/blocks_0/attn", "Net/blocks_1/attn"]
     outer = ["", "Net", "Net/head", "Net/blocks_0", "Net/blocks_1"]
-    policy = policy_of(
-        dict.fromkeys(outer, "keep") | dict.fromkeys(inner, "bits=4"), False
-    )
+    policy = policy_of(dict.fromkeys(outer, "keep") | dict.fromkeys(inner, "bits=4"), False)
 
     def is_kept(path):
         found = (r for r in policy.rules if r.op and r.matches_layer(path, "attention"))

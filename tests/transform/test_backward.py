@@ -7,6 +7,8 @@ from jax import lax
 
 import jaxcomp as jc
 from jaxcomp import memory
+from jaxcomp.transform._algebra import tangents_of
+from jaxcomp.transform._programs import variables
 from tests.helpers import assert_close, normal
 from tests.transform.mlp import CODEC, W1, W2, X, mlp
 
@@ -37,6 +39,15 @@ def test_the_gradient_of_a_weight_is_transposed_before_the_next_product():
     names = _primitives(jax.make_jaxpr(gradient)(X, W1, W2).jaxpr)
     at = [i for i, name in enumerate(names) if name == "transpose"]
     assert [names[i - 1 : i + 1] for i in at] == [["dot_general", "transpose"]] * len(at) != []
+
+
+def test_a_mask_is_unpacked_when_its_cotangent_is_there():
+    # The derivative of ReLU chooses between the cotangent and zeros, which are there before.
+    y, pull = jax.vjp(jc.checkpoint(lambda x: jax.nn.relu(x @ W1), CODEC), normal((256, 128)))
+    backward = jax.make_jaxpr(pull)(y).jaxpr
+    arriving = tangents_of(backward.eqns, backward.invars)
+    barriers = [e for e in backward.eqns if e.primitive.name == "optimization_barrier"]
+    assert barriers and all(arriving.intersection(variables(e.invars)) for e in barriers)
 
 
 def test_what_a_transposition_reads_may_be_a_gradient_too():
