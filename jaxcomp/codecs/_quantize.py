@@ -11,6 +11,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jaxcomp._core.barriers import undifferentiable
+from jaxcomp._core.layouts import in_row_major
+from jaxcomp._core.one_device import on_one
 from jaxcomp.codecs import noise, packing
 from jaxcomp.codecs._codec import Codec, Encoded, Seed, array_nbytes, channel_axes
 
@@ -54,7 +56,7 @@ class Quantize(Codec):
         >>> codec.nbytes((8, 16, 16, 32), jnp.bfloat16)  # codes + two extremes a channel
         17408
         >>> x = jnp.linspace(0.0, 3.0, 4)[None]
-        >>> codec.decode(codec.encode(x)).tolist()
+        >>> codec.decode(codec.encode(x)).round(5).tolist()
         [[0.0, 1.0, 2.0, 3.0]]
     """
 
@@ -162,13 +164,14 @@ class Quantize(Codec):
         *packed, low, high = arrays
         codes = packing.unpack(tuple(packed), shape, self.bits)
         top = 2**self.bits - 1
-        weight = codes.astype(jnp.float32) * (1.0 / top)
-        low, high = low.astype(jnp.float32), high.astype(jnp.float32)
-        # The difference of halves does not overflow. The extremes are selected, because XLA may
-        # reorder the products and round them.
-        between = 2 * (low / 2 + (high / 2 - low / 2) * weight)
-        ends = jnp.where(codes == 0, low, high)
-        return jnp.where((codes == 0) | (codes == top), ends, between).astype(dtype)
+        # A weight of `low` and one of `high`, which are 0 and 1 at the extremes. Both come out of a
+        # difference: XLA may reorder products and round them.
+        of_low = 1.0 - codes.astype(jnp.float32) * (1.0 / top)
+        of_high = 1.0 - of_low
+        value = low.astype(jnp.float32) * of_low + high.astype(jnp.float32) * of_high
+        # XLA would otherwise take the order that a product prefers, also for the array that was
+        # encoded, and transpose that.
+        return on_one("cuda", in_row_major, lambda x: x)(value.astype(dtype))
 
 
 def _on_grid(low: float, high: float, steps: int, eps: float) -> tuple[float, float]:

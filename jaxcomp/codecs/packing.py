@@ -16,11 +16,11 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Integer, UInt
 
 from jaxcomp._core import platforms
+from jaxcomp._core.layouts import in_row_major
 from jaxcomp._core.one_device import on_one
 
 WIDTHS = (1, 2, 3, 4, 8)
@@ -164,8 +164,7 @@ def _join_by_dtype(codes: Array) -> Array:
 
     The constraint keeps XLA from a transposition of `uint2`, which it cannot compile.
     """
-    row_major = Layout(tuple(range(codes.ndim)))
-    codes = with_layout_constraint(codes, row_major).astype(jnp.uint2)
+    codes = in_row_major(codes).astype(jnp.uint2)
     return lax.bitcast_convert_type(_in_groups(codes, 2), jnp.uint4)
 
 

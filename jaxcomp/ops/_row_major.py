@@ -1,9 +1,9 @@
 """Row-major order for gradients of kernels and for operands of matrix products."""
 
 from jax import lax
-from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float
 
+from jaxcomp._core.layouts import in_row_major
 from jaxcomp._core.one_device import on_one
 
 
@@ -54,8 +54,4 @@ def row_major_operand(operand: Float[Array, "..."]) -> Float[Array, "..."]:
     """
     if operand.ndim < 4:
         return operand
-    return on_one("cuda", _in_row_major_layout, lambda operand: operand)(operand)
-
-
-def _in_row_major_layout(operand: Array) -> Array:
-    return with_layout_constraint(operand, Layout(tuple(range(operand.ndim))))
+    return on_one("cuda", in_row_major, lambda operand: operand)(operand)
