@@ -2,11 +2,12 @@
 
     python -m experiments.mutants --out experiments/results/mutants
 
-A mutant is killed if a test of its package that runs its line fails, or if these tests run longer
-than `TIMEOUT`. Which tests run a line is measured first, in a run of all tests without a change;
-what a test starts as another process is not seen. Those of the module's own test file come first,
-and fast ones before slow ones. The run resumes: mutants in the folder's `mutants.json` count and
-are not run again. A mutant's place in the random order does not depend on the others.
+A mutant is killed if a test that runs its line fails, or if these tests run longer than `TIMEOUT`.
+Which tests run a line is measured first, in a run without a change of the tests of `PACKAGES` and
+`READERS`; what a test starts as another process is not seen. Those of the module's own test file
+come first, then those of its package, and fast ones before slow ones. The run resumes: mutants in
+the folder's `mutants.json` count and are not run again. A mutant's place in the random order does
+not depend on the others.
 """
 
 import ast
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from experiments.record import describe_environment, write_json, write_table
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("codecs", "ops", "transform")
+READERS = ("diagnostics", "models", "nn")  # their tests run the packages, too
 COPIED = ("conftest.py", "pyproject.toml", "README.md", "docs", "experiments", "jaxcomp", "tests")
 TIMEOUT = 1800  # seconds; the tests of a package take a third of it
 REPLACEMENTS: dict[type[ast.AST], Any] = {
@@ -130,21 +132,21 @@ def _changed(node: ast.expr) -> ast.expr | None:
     return changed
 
 
-def covering_tests(package: str, folder: Path) -> dict[tuple[str, int], list[str]]:
-    """The tests of a package that run a line, for each line of its modules, fast ones first.
+def covering_tests(packages: Sequence[str], folder: Path) -> dict[tuple[str, int], list[str]]:
+    """The tests that run a line, for each line of the modules of `PACKAGES`, fast ones first.
 
-    A line that runs when its module is imported has all tests of the package.
+    A line that runs when its module is imported has all tests.
 
     Args:
-        package: Name of the package in `jaxcomp`.
+        packages: Names of the packages in `jaxcomp` whose tests are run.
         folder: A copy of the repository.
     """
-    source = f"jaxcomp/{package}"
-    measure = [f"--cov={source}", "--cov-context=test", "--cov-report="]
-    report = ["-vv", "--durations=0", "--durations-min=0"]
-    run = pytest([*measure, *report, f"tests/{package}", source], folder)
+    measure = [*(f"--cov=jaxcomp/{name}" for name in PACKAGES), "--cov-context=test"]
+    report = ["--cov-report=", "-vv", "--durations=0", "--durations-min=0"]
+    tests = [f"{part}/{name}" for part in ("tests", "jaxcomp") for name in packages]
+    run = pytest([*measure, *report, *tests], folder)
     if run.returncode:
-        raise RuntimeError(f"the tests of {package} fail without a change:\n{run.stdout[-2000:]}")
+        raise RuntimeError(f"the tests fail without a change:\n{run.stdout[-2000:]}")
     phases = (line.split(maxsplit=2) for line in run.stdout.splitlines())
     seconds = {
         phase[2]: float(phase[0].rstrip("s"))
@@ -158,8 +160,8 @@ def covering_tests(package: str, folder: Path) -> dict[tuple[str, int], list[str
         module = Path(path).relative_to(folder).as_posix()
         for line, contexts in data.contexts_by_lineno(path).items():
             names = {context.rpartition("|")[0] for context in contexts}
-            tests = seconds.keys() if "" in names else names & seconds.keys()
-            found[module, line] = sorted(tests, key=lambda test: (seconds[test], test))
+            running = seconds.keys() if "" in names else names & seconds.keys()
+            found[module, line] = sorted(running, key=lambda test: (seconds[test], test))
     return found
 
 
@@ -180,9 +182,15 @@ def pytest(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[st
 
 
 def own_first(module: str, tests: list[str]) -> list[str]:
-    """The same tests, those of the module's own test file before the others."""
-    own = f"/test_{Path(module).stem.removeprefix('_')}.py"
-    return sorted(tests, key=lambda test: not test.partition("::")[0].endswith(own))
+    """The same tests, those of the module's own file and of its package before the others."""
+    path = Path(module)
+    own = f"/test_{path.stem.removeprefix('_')}.py"
+
+    def rank(test: str) -> tuple[bool, bool]:
+        file = test.partition("::")[0]
+        return not file.endswith(own), f"/{path.parent.name}/" not in file
+
+    return sorted(tests, key=rank)
 
 
 def first_failure(mutant: Mutant, tests: list[str], folder: Path) -> str | None:
@@ -224,9 +232,8 @@ def main(out: Out, count: int = 200, seed: int = 0) -> None:
         for part in COPIED:
             copied = shutil.copytree if (ROOT / part).is_dir() else shutil.copy
             copied(ROOT / part, folder / part)
-        tests: dict[tuple[str, int], list[str]] = {}
-        for package in track(PACKAGES, "measuring which tests run a line"):
-            tests |= covering_tests(package, folder)
+        typer.echo("measuring which tests run a line")
+        tests = covering_tests((*PACKAGES, *READERS), folder)
         for mutant in track(rest[: max(0, count - len(rows))], "testing"):
             began = time.time()
             line = tests.get((mutant.module, mutant.line), [])
@@ -247,8 +254,8 @@ def _report(rows: list[dict[str, Any]], out: Path) -> str:
         code = [" ".join(row[name].split()) for name in ("before", "after")]
         table.append([row["module"], str(row["line"]), *(f"`{text}`" for text in code)])
     title = (
-        f"{len(rows) - len(survivors)} of {len(rows)} mutants are killed. The tests of their "
-        "package that run the line pass with these:"
+        f"{len(rows) - len(survivors)} of {len(rows)} mutants are killed. The tests that run the "
+        "line pass with these:"
     )
     return write_table(out / "mutants.md", title, table, describe_environment()["command"])
 

@@ -106,7 +106,7 @@ def run(search: Search, models: Sequence[Any], allowed: Allowed) -> None:
         reserved = _OF_OFFLOAD if may_offload else 0
         _improve(search, [known, *_kept_products(search, known, allowed)], allowed, reserved)
     if quantized is not None:
-        _fewest_bits(search, {b: uniform[b] for b in sorted(bits, reverse=True) if b < middle})
+        _fewer_bits(search, {b: uniform[b] for b in sorted(bits, reverse=True) if b < middle})
     if search.best() is None and "offload" in allowed.actions:
         if may_offload:
             _offload(search, known, allowed)
@@ -172,10 +172,12 @@ def _offload(search: Search, known: Known, allowed: Allowed) -> None:
         _improve(search, [replace(known, offloaded=(choice, offloaded))], allowed, reserved=0)
 
 
-def _fewest_bits(search: Search, uniform: Mapping[int, Strategy]) -> None:
-    """Where no plan fits: all values in the most bits that do, whatever was estimated."""
+def _fewer_bits(search: Search, uniform: Mapping[int, Strategy]) -> None:
+    """All values in fewer bits, where no plan fits or the best one has codes of as few bits."""
     for bits, strategy in uniform.items():
-        if search.best() is None and search.left:
+        best = search.best()
+        choices = {} if best is None else best.assignment or {}
+        if search.left and (best is None or bits in map(bits_of, choices.values())):
             _tried(search, coded(bits), strategy)
 
 

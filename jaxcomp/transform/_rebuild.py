@@ -19,6 +19,7 @@ from jaxcomp.transform._segments import Segments
 Residual = dict[int, Any]
 Codes = tuple[tuple[int, int], ...]  # which code of each saved value, by the value's id
 _SMALL = 4096  # elements that need not wait for a cotangent
+_PART = 256  # nor need what is so many times smaller than the largest saved value
 _LITTLE = 16  # what is so many times smaller than a cotangent need not wait for it
 
 
@@ -29,6 +30,8 @@ class Rebuild:
         self._scheme = schedule
         self._values = list(schedule.stored)
         self._position = {value: i for i, value in enumerate(self._values)}
+        largest = max((value.aval.size for value in self._values), default=0)
+        self._small = max(_SMALL, largest // _PART)
         self._stored = stored
         invars = schedule.graph.jaxpr.invars
         self._held = {invars[i]: value for i, value in arguments.items()}
@@ -80,7 +83,7 @@ class Rebuild:
         if cotangent is None or not leaves:
             return decode(leaves)
         size = max(made.size, sum(jnp.size(leaf) for leaf in jax.tree.leaves(leaves)))
-        if size <= _SMALL or (is_fused and size * _LITTLE <= cotangent.size):
+        if size <= self._small or (is_fused and size * _LITTLE <= cotangent.size):
             return decode(leaves)
         alike = cotangent.ndim == made.ndim > 0 and made.shape[0] == cotangent.shape[0]
         real = not any(jnp.issubdtype(a.dtype, jnp.complexfloating) for a in (made, cotangent))

@@ -102,3 +102,20 @@ def test_what_compilers_code_by_is_rounded_as_what_they_store(codec):
     step = trace(lambda x: codec.decode(codec.encode(x)), x)
     text = compile_step(step, resolve("h100"), xla_remat=True).hlo_text
     assert "reduce-precision(" in text
+
+
+def test_a_range_starts_at_the_mean_of_what_the_relu_stops():
+    h = normal((2, 3, 3, 4))
+    positive = (h > 0).at[..., 0].set(True)  # all of the first channel
+    words = noise.words(h, 0)
+    for bits, signed in ((4, False), (4, True), (2, False)):
+        codec = SignAware(bits, signed=signed, scale_source="range")
+        low, high = codec.encode_preactivation(h, jnp.zeros((1, 1, 1, 1)), positive, words).ends
+        stopped = np.where(positive, np.nan, h)
+        mean = np.nanmean(stopped[..., 1:], (1, 2), keepdims=True)
+        least = np.asarray(h).min((1, 2), keepdims=True)
+        expected = (
+            np.concatenate([least[..., :1], mean], -1) if codec.levels.negatives == 1 else least
+        )
+        np.testing.assert_allclose(low, expected, rtol=0.02, atol=0.02)
+        np.testing.assert_allclose(high, np.asarray(h).max((1, 2), keepdims=True), rtol=0.02)

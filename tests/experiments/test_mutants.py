@@ -45,7 +45,7 @@ def test_tests_are_those_that_run_the_line(tmp_path):
         "@pytest.mark.parametrize('x', [-1, 1])\n"
         "def test_half(x):\n    time.sleep(0.1 - x / 20)\n    assert half(x) == 1\n"
     )
-    found = covering_tests("codecs", tmp_path)
+    found = covering_tests(["codecs"], tmp_path)
     slow, fast = (f"tests/codecs/test_halves.py::test_half[{x}]" for x in (-1, 1))
     module = "jaxcomp/codecs/halves.py"
     assert {line: found[module, line] for line in (1, 2, 3)} == {
@@ -55,6 +55,8 @@ def test_tests_are_those_that_run_the_line(tmp_path):
     }
 
 
-def test_tests_of_the_own_file_come_first():
-    tests = ["tests/ops/test_a.py::test[packing.py]", "tests/ops/test_packing.py::test_b"]
-    assert own_first("jaxcomp/ops/_packing.py", tests) == tests[::-1]
+def test_tests_of_the_own_file_and_package_come_first():
+    tests = ["tests/nn/test_a.py::test", "tests/ops/test_b.py::test[packing.py]"]
+    tests = [*tests, "tests/ops/test_packing.py::test", "jaxcomp/ops/_b.py::doctest"]
+    ordered = own_first("jaxcomp/ops/_packing.py", tests)
+    assert ordered == [tests[2], tests[1], tests[3], tests[0]]

@@ -226,3 +226,12 @@ def test_kernel_that_cannot_be_is_an_error():
         jax.eval_shape(lambda x, w: linear(x, w, BlockSparse((64, 8), 0.25, product="tpu")), x, w)
     with without_type_checks(), pytest.raises(ValueError, match="product='cuda': expected one of"):
         BlockSparse(product="cuda")
+
+
+def test_a_map_that_is_too_large_for_the_chip_is_told_its_bytes():
+    # A row of blocks of 8 x 8 at half density: sums of 2^20 columns and the products of half of
+    # them, each for 128 columns of the cotangent; two copies of a row of data.
+    codec, width = BlockSparse((8, 8), 0.5, product="tpu"), 2**20
+    kept = width // 2
+    nbytes = 4 * (2 * width * 128 + kept * 128 + 2 * 8 * (kept + 128))
+    assert f" {nbytes} bytes on the chip" in block_tpu.refusal(codec, (1, 8, width))

@@ -109,3 +109,10 @@ def test_max_pool_on_eight_devices_does_not_communicate():
 def test_strides_and_padding_that_do_not_fit_are_an_error(kwargs, message):
     with pytest.raises(ValueError, match=message):
         ops.max_pool(jnp.ones((1, 4, 4, 1)), (2, 2), **kwargs)
+
+
+def test_a_window_of_one_element_is_the_identity():
+    x = normal((2, 4, 4, 8))
+    y, pull = jax.vjp(lambda x: ops.max_pool(x, (1, 1)), x)
+    np.testing.assert_array_equal(y, x)
+    np.testing.assert_array_equal(pull(x)[0], x)

@@ -297,6 +297,14 @@ def test_all_values_in_few_bits_are_the_last_resort(monkeypatch):
     assert plan.total_bytes < four
 
 
+def test_all_values_in_as_few_bits_as_the_plan_are_tried():
+    given = {"batch": BATCH, "target": "cpu"}
+    four = fit(make_step, **given, budget="1GiB", actions=("quantize",), bits=(4,)).total_bytes
+    plan = fit(make_step, **given, budget=four - 1, actions=("keep", "quantize"), bits=(4, 3))
+    compiled = [c.name for c in plan.frontier]
+    assert "plan 1" in compiled and "bits=3" in compiled
+
+
 def test_no_answer_is_told_of_what_does_not_keep_to_a_pin():
     pin = {"blocks/0": "bits=8"}
     with pytest.raises(DoesNotFitError, match="which does not keep to pin and actions, with"):

@@ -77,3 +77,8 @@ def test_of_two_cuts_the_smaller_is_stored():
         lambda x, w: jnp.exp((x @ w).sum(1)), multiplied=["exp", "reduce_sum"], decisions=KEPT
     )
     assert list(stored) == ["reduce_sum"]
+
+
+def test_what_waits_in_the_memory_of_the_host():
+    stored = [Stored(), Stored(CODEC), Stored(jc.Offload(CODEC)), Stored(offload=True)]
+    assert [how.is_on_host for how in stored] == [False, False, True, True]

@@ -178,10 +178,20 @@ def test_linen():
     assert sum(u.saved_bytes for u in units) < sum(u.exact_bytes for u in units) / 5
 
 
-def almost(x, scale, bias, *, axes=(0, 1, 2), ddof=0):
+def almost(x, scale, bias, *, axes=(0, 1, 2), ddof=0, root=lax.rsqrt):
     mean = x.mean(axes, keepdims=True)
     var = x.var(axes, ddof=ddof, keepdims=True)
-    return (x - mean) * lax.rsqrt(var + 1e-5) * scale + bias
+    return (x - mean) * root(var + 1e-5) * scale + bias
+
+
+def test_a_root_may_be_a_power():
+    x, ones = jax.random.normal(jax.random.key(1), (8, 8, 8, 8)), jnp.ones(8)
+
+    def f(x, scale, bias):
+        return jax.nn.relu(almost(x, scale, bias, root=lambda var: var**-0.5))
+
+    plan = jc.plan(jc.checkpoint(f, "fused:bits=4"), x, ones, ones)
+    assert [value.op for value in plan.values if value.saved_bytes > x.size // 4] == ["norm_act"]
 
 
 @pytest.mark.parametrize(
@@ -190,6 +200,7 @@ def almost(x, scale, bias, *, axes=(0, 1, 2), ddof=0):
         functools.partial(almost, axes=(1, 2)),
         functools.partial(almost, axes=3),
         functools.partial(almost, ddof=1),
+        functools.partial(almost, root=lambda var: var**-0.25),
         lambda x, scale, bias: (x - x.mean((0, 1, 2))) * scale / (1 + x.var((0, 1, 2))) + bias,
         lambda x, scale, bias: (x - x.mean()) * lax.rsqrt(x.var((0, 1, 2)) + 1e-5) * scale + bias,
     ],
@@ -327,6 +338,24 @@ def test_statistics_over_devices(check, argnums):
     exact = jax.jit(lambda: gradient(network, argnums))()
     error, chance = error_of_mean([draw(seed) for seed in range(30)], exact)
     assert 0 < error < 2.2 * chance + 1e-4 * np.linalg.norm(exact)
+
+
+def test_statistics_over_two_axes_of_devices_are_left_alone():
+    kind = (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((4, 2), ("data", "more"), axis_types=kind)
+
+    def norm(x):
+        mean = lax.pmean(x.mean((0, 1, 2)), ("data", "more"))
+        var = lax.pmean(jnp.square(x - mean).mean((0, 1, 2)), ("data", "more"))
+        return jax.nn.relu((x - mean) * lax.rsqrt(var + 1e-5))
+
+    def gradient(x):
+        return jax.grad(lambda x: jc.checkpoint(norm, "fused:bits=4")(x).sum())(x)
+
+    specs = P(("data", "more"))
+    run = jax.shard_map(gradient, mesh=mesh, in_specs=specs, out_specs=specs)
+    with pytest.raises(ValueError, match="matches nothing"):
+        run(jax.random.normal(jax.random.key(1), (16, 8, 8, 8)))
 
 
 def rounded(x, scale, bias):
