@@ -95,7 +95,7 @@ class Origins:
         if made_by.name == name and made_by.opcode == "parameter":
             return Origin(self._argument(made_by), "argument", "argument", source)
         if "/" not in op_name:
-            return Origin(op_name, "copy", "other", source)
+            return Origin(self._argument(made_by), "copy", "other", source)
         scope, operation = split_op_name(op_name)
         if scope:
             return Origin(scope, operation, phase(op_name), source)
