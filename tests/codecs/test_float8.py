@@ -124,3 +124,8 @@ def test_bad_options_are_errors():
     for shape, codec in (((), Float8()), ((8, 4), Float8(axis=-2))):
         with pytest.raises(ValueError, match=r"no axis -. behind that of the samples"):
             codec.nbytes(shape, jnp.float32)
+
+
+def test_bytes_are_a_byte_for_each_element_and_for_each_32():
+    for last, scales in ((64, 2), (65, 3), (96, 3)):
+        assert Float8().nbytes((4, last), jnp.float32) == 4 * (last + scales)
