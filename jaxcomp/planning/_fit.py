@@ -195,7 +195,7 @@ def check_noise(noise: float | None, data: Data | None) -> None:
     if data is None:
         return
     if not isinstance(data, tuple) or len(data) != 3:
-        raise TypeError(f"data={type(data).__name__}: expected a tuple (loss, model, batch)")
+        raise TypeError(f"data={type(data).__name__}: expected a tuple of 3: loss, model, batch")
     check_data(*data, parts=PARTS)
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(nnx.state(data[1]))):
         raise TypeError("data: expected a model with its parameters, not of nnx.eval_shape")

@@ -106,7 +106,8 @@ def run(search: Search, models: Sequence[Any], allowed: Allowed) -> None:
         reserved = _OF_OFFLOAD if may_offload else 0
         _improve(search, [known, *_kept_products(search, known, allowed)], allowed, reserved)
     if quantized is not None:
-        _fewer_bits(search, {b: uniform[b] for b in sorted(bits, reverse=True) if b < middle})
+        groups = sorted({*quantized.declared, *plain.declared})
+        _fewer_bits(search, [b for b in sorted(bits, reverse=True) if b <= middle], groups, allowed)
     if search.best() is None and "offload" in allowed.actions:
         if may_offload:
             _offload(search, known, allowed)
@@ -172,13 +173,21 @@ def _offload(search: Search, known: Known, allowed: Allowed) -> None:
         _improve(search, [replace(known, offloaded=(choice, offloaded))], allowed, reserved=0)
 
 
-def _fewer_bits(search: Search, uniform: Mapping[int, Strategy]) -> None:
-    """All values in fewer bits, where no plan fits or the best one has codes of as few bits."""
-    for bits, strategy in uniform.items():
+def _fewer_bits(
+    search: Search, bits: Sequence[int], groups: Sequence[str], allowed: Allowed
+) -> None:
+    """All values but pinned ones in few bits, where no plan fits or the best one has as few."""
+    for number in bits:
+        assignment = {group: allowed.pinned.get(group, coded(number)) for group in groups}
         best = search.best()
         choices = {} if best is None else best.assignment or {}
-        if search.left and (best is None or bits in map(bits_of, choices.values())):
-            _tried(search, coded(bits), strategy)
+        if not search.left or (best is not None and number not in map(bits_of, choices.values())):
+            continue
+        if allowed.pinned:
+            name, strategy = f"{coded(number)} but for pin", policy_of(assignment, allowed.biased)
+            _tried(search, name, Strategy.of(strategy), assignment)
+        elif number < bits[0]:
+            _tried(search, coded(number), allowed.uniform(coded(number)))
 
 
 def _tried(

@@ -173,7 +173,9 @@ class Strategy:
         Raises:
             ValueError: If it does not.
         """
-        if not isinstance(batch, int) or batch < 1 or batch % (self.micro_batches * devices):
+        if not isinstance(batch, int) or batch < 1:
+            raise ValueError(f"batch={batch!r}: expected a positive integer")
+        if batch % (self.micro_batches * devices):
             raise ValueError(
                 f"batch={batch!r}: expected a multiple of {self.micro_batches * devices} "
                 f"({self.micro_batches} micro-batches of strategy={self.spec!r} x {devices} "

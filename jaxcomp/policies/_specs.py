@@ -103,14 +103,12 @@ def policy_for_model(given: PolicyLike) -> Policy | JaxPolicy:
 
 
 def policy_for_function(given: PolicyLike) -> Policy | JaxPolicy:
-    """What `given` stands for in `jaxcomp.checkpoint`: a codec is for all that it can encode.
+    """What `given` stands for in `jaxcomp.checkpoint`: a `Codec` is for all that it can encode.
 
     Raises:
         TypeError: If it is no policy, codec, spec or function.
         ValueError: As `from_spec`.
     """
-    if isinstance(given, str) and " + " not in given and " @ " not in given:
-        given = read(given)
     if isinstance(given, Exact):
         return Policy(())
     return Policy((Rule(given, required=False),)) if isinstance(given, Codec) else _policy(given)

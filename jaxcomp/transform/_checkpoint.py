@@ -257,8 +257,9 @@ def checkpoint(
 
     Args:
         fn: A function of any pytrees. Arrays that it closes over are differentiated, too.
-        policy: A `Policy`; a codec, for every value that it can encode; the spec of either; or one
-            of `jax.checkpoint_policies`. By default, `recipes.automatic()`.
+        policy: A `Policy`; a `Codec`, for every value that it can encode; a spec, as
+            `policies.from_spec` reads it; or one of `jax.checkpoint_policies`. By default,
+            `recipes.automatic()`.
         coded_argnums: Positional arguments that nothing else keeps, such as the result of the
             layer before. The policy decides about them by the role "input".
         static_argnums: Positional arguments that are no arrays.

@@ -202,7 +202,7 @@ def test_interrupting_returns_the_best_so_far():
         ({"pin": {"head": "recompute"}}, "not in a list of blocks"),
         ({"pin": {"head": "bits=4"}, "actions": ("keep",)}, "expected one of"),
         ({"pin": {"blocks/0/mlp/layers/0": "keep", "blocks/0/mlp": "recompute"}}, "by another"),
-        ({"batch": 0}, "expected a multiple of 1"),
+        ({"batch": 0}, "batch=0: expected a positive integer"),
         ({"target": "h100:x"}, "expected h100:COUNT"),
         ({"target": "rtx3060-12gb", "budget": "13GiB"}, "rtx3060-12gb has 11.8 GiB"),
     ],
@@ -303,6 +303,17 @@ def test_all_values_in_as_few_bits_as_the_plan_are_tried():
     plan = fit(make_step, **given, budget=four - 1, actions=("keep", "quantize"), bits=(4, 3))
     compiled = [c.name for c in plan.frontier]
     assert "plan 1" in compiled and "bits=3" in compiled
+
+
+def test_all_values_but_pinned_ones_have_codes_where_no_plan_fits(monkeypatch):
+    monkeypatch.setattr(_plans, "improve", lambda *arguments: [])
+    given = {"batch": BATCH, "target": "cpu", "actions": ("quantize",), "bits": (4,)}
+    four = fit(make_step, **given, budget="1GiB").total_bytes
+    given["actions"] = ("keep", "quantize")
+    plan = fit(make_step, **given, budget=2 * four, pin={"blocks/0/mlp": "keep"})
+    assert plan.name == "bits=4 but for pin"
+    actions = {part.group: part.action for part in plan.parts}
+    assert (actions["blocks/0/mlp"], actions["blocks/1/mlp"]) == ("keep", "bits=4")
 
 
 def test_no_answer_is_told_of_what_does_not_keep_to_a_pin():

@@ -155,3 +155,19 @@ def test_named_values_are_offloaded_exactly():
 def test_bad_names_are_errors(named, error):
     with without_type_checks(), pytest.raises(error, match="named="):
         recipes.save_names(named)
+
+
+def test_a_spec_means_the_same_in_checkpoint_as_elsewhere():
+    w, x = jnp.ones((64, 8)), jnp.ones((8, 64))
+    codec = jc.Quantize(bits=4)
+    saved = [
+        jc.plan(jc.checkpoint(lambda w, x: jnp.tanh(x @ w), policy), w, x).saved_bytes
+        for policy in (
+            "quantize:bits=4",
+            "quantize:bits=4 @ .*",
+            from_spec("quantize:bits=4"),
+            codec,
+        )
+    ]
+    assert saved[0] == saved[1] == saved[2] == 4 * 64
+    assert saved[3] < saved[0]
