@@ -11,8 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jaxcomp._core.barriers import undifferentiable
-from jaxcomp._core.layouts import in_row_major
-from jaxcomp._core.one_device import on_one
+from jaxcomp._core.layouts import row_major_on_one_gpu
 from jaxcomp.codecs import noise, packing
 from jaxcomp.codecs._codec import Codec, Encoded, Seed, array_nbytes, channel_axes
 
@@ -171,7 +170,7 @@ class Quantize(Codec):
         value = low.astype(jnp.float32) * of_low + high.astype(jnp.float32) * of_high
         # XLA would otherwise take the order that a product prefers, also for the array that was
         # encoded, and transpose that.
-        return on_one("cuda", in_row_major, lambda x: x)(value.astype(dtype))
+        return row_major_on_one_gpu(value.astype(dtype))
 
 
 def _on_grid(low: float, high: float, steps: int, eps: float) -> tuple[float, float]:

@@ -3,7 +3,7 @@
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxcomp._core.layouts import in_row_major
+from jaxcomp._core.layouts import row_major_on_one_gpu
 from jaxcomp._core.one_device import on_one
 
 
@@ -54,4 +54,4 @@ def row_major_operand(operand: Float[Array, "..."]) -> Float[Array, "..."]:
     """
     if operand.ndim < 4:
         return operand
-    return on_one("cuda", in_row_major, lambda operand: operand)(operand)
+    return row_major_on_one_gpu(operand)

@@ -106,8 +106,11 @@ def run(search: Search, models: Sequence[Any], allowed: Allowed) -> None:
         reserved = _OF_OFFLOAD if may_offload else 0
         _improve(search, [known, *_kept_products(search, known, allowed)], allowed, reserved)
     if quantized is not None:
+        few = [
+            b for b in sorted(bits, reverse=True) if b < middle or (b == middle and allowed.pinned)
+        ]
         groups = sorted({*quantized.declared, *plain.declared})
-        _fewer_bits(search, [b for b in sorted(bits, reverse=True) if b <= middle], groups, allowed)
+        _fewer_bits(search, {b: uniform[b] for b in few}, groups, allowed)
     if search.best() is None and "offload" in allowed.actions:
         if may_offload:
             _offload(search, known, allowed)
@@ -174,20 +177,20 @@ def _offload(search: Search, known: Known, allowed: Allowed) -> None:
 
 
 def _fewer_bits(
-    search: Search, bits: Sequence[int], groups: Sequence[str], allowed: Allowed
+    search: Search, uniform: Mapping[int, Strategy], groups: Sequence[str], allowed: Allowed
 ) -> None:
     """All values but pinned ones in few bits, where no plan fits or the best one has as few."""
-    for number in bits:
-        assignment = {group: allowed.pinned.get(group, coded(number)) for group in groups}
+    for bits, strategy in uniform.items():
         best = search.best()
         choices = {} if best is None else best.assignment or {}
-        if not search.left or (best is not None and number not in map(bits_of, choices.values())):
+        if not search.left or (best is not None and bits not in map(bits_of, choices.values())):
             continue
         if allowed.pinned:
-            name, strategy = f"{coded(number)} but for pin", policy_of(assignment, allowed.biased)
-            _tried(search, name, Strategy.of(strategy), assignment)
-        elif number < bits[0]:
-            _tried(search, coded(number), allowed.uniform(coded(number)))
+            assignment = {group: allowed.pinned.get(group, coded(bits)) for group in groups}
+            pinned = Strategy.of(policy_of(assignment, allowed.biased))
+            _tried(search, f"{coded(bits)} but for pin", pinned, assignment)
+        else:
+            _tried(search, coded(bits), strategy)
 
 
 def _tried(
