@@ -1,7 +1,6 @@
 """A rule of a policy: which values it is for, and what becomes of them."""
 
 import dataclasses
-import math
 import re
 import typing
 from collections.abc import Sequence
@@ -42,8 +41,8 @@ class Rule:
         roles: Roles, as `jaxcomp.policies.Value` lists them. Without any, all but "statistic", and
             with names all.
         dtypes: Names of dtypes.
-        min_size: Least number of elements of a value. That all values are too small, as in a short
-            last batch, is no error; `jaxcomp.plan` notes it.
+        min_size: Least number of elements of a value, over all iterations of a `scan`. That all
+            values are too small, as in a short last batch, is no error; `jaxcomp.plan` notes it.
         required: Whether it is an error if the rule matches nothing.
 
     Raises:
@@ -127,7 +126,7 @@ class Rule:
             and (not self.names or bool(set(self.names) & set(value.names)))
             and (not self.primitives or value.primitive in self.primitives)
             and (not self.dtypes or dtype_name(value.dtype) in self.dtypes)
-            and (not size or math.prod(value.shape) >= self.min_size)
+            and (not size or value.elements >= self.min_size)
             and _fits(self.path, value.path)
         )
 

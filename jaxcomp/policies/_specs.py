@@ -79,6 +79,8 @@ def read(spec: str) -> Codec | Policy:
         Cast(dtype='float16')
     """
     name, _, options = spec.partition(":")
+    if name in ("boundary", "offload") and not options:
+        raise ValueError(f"spec={spec!r}: expected a codec after '{name}:'")
     if name == "boundary":
         codec = read(options)
         if not isinstance(codec, Codec):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import typing
 
 import jax
@@ -40,6 +41,8 @@ class Value:
         source: `file:line` of the code that computes it, or "".
         path: Path of the innermost module that computes it, in a model of `jaxcomp.compress`; in a
             function that of its named scopes; or "".
+        iterations: How many of it are saved: the product of the lengths of the `scan` loops that
+            compute it.
     """
 
     shape: tuple[int, ...]
@@ -49,6 +52,12 @@ class Value:
     role: str = "other"
     source: str = ""
     path: str = ""
+    iterations: int = 1
+
+    @property
+    def elements(self) -> int:
+        """Number of its elements, over all iterations."""
+        return self.iterations * math.prod(self.shape)
 
     @property
     def is_float(self) -> bool:

@@ -3,6 +3,7 @@
 import contextvars
 import dataclasses
 import functools
+import inspect
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -44,6 +45,7 @@ class Checkpointed:
         policy: Policy | JaxPolicy,
         coded_argnums: tuple[int, ...],
         static_argnums: tuple[int, ...],
+        static_argnames: tuple[str, ...],
         seed: Seed,
     ) -> None:
         functools.update_wrapper(self, fn)
@@ -51,6 +53,7 @@ class Checkpointed:
         self._policy = policy
         self._coded = coded_argnums
         self._static = static_argnums
+        self._static_names = static_argnames
         self._seed = seed
 
     def __get__(self, owner: Any, kind: type | None = None) -> Callable[..., Any]:
@@ -110,21 +113,25 @@ class Checkpointed:
             _positions(name, numbers, count)
             for name, numbers in (("coded_argnums", self._coded), ("static_argnums", self._static))
         )
-        dynamic = [arg for i, arg in enumerate(args) if i not in static]
+        names = enumerate(_names_by_position(self._fn)[:count])
+        static |= {i for i, name in names if name in self._static_names}
+        fixed = {name: kwargs[name] for name in self._static_names if name in kwargs}
+        moving = {name: value for name, value in kwargs.items() if name not in fixed}
 
-        def run(dynamic: list[Any], kwargs: dict[str, Any]) -> Any:
-            rest = iter(dynamic)
-            full = [arg if i in static else next(rest) for i, arg in enumerate(args)]
-            return self._fn(*full, **kwargs)
+        @functools.wraps(self._fn)
+        def run(*args: Any, **kwargs: Any) -> Any:  # JAX keeps traces by the function: a new one
+            return self._fn(*args, **kwargs)
 
         with remat3.traced_without():
-            traced, shape = jax.make_jaxpr(run, return_shape=True)(dynamic, kwargs)
+            traced, shape = jax.make_jaxpr(
+                functools.partial(run, **fixed), static_argnums=sorted(static), return_shape=True
+            )(*args, **moving)
         opened = traced.jaxpr.replace(
             constvars=[], invars=[*traced.jaxpr.constvars, *traced.jaxpr.invars]
         )
         positions = [i for i, arg in enumerate(args) if i not in static for _ in _leaves(arg)]
         chosen = [len(traced.consts) + i for i, number in enumerate(positions) if number in coded]
-        leaves = _leaves((dynamic, kwargs))
+        leaves = _leaves(([arg for i, arg in enumerate(args) if i not in static], moving))
         return closed(opened, []), traced.consts, leaves, chosen, jax.tree.structure(shape)
 
 
@@ -225,12 +232,14 @@ def checkpoint(
     *,
     coded_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
     seed: Seed = None,
 ) -> Checkpointed:
     """Transforms a function to save what its backward pass needs as a policy says.
 
-    It is used like `jax.checkpoint` and takes the same policies. A `Policy` may also encode a value
-    where those keep or recompute it. The function's results are bit-identical. Its derivative is
+    It is used like `jax.checkpoint` and takes the same policies. It has no `prevent_cse`: XLA never
+    merges what is recomputed with the forward pass. A `Policy` may also encode a value where those
+    keep or recompute it. The function's results are bit-identical. Its derivative is
     taken in the forward pass, at the exact values. Of the coefficients of the backward pass a
     smallest set of values is saved from which the others follow:
 
@@ -262,7 +271,8 @@ def checkpoint(
             `recipes.automatic()`.
         coded_argnums: Positional arguments that nothing else keeps, such as the result of the
             layer before. The policy decides about them by the role "input".
-        static_argnums: Positional arguments that are no arrays.
+        static_argnums: Positional arguments that are no arrays. They are hashable.
+        static_argnames: Names of such arguments, passed by name or by position.
         seed: Integer scalar, or a key of `jax.random.key`, that redraws the rounding noise. The
             noise is a hash of the values, of the seed, and of a few elements of each argument that
             is differentiated. So calls with other arguments, and iterations, have other noise.
@@ -301,7 +311,34 @@ def checkpoint(
         _numbers("coded_argnums", coded_argnums),
         _numbers("static_argnums", static_argnums),
     )
-    return Checkpointed(fn, policy_for_function(policy), coded, static, seed)
+    names = _argument_names(fn, static_argnames)
+    return Checkpointed(fn, policy_for_function(policy), coded, static, names, seed)
+
+
+def _parameters(fn: Callable[..., Any]) -> list[inspect.Parameter] | None:
+    """Those of its signature; None if it has none that Python can see."""
+    try:
+        return [*inspect.signature(fn).parameters.values()]
+    except (TypeError, ValueError):
+        return None
+
+
+def _names_by_position(fn: Callable[..., Any]) -> list[str]:
+    """The names of its positional arguments."""
+    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return [one.name for one in _parameters(fn) or () if one.kind in kinds]
+
+
+def _argument_names(fn: Callable[..., Any], given: str | Sequence[str]) -> tuple[str, ...]:
+    """The static arguments' names, which the function has."""
+    names = (given,) if isinstance(given, str) else tuple(given)
+    parameters = _parameters(fn)
+    if parameters is None or any(one.kind == inspect.Parameter.VAR_KEYWORD for one in parameters):
+        return names
+    known = [one.name for one in parameters]
+    if not set(names) <= set(known):
+        raise ValueError(f"static_argnames={given!r}: expected names among {known}")
+    return names
 
 
 def _numbers(name: str, given: int | Sequence[int]) -> tuple[int, ...]:

@@ -58,9 +58,10 @@ def compress(model: M, policy: PolicyLike = DEFAULT) -> M:
     Raises:
         TypeError: If `model` is no Flax NNX module, or cannot be called where its call has to be
             traced, or `policy` is none of these.
-        ValueError: If the model is compressed already, a spec is unknown, a rule gives a layer a
-            codec that cannot serve it, or a required rule matches nothing. Values are only known on
-            the first gradient or `plan`; until then the model is unchanged by an error.
+        ValueError: If the model or a module of it is compressed already, a spec is unknown, a rule
+            gives a layer a codec that cannot serve it, or a required rule matches nothing. Values
+            are only known on the first gradient or `plan`; until then the model is unchanged by an
+            error.
 
     Example:
         >>> model = nnx.Sequential(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), jax.nn.gelu)
@@ -73,10 +74,13 @@ def compress(model: M, policy: PolicyLike = DEFAULT) -> M:
             f"model of type {type(model).__name__}: expected a Flax NNX module; Linen, Equinox and "
             "functions are for jaxcomp.checkpoint(fn, policy)"
         )
-    if is_compressed(model):
-        raise ValueError(
-            f"model={type(model).__name__}: is compressed already; jaxcomp.uncompress undoes it"
-        )
+    for path, module in nnx.iter_modules(model):
+        if is_compressed(module):
+            which = f"its module {'/'.join(map(str, path))}" if path else "it"
+            raise ValueError(
+                f"model={type(model).__name__}: {which} is compressed already; jaxcomp.uncompress "
+                "undoes it, and a policy has other codecs for other modules by their paths"
+            )
     chosen = policy_for_model(policy)
     layers = LayerCodecs({}, ())
     of_values: Policy | JaxPolicy | None = chosen

@@ -1,7 +1,6 @@
 """Applies a policy to every value of a program."""
 
 import dataclasses
-import math
 import typing
 from collections.abc import Mapping
 from typing import Any
@@ -54,16 +53,22 @@ class PolicyLog:
         policy: The policy.
         values: Values of the function itself and of the iterations of its loops.
         matched: The rules that matched a value, or would but for its size.
+        iterations: Of the loops around the program that is decided about.
     """
 
     policy: Policy | JaxPolicy
     values: list[Value] = dataclasses.field(default_factory=list)
     matched: set[Rule] = dataclasses.field(default_factory=set)
+    iterations: int = 1
+
+    def inside(self, length: int) -> "PolicyLog":
+        """For the body of a loop of the program; takes note in the same places."""
+        return dataclasses.replace(self, iterations=self.iterations * length)
 
     def too_large(self) -> list[Rule]:
         """The rules that ask for more elements than any of the values has."""
         rules = self.policy.rules if isinstance(self.policy, Policy) else ()
-        most = max((math.prod(value.shape) for value in self.values), default=0)
+        most = max((value.elements for value in self.values), default=0)
         return [rule for rule in rules if rule.is_for_values and rule.min_size > most]
 
     def check(self) -> None:
@@ -95,6 +100,7 @@ def decide(graph: Graph, roles: Mapping[Any, str], log: PolicyLog) -> dict[Any, 
             roles.get(variable, "other") if made_by is not None else "input",
             source_line(made_by),
             module_path(made_by),
+            log.iterations,
         )
         log.values.append(value)
         named = graph.names.get(variable, [])
@@ -111,11 +117,12 @@ def _decide(
     policy = log.policy
     if isinstance(policy, Policy):
         fitting = [rule for rule in policy.rules if rule.matches_value(value, size=False)]
-        size = math.prod(value.shape)
-        log.matched.update(rule for rule in fitting if size < rule.min_size)
-        rule = next((rule for rule in fitting if size >= rule.min_size), None)
+        too_large = [rule for rule in fitting if rule.min_size > value.elements]
+        log.matched.update(too_large)
+        rule = next((rule for rule in fitting if rule not in too_large), None)
         if rule is None:
-            return Decision()
+            least = min((rule.min_size for rule in too_large), default=0)
+            return Decision(note=f"fewer than {least:,} elements" if least else "")
         log.matched.add(rule)
         return _by_rule(rule, value)
     found = [
@@ -194,5 +201,5 @@ def _check_matched(policy: Policy, matched: set[Rule], values: list[Value]) -> N
             f"{rule} matches nothing, or only what an earlier rule took (what branches of "
             "jax.lax.cond compute is not seen); the function has "
             f"names: {names}; primitives: {primitives}; roles: {roles}; paths: {paths}; at "
-            f"most {max((math.prod(v.shape) for v in values), default=0)} elements"
+            f"most {max((v.elements for v in values), default=0)} elements"
         )

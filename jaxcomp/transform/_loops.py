@@ -181,7 +181,7 @@ def _coded_loop(
         seed: Any, values: list[Any], perturbed: list[int]
     ) -> tuple[list[Any], Looped, Any]:
         active = _active(body.jaxpr, {*perturbed}, consts, carries)
-        chosen = Looped.of(_scoped(body, equation), active, coded, log)
+        chosen = Looped.of(_scoped(body, equation), active, coded, log.inside(length))
         loops.append(Loop(chosen, length, f"{LOOP}{next(_numbers)}"))
 
         def step(carry: Any, x: list[Any]) -> tuple[Any, Any]:

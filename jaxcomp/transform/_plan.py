@@ -87,7 +87,7 @@ class Plan:
         if sum(value.saved_bytes for value in values) > _HARDLY * exact_bytes:
             notes.append("hardly anything is saved: leave the function as it is")
         if values and asked and not codes:
-            notes.append("the policy's codecs encode nothing: all follows from exact values")
+            notes.append("codecs encode nothing: what they are for follows from exact values")
         codecs = [*(s.codec for each in schedules for s in each.stored.values()), *of_units]
         biased = {str(codec) for codec in codecs if _is_biased(codec)}
         notes += [f"biased: {codec} is a biased codec" for codec in sorted(biased)]

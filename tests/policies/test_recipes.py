@@ -60,6 +60,7 @@ def test_exact_keeps_everything() -> None:
         ("fused:scale_source=channel", "scale_source"),
         ("", "unknown codec or recipe ''"),
         ("offload:offload:quantize", "expected 'offload:' once"),
+        ("offload:", "spec='offload:': expected a codec after 'offload:'"),
         ("compress:quantize", "unknown codec or recipe 'compress'"),
         ("quantise:bits=2", "unknown codec or recipe 'quantise'"),
         ("Quantize", "unknown codec or recipe 'Quantize'"),

@@ -284,8 +284,10 @@ def test_what_it_cannot_do_is_an_error():
             jc.compress(create(), 4)
     with pytest.raises(ValueError, match="spec='4 bits': unknown codec or recipe '4 bits'"):
         jc.compress(create(), "4 bits")
-    with pytest.raises(ValueError, match="model=Network: is compressed already"):
+    with pytest.raises(ValueError, match="model=Network: it is compressed already"):
         jc.compress(create(jc.Quantize(4)), jc.Quantize(4))
+    with pytest.raises(ValueError, match="its module layers/0 is compressed already"):
+        jc.compress(nnx.Sequential(create(jc.Quantize(4)), jnp.sin), jc.Quantize(4))
 
     class Silent(nnx.Module):
         pass

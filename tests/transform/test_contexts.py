@@ -170,6 +170,22 @@ def test_static_arguments_and_functions_without_arguments():
     assert_close(gradient, jax.grad(lambda w: jnp.sin(X @ w).sum())(W), 1e-5)
 
 
+def test_static_arguments_by_name():
+    def apply(x, w, train=True):
+        return jnp.sin(x @ w) if train else x @ w
+
+    f = jc.checkpoint(apply, CODEC, static_argnames="train")
+    assert_same_bits(f(X, W, False), apply(X, W, False))
+    gradient = jax.jit(jax.grad(lambda x, train: f(x, W, train=train).sum()), static_argnums=1)
+    assert_close(gradient(X, False), jnp.ones_like(X @ W) @ W.T, 1e-5)
+    assert np.any(gradient(X, True) != gradient(X, False))
+    with pytest.raises(ValueError, match=r"static_argnames='tran': expected names among \['x', "):
+        jc.checkpoint(apply, CODEC, static_argnames="tran")
+    message = r"(?s)function apply at .*test_contexts.py.*argument train"
+    with pytest.raises(jax.errors.TracerBoolConversionError, match=message):
+        jc.checkpoint(apply, CODEC)(X, W, train=True)
+
+
 def test_half_precision():
     x, w = X.astype(jnp.bfloat16), W.astype(jnp.bfloat16)
     got = _gradients(_loss(jc.checkpoint(_block, CODEC)), x, w)

@@ -129,7 +129,7 @@ def test_uncompress_gives_the_stock_layers_back() -> None:
     before = nnx.graphdef(model)
     jc.compress(model, "quantize")
     assert nnx.graphdef(model) != before
-    with pytest.raises(ValueError, match="model=Model: is compressed already"):
+    with pytest.raises(ValueError, match="model=Model: it is compressed already"):
         jc.compress(model, "quantize")
     assert jc.uncompress(model) is model
     assert nnx.graphdef(model) == before

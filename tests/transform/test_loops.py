@@ -207,6 +207,21 @@ def test_policies_are_asked_in_the_loop(policy, stored):
     assert _distance(_gradients(function, X, UP, DOWN), _gradients(_stack, X, UP, DOWN)) < 0.2
 
 
+def test_the_least_size_counts_all_iterations():
+    def decisions(min_size):
+        policy = jc.Policy((jc.Rule(CODEC, min_size=min_size),))
+        return jc.checkpoint(_nested, policy).plan(X, UP, DOWN)
+
+    elements = 3 * 2 * 32 * 64  # of the carry of the inner loop
+    coded = {v.shape for v in decisions(elements).values if v.decision.startswith("Quantize")}
+    assert (3, 2, 32, 64) in coded
+    fewer = decisions(elements + 1)
+    exact = [v for v in fewer.values if v.decision == "exact" and v.shape == (3, 2, 32, 64)]
+    assert exact
+    assert all("fewer than 12,289 elements" in v.note for v in exact)
+    assert any(v.decision.startswith("Quantize") for v in fewer.values)  # (3, 2, 32, 96)
+
+
 def test_jax_policies_are_asked_in_the_loop():
     few, many = (
         jc.checkpoint(_stack, policy).plan(X, UP, DOWN)
