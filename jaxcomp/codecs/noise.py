@@ -211,7 +211,7 @@ def folded(seed: Seed, number: int | Array) -> UInt32[Array, ""]:
     return _mix(_mix(base + jnp.uint32(1)) + jnp.asarray(number).astype(jnp.uint32))
 
 
-def counted(seed: Seed, count: int, step: int = 1) -> list[Array]:
+def counted(seed: Seed, count: int, step: int) -> list[Array]:
     """Derives some seeds from one, at equal distances.
 
     Each is computed from the one before, behind a barrier. A seed of its own number would be a
@@ -227,7 +227,7 @@ def counted(seed: Seed, count: int, step: int = 1) -> list[Array]:
         uint32 scalars.
 
     Example:
-        >>> len(counted(7, 3))
+        >>> len(counted(7, 3, step=1))
         3
     """
     last = jnp.asarray(0 if seed is None else seed).astype(jnp.uint32) * jnp.uint32(GOLDEN)

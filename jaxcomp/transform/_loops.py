@@ -202,8 +202,11 @@ def _coded_loop(
         return [*final, *ys], chosen, (kept, held)
 
     def is_held(i: int) -> bool:
-        """Whether an argument of the body is one that the loop keeps as a whole."""
-        return i < consts or at_x <= i < len(kinds)
+        """Whether what the backward pass reads is an operand of the loop, and not its own seed.
+
+        It never reads a carry as it is: an iteration stores what it needs of it.
+        """
+        return i < len(kinds)
 
     def linear(chosen: Looped, residual: Any, given: ByPosition) -> ByPosition:
         smooth, active = chosen.schedule.smooth, chosen.schedule.active

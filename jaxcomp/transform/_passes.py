@@ -47,7 +47,7 @@ def forward(schedule: Schedule, seed: Seed, arguments: Sequence[Any]) -> tuple[l
     env |= dict(zip(jaxpr.invars, arguments, strict=True))
     counts = [s.copies if s.is_noisy else 0 for s in schedule.stored.values()]
     *first, total = itertools.accumulate(counts, initial=0)
-    seeds = noise.counted(seed, total)
+    seeds = noise.counted(seed, total, 1)
     stored: Residual = {}
     waiting: dict[Any, list[Any]] = {}
 

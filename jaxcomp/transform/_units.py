@@ -283,7 +283,7 @@ def _unit(pattern: Pattern, norm: BatchNorm, norms: dict[Any, BatchNorm]) -> Nor
     if len(others) != 1 or relu is None or not is_relu(relu):
         return alone
     (other,) = others
-    if getattr(other, "aval", None) is None or other.aval != norm.y.aval:
+    if other.aval != norm.y.aval:
         return alone
     second = norms.get(other)
     if second is not None and pattern.only_reader(other) is reader:

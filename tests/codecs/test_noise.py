@@ -1,3 +1,5 @@
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -125,6 +127,21 @@ def test_fingerprint_changes_with_signs_and_powers_of_two():
 def test_fingerprint_has_no_gradient():
     gradient = jax.grad(lambda x: x.sum() + noise.fingerprint(x).astype(jnp.float32) * 0)
     assert gradient(jnp.ones(3)).tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("shape", "read"),
+    [((5,), 5), ((15,), 15), ((16,), 8), ((9, 3), 12), ((3, 9, 3), 9), ((2, 8192), 16), ((), 1)],
+)
+def test_spot_check_reads_a_few_elements(shape, read):
+    """Of the first axis 4, of the last one about 8, of others 1."""
+
+    def check(position):
+        x = jnp.zeros(max(1, math.prod(shape))).at[position].set(1)
+        return noise.spot_check(x.reshape(shape))
+
+    prints = jax.vmap(check)(jnp.arange(math.prod(shape)))
+    assert int((prints != noise.spot_check(jnp.zeros(shape))).sum()) == read
 
 
 @pytest.mark.aot

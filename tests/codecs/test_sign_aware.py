@@ -5,6 +5,7 @@ import pytest
 
 from jaxcomp import DualPrecision, SignAware
 from jaxcomp.codecs import noise
+from jaxcomp.codecs._sign_aware import reciprocal
 from jaxcomp.memory._compiling import compile_step
 from jaxcomp.memory._targets import resolve
 from jaxcomp.memory._tracing import trace
@@ -84,6 +85,26 @@ def test_a_range_of_one_value_comes_back_as_it(value, bits):
         decoded, positive = codec.decode_preactivation(code, h.shape)
         np.testing.assert_allclose(decoded, h, rtol=0.01, atol=1e-6)
         assert bool(positive[0, 0, 0, 0]) == (value > threshold)
+
+
+def test_a_threshold_is_clipped_to_the_usual_values():
+    """Levels that start at it cover a normal distribution, wherever the ReLU starts."""
+    codec = SignAware(4, signed=True)
+    h = normal((2, 8, 8, 4))
+    for asked, used in ((-3.5, -3.0), (2.5, 2.0), (-2.5, -2.5)):
+        positive, words = h > asked, noise.words(h)
+        code, expected = (
+            codec.encode_preactivation(h, jnp.full((1, 1, 1, 1), at), positive, words)
+            for at in (asked, used)
+        )
+        np.testing.assert_array_equal(code.packed, expected.packed)
+        assert float(code.threshold.ravel()[0]) == used
+
+
+def test_steps_that_are_no_normal_numbers_have_the_reciprocal_1():
+    tiny = jnp.finfo(jnp.float32).tiny
+    found = reciprocal(jnp.array([0.0, tiny / 2, tiny, 0.5, jnp.nan]))
+    np.testing.assert_array_equal(found, [1, 1, 1 / tiny, 2, jnp.nan])
 
 
 def test_negative_values_just_below_the_threshold_stay_there():

@@ -73,6 +73,12 @@ def test_a_mean_without_independent_noise_does_not_count(fn):
     assert any("2 independent codes" in note for note in notes)
 
 
+def test_two_codes_that_take_no_fewer_bytes_are_not_made():
+    values = jc.checkpoint(gate, jc.Cast("bfloat16")).plan(X, W).values
+    (twice,) = (value for value in values if "2 codes" in value.note)
+    assert (twice.decision, twice.saved_bytes) == ("exact", 16 * 96 * 4)
+
+
 def test_a_norms_mean_counts():
     notes = [value.note for value in jc.checkpoint(layer_norm, CODEC).plan(X, W).values]
     assert "used twice, across a mean of 96: bias of about its rounding variance / 96" in notes

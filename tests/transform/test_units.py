@@ -242,6 +242,30 @@ def test_max_pool_alone_saves_packed_indices():
     assert sum(value.saved_bytes for value in pooled) == 4 * 8 * 8 * 8 // 2
 
 
+@pytest.mark.parametrize(("rows", "recognized"), [(16, True), (17, False)])
+def test_an_index_in_a_window_has_at_most_8_bits(rows, recognized):
+    x = jax.ShapeDtypeStruct((2, 34, 32, 8), jnp.float32)
+    rule = jc.Rule(jc.Packed(8), op="max_pool", required=False)
+
+    def f(x):
+        return nnx.max_pool(jnp.sin(x), (rows, 16), (rows, 16)).sum()
+
+    plan = jc.plan(jc.checkpoint(f, jc.Policy((rule,))), x)
+    assert ("max_pool" in {value.op for value in plan.values}) == recognized
+
+
+def test_side_effects_beside_a_norm_stay():
+    seen = []
+
+    def f(x):
+        jax.debug.callback(seen.append, x.sum())
+        return jax.nn.relu(standard(x, jnp.ones(4), jnp.zeros(4))[0]).sum()
+
+    jax.block_until_ready(jax.grad(jc.checkpoint(f, "fused:bits=4"))(feature_map()))
+    jax.effects_barrier()
+    assert seen == [feature_map().sum()]
+
+
 def feature_map(seed=1):
     return 0.3 + jax.random.normal(jax.random.key(seed), (4, 4, 4, 4))
 
@@ -340,6 +364,26 @@ def test_statistics_over_devices(check, argnums):
     assert 0 < error < 2.2 * chance + 1e-4 * np.linalg.norm(exact)
 
 
+def test_statistics_in_rows_for_one_collective():
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def norm(x):
+        rows = [x.mean((0, 1, 2))[None], jnp.square(x).mean((0, 1, 2))[None]]
+        mean, square = lax.pmean(jnp.concatenate(rows), "data")
+        return jax.nn.relu((x - mean) * lax.rsqrt(square - mean**2 + 1e-5))
+
+    def gradient(fn):
+        def of_device(x):
+            return jax.grad(lambda x: jnp.sin(fn(x)).sum())(x)
+
+        specs = P("data")
+        run = jax.shard_map(of_device, mesh=mesh, in_specs=specs, out_specs=specs)
+        return jax.jit(run)(1 + jax.random.normal(jax.random.key(1), (16, 8, 8, 8)))
+
+    found, exact = gradient(jc.checkpoint(norm, RANGE)), gradient(norm)
+    assert 0 < np.linalg.norm(found - exact) < 0.3 * np.linalg.norm(exact)
+
+
 def test_statistics_over_two_axes_of_devices_are_left_alone():
     kind = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((4, 2), ("data", "more"), axis_types=kind)
@@ -365,12 +409,20 @@ def rounded(x, scale, bias):
     return (x - mean) * lax.rsqrt(var + 1e-5) * scale + bias
 
 
+def with_late_bias(x, scale, bias):
+    """The bias comes after a cast."""
+    y = (x - x.mean((0, 1, 2))) * lax.rsqrt(x.var((0, 1, 2)) + 1e-5) * scale
+    return y.astype(jnp.bfloat16) + bias.astype(jnp.bfloat16)
+
+
 @pytest.mark.parametrize(
     ("fn", "features", "error"),
     [
         (lambda *args: lax.top_k(jax.nn.relu(divided(*args)[0]), 2)[0], 4, 0.3),
         (lambda *args: jnp.split(jax.nn.relu(divided(*args)[0]), 2, -1)[1], 4, 0.3),
         (lambda *args: jax.nn.relu(divided(*args)[0]), 0, 0),
+        (lambda *args: jax.nn.relu(divided(*args)[0] + 1.0), 4, 0.3),
+        (lambda *args: jax.nn.relu(with_late_bias(*args)), 4, 0.3),
         (rounded, 4, 1e-5),
     ],
 )
