@@ -17,6 +17,7 @@ from jaxcomp.codecs._codec import Codec, Encoded, Seed, array_nbytes, channel_ax
 
 Grouping = typing.Literal["channel", "sample", "row"]
 Rounding = typing.Literal["stochastic", "nearest"]
+_LEAST = 16  # values of a channel whose extremes take no more bytes than their codes of 4 bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +44,9 @@ class Quantize(Codec):
     Attributes:
         bits: Bits per element: 1, 2, 3, 4 or 8.
         group: Values that share a range. "channel": the values of one sample and one index of the
-            last axis; for arrays of fewer than 3 axes, the values of one sample. "sample": the
-            values of one sample. "row": the values along the last axis.
+            last axis; for arrays of fewer than 3 axes, and where a channel would have fewer than 16
+            values, the values of one sample. "sample": the values of one sample. "row": the values
+            along the last axis.
         rounding: "stochastic" or "nearest".
 
     Raises:
@@ -83,17 +85,19 @@ class Quantize(Codec):
         self.check(shape, dtype)
         pack = functools.partial(packing.pack, bits=self.bits)
         packed = jax.eval_shape(pack, jax.ShapeDtypeStruct(shape, jnp.int32))
-        axes = self._axes(len(shape))
+        axes = self._axes(shape)
         groups = tuple(1 if axis in axes else size for axis, size in enumerate(shape))
         ends = 2 * array_nbytes(groups, dtype)
         return sum(array_nbytes(a.shape, a.dtype) for a in packed) + ends
 
-    def _axes(self, rank: int) -> tuple[int, ...]:
+    def _axes(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the axes over which values share a range."""
+        rank = len(shape)
         if self.group == "row":
             return tuple(range(rank))[-1:]
-        if self.group == "channel":
-            return channel_axes(rank)
+        of_channel = channel_axes(rank)
+        if self.group == "channel" and math.prod(shape[i] for i in of_channel) >= _LEAST:
+            return of_channel
         return tuple(range(1 if rank > 1 else 0, rank))
 
     def extremes(self, x: Array) -> tuple[Array, Array]:
@@ -106,7 +110,7 @@ class Quantize(Codec):
             Two arrays in the dtype of `x` that broadcast to `x`. Both are NaN for a group with a
             NaN or Inf.
         """
-        axes = self._axes(x.ndim)
+        axes = self._axes(x.shape)
         low = jnp.min(x, axes, keepdims=True, initial=jnp.inf)
         high = jnp.max(x, axes, keepdims=True, initial=-jnp.inf)
         finite = jnp.isfinite(low) & jnp.isfinite(high)

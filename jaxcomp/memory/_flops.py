@@ -62,6 +62,8 @@ def _equation_flops(equation: JaxprEqn, platform: str) -> int | None:
     name = equation.primitive.name
     if name == "dot_general":
         return _dot_flops(equation)
+    if name == "ragged_dot_general":
+        return _ragged_dot_flops(equation)
     if name == "conv_general_dilated":
         return _convolution_flops(equation)
     inner = [jaxpr_flops(jaxpr, platform) for jaxpr in inner_jaxprs(equation)]
@@ -103,6 +105,15 @@ def _dot_flops(equation: JaxprEqn) -> int:
     (contracting, _), _ = equation.params["dimension_numbers"]
     left, out = _shape(equation.invars[0]), _shape(equation.outvars[0])
     return int(2 * prod(out) * prod(left[d] for d in contracting))
+
+
+def _ragged_dot_flops(equation: JaxprEqn) -> int:
+    """Each row is in one group, whatever the sizes of the groups."""
+    numbers = equation.params["ragged_dot_dimension_numbers"]
+    (_, contracting), (_, batch) = numbers.dot_dimension_numbers
+    left, right = map(_shape, equation.invars[:2])
+    others = {*contracting, *batch, *numbers.rhs_group_dimensions}
+    return int(2 * prod(left) * prod(n for d, n in enumerate(right) if d not in others))
 
 
 def _convolution_flops(equation: JaxprEqn) -> int:

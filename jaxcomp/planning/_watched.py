@@ -18,7 +18,7 @@ M = TypeVar("M", bound=nnx.Module | Callable[..., Any])
 class _Watched(Strategy):
     """A strategy that knows the models that it was applied to, and what was asked of it."""
 
-    apply: Callable[[Any], Any] = field(kw_only=True)
+    apply: Callable[[Any], Any] | None = field(kw_only=True)
     models: list[Any] = field(default_factory=list)
     read: set[str] = field(default_factory=set)
 
@@ -29,8 +29,13 @@ class _Watched(Strategy):
 
     def __call__(self, model: M) -> M:
         self.models.append(model)
-        applied: M = self.apply(model)
+        applied: M = (self.apply or self.unwatched())(model)
         return applied
+
+    def unwatched(self) -> Strategy:
+        """The same strategy, as the factory may have changed it by `dataclasses.replace`."""
+        names = [f.name for f in fields(Strategy)]
+        return Strategy(**{name: object.__getattribute__(self, name) for name in names})
 
     def check(self, asked: Strategy) -> None:
         """Raises a ValueError if a step factory did not do what the strategy asks for."""
@@ -76,7 +81,7 @@ def trace_step(
         ValueError: If the factory does not do what the strategy asks for.
     """
     copied = {f.name: getattr(strategy, f.name) for f in fields(strategy)}
-    watched = _Watched(**copied, apply=apply or strategy)
+    watched = _Watched(**copied, apply=apply)
     step, arguments = make_step(watched, batch)
     traced = trace(step, *arguments, target=target)
     watched.check(strategy)  # the step may ask for its micro-batches when it is traced

@@ -45,7 +45,7 @@ POINTWISE = (
     | {"convert_element_type", "copy", "name", "sharding_constraint", "stop_gradient"}
 ) - {"concatenate", "empty", "empty2", "iota", "pad"}
 
-HEAVY = {"dot_general", "conv_general_dilated"}
+HEAVY = {"dot_general", "ragged_dot_general", "conv_general_dilated"}
 REDUCTIONS = {
     "argmax", "argmin", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod",
     "reduce_sum", "reduce",
@@ -100,13 +100,18 @@ def linear_uses(equation: JaxprEqn, tangents: Set[Any]) -> dict[int, str]:
 
     Returns:
         The role of each such operand, by its position: "operand" of a product or a convolution,
-        or "derivative".
+        or "derivative". The sizes of the groups of a ragged product are none.
     """
     name = equation.primitive.name
     roles = {"mul": "derivative", **dict.fromkeys(HEAVY, "operand")}
     if name not in roles:
         return {}
-    return {i: roles[name] for i, atom in enumerate(equation.invars) if not _in(atom, tangents)}
+    operands: list[Any] = list(equation.invars)
+    return {
+        i: roles[name]
+        for i, atom in enumerate(operands)
+        if not _in(atom, tangents) and jnp.issubdtype(atom.aval.dtype, jnp.inexact)
+    }
 
 
 def _in(atom: Any, tangents: Set[Any]) -> bool:

@@ -120,7 +120,10 @@ class Checkpointed:
 
         @functools.wraps(self._fn)
         def run(*args: Any, **kwargs: Any) -> Any:  # JAX keeps traces by the function: a new one
-            return self._fn(*args, **kwargs)
+            before = jax.tree.leaves_with_path((args, kwargs))
+            result = self._fn(*args, **kwargs)
+            _check_unchanged(before, jax.tree.leaves_with_path((args, kwargs)))
+            return result
 
         with remat3.traced_without():
             traced, shape = jax.make_jaxpr(
@@ -133,6 +136,19 @@ class Checkpointed:
         chosen = [len(traced.consts) + i for i, number in enumerate(positions) if number in coded]
         leaves = _leaves(([arg for i, arg in enumerate(args) if i not in static], moving))
         return closed(opened, []), traced.consts, leaves, chosen, jax.tree.structure(shape)
+
+
+def _check_unchanged(before: list[tuple[Any, Any]], after: list[tuple[Any, Any]]) -> None:
+    """Raises a ValueError if a call has changed its arguments, such as a Flax NNX module."""
+    kept = dict(before)
+    changed = [path for path, leaf in after if path not in kept or kept[path] is not leaf]
+    if changed or len(after) != len(before):
+        names = ", ".join(jax.tree_util.keystr(path[1:]) for path in changed[:3])
+        raise ValueError(
+            f"the function changes its argument ({names or 'a part is gone'}), which has no effect "
+            "outside of the call: return the new state, or make the module a part of a model for "
+            "jaxcomp.compress"
+        )
 
 
 def _leaves(tree: Any) -> list[Any]:
@@ -283,8 +299,9 @@ def checkpoint(
     Raises:
         TypeError: If `fn` is no function, or `policy` or `seed` is not one of these; once a
             gradient is taken, if a rule gives integers to a codec.
-        ValueError: If a spec is unknown; once a gradient is taken, if a required rule of the policy
-            matches nothing.
+        ValueError: If a spec is unknown or there is no argument of a name; in a call, if the
+            function changes an argument, as a Flax NNX module updates its state; once a gradient is
+            taken, if a required rule of the policy matches nothing.
         NotImplementedError: If a second derivative passes through a code; once a gradient is taken,
             if a shape is symbolic or a reference of `jax.new_ref` holds differentiated values.
 

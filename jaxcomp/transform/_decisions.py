@@ -5,6 +5,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
+import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
 from jaxcomp.codecs import Codec
@@ -122,7 +123,8 @@ def _decide(
         rule = next((rule for rule in fitting if rule not in too_large), None)
         if rule is None:
             least = min((rule.min_size for rule in too_large), default=0)
-            return Decision(note=f"fewer than {least:,} elements" if least else "")
+            note = f"fewer than {least:,} elements" if least else _note_of_dtype(policy, value)
+            return Decision(note=note)
         log.matched.add(rule)
         return _by_rule(rule, value)
     found = [
@@ -134,6 +136,16 @@ def _decide(
             if decision.action == action:
                 return decision
     return Decision()
+
+
+def _note_of_dtype(policy: Policy, value: Value) -> str:
+    """Says that a codec would encode a value if it were of another dtype."""
+    if value.is_float or not jnp.issubdtype(value.dtype, jnp.inexact):
+        return ""
+    single = dataclasses.replace(value, dtype=jnp.float32)
+    rules = [rule for rule in policy.rules if isinstance(rule.action, Codec)]
+    is_asked = any(rule.matches_value(single) for rule in rules)
+    return f"no codec encodes {dtype_name(value.dtype)}" if is_asked else ""
 
 
 def _by_rule(rule: Rule, value: Value) -> Decision:
@@ -188,18 +200,20 @@ def _check_matched(policy: Policy, matched: set[Rule], values: list[Value]) -> N
                 "batch norms, max_pool also for stock max pools, and with 'keep' attention and "
                 "scaled_linear for stock ones; the function or model has none that it could match"
             )
-        names, primitives, roles, paths = (
+        names, primitives, roles, dtypes, paths = (
             ", ".join(sorted(found)) or "none"
             for found in (
                 {name for value in values for name in value.names},
                 {value.primitive for value in values if value.primitive},
                 {value.role for value in values},
+                {dtype_name(value.dtype) for value in values},
                 {value.path for value in values if value.path},
             )
         )
         raise ValueError(
             f"{rule} matches nothing, or only what an earlier rule took (what branches of "
             "jax.lax.cond compute is not seen); the function has "
-            f"names: {names}; primitives: {primitives}; roles: {roles}; paths: {paths}; at "
-            f"most {max((v.elements for v in values), default=0)} elements"
+            f"names: {names}; primitives: {primitives}; roles: {roles}; dtypes: {dtypes} (codecs "
+            f"encode float32, bfloat16 and float16); paths: {paths}; at most "
+            f"{max((v.elements for v in values), default=0)} elements"
         )

@@ -14,8 +14,12 @@ from jaxcomp.transform._graph import plain_nbytes
 from jaxcomp.transform._loops import Looped
 from jaxcomp.transform._origins import module_path
 from jaxcomp.transform._readers import Readers
+from jaxcomp.transform._schedule import Schedule
 
 _HARDLY = 0.9
+_INSIDE = (
+    "what branches of jax.lax.cond compute is kept as it is; call jaxcomp.checkpoint inside of them"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,10 +88,15 @@ class Plan:
         codes = codes or any(codec is not None for codec in of_units)
         values = tuple(_planned(looped))
         notes = []
-        if sum(value.saved_bytes for value in values) > _HARDLY * exact_bytes:
-            notes.append("hardly anything is saved: leave the function as it is")
+        saved_bytes = sum(value.saved_bytes for value in values)
+        if saved_bytes > _HARDLY * exact_bytes:
+            of_branches = sum(map(_bytes_of_branches, schedules))
+            advice = _INSIDE if of_branches > saved_bytes / 2 else "leave the function as it is"
+            notes.append(f"hardly anything is saved: {advice}")
         if values and asked and not codes:
-            notes.append("codecs encode nothing: what they are for follows from exact values")
+            is_told = any(value.note.startswith("kept exactly") for value in values)
+            why = "the notes say why" if is_told else "what they are for follows from exact values"
+            notes.append(f"codecs encode nothing: {why}")
         codecs = [*(s.codec for each in schedules for s in each.stored.values()), *of_units]
         biased = {str(codec) for codec in codecs if _is_biased(codec)}
         notes += [f"biased: {codec} is a biased codec" for codec in sorted(biased)]
@@ -150,6 +159,13 @@ def _row(group: list[SavedValue]) -> tuple[str, ...]:
         f"{value.bits_per_element:.2f}" if value.elements else "",
         value.note,
     )
+
+
+def _bytes_of_branches(schedule: Schedule) -> int:
+    """Bytes of what branches save for their own backward passes, in each iteration."""
+    made_by = schedule.graph.made_by
+    branches = (v for v in schedule.stored if v in made_by and made_by[v].primitive.name == "cond")
+    return sum(schedule.stored[v].nbytes(v.aval) for v in branches)
 
 
 def _is_biased(codec: Codec | None) -> bool:

@@ -21,6 +21,16 @@ def test_flops_of_products_and_scans():
     assert flops(jax.grad(jax.checkpoint(layers)), w, x) == 4 * products
 
 
+def test_flops_of_ragged_products_count_each_row_once():
+    x, w, sizes = jnp.ones((32, 64)), jnp.ones((4, 64, 16)), jnp.array([8, 8, 0, 16])
+
+    def experts(x, w):
+        return jnp.sum(lax.ragged_dot(x, w, sizes) ** 2)
+
+    assert flops(experts, x, w) == 2 * 32 * 64 * 16
+    assert flops(jax.grad(experts, (0, 1)), x, w) == 3 * 2 * 32 * 64 * 16
+
+
 @pytest.mark.parametrize("stride, dilation, groups", [(1, 1, 1), (2, 1, 1), (1, 2, 4)])
 def test_flops_of_convolutions_are_xlas_own(stride, dilation, groups):
     x, w = jnp.ones((2, 12, 12, 8)), jnp.ones((3, 3, 8 // groups, 16))

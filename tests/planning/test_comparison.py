@@ -173,6 +173,26 @@ def test_a_factory_that_ignores_the_way_is_found_out():
     assert row.error == "make_step is expected to call transform(model)"
 
 
+def test_a_factory_may_recompute_its_own_way():
+    """As for layers under `nnx.scan`, which are in no list."""
+
+    def own(transform, batch):
+        recomputes = transform.remat
+        linear = nnx.eval_shape(lambda: nnx.Linear(32, 32, rngs=nnx.Rngs(0)))
+        model = replace(transform, remat=False)(linear)
+
+        def layer(model, x):
+            return jnp.sin(jnp.sin(model(x)))
+
+        def loss(model, x):
+            return jnp.square((nnx.remat(layer) if recomputes else layer)(model, x)).sum()
+
+        return nnx.grad(loss), (model, jax.ShapeDtypeStruct((batch, 32), jnp.float32))
+
+    plain, remat = compare(own, ["plain", "remat"], batch=64, target="cpu").rows
+    assert remat.report.declared_residual_bytes < plain.report.declared_residual_bytes
+
+
 def test_a_row_that_does_not_fit_the_model_leaves_the_others():
     table = compare(make_step, ["plain", "pooling:window=2"], batch=8, target="cpu")
     assert table.rows[0].report is not None

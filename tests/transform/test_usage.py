@@ -83,6 +83,18 @@ def test_a_dtype_is_an_argument_and_a_stream_of_numbers_is_refused():
         ours(X, rngs=nnx.Rngs(3))
 
 
+def test_a_module_that_updates_its_state_in_a_function_is_refused():
+    norm, dropout = nnx.BatchNorm(16, rngs=nnx.Rngs(0)), nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+    call = jc.checkpoint(lambda module, x: module(x), KEEP)
+    with pytest.raises(ValueError, match=r"changes its argument \(.*mean.*has no effect outside"):
+        call(norm, X)
+    with pytest.raises(ValueError, match=r"changes its argument .*count"):
+        call(dropout, X)
+    norm.eval(), dropout.eval()
+    assert_same_bits(call(norm, X), norm(X))
+    assert_same_bits(call(dropout, X), X)
+
+
 def test_checkpoint_decorates_a_method():
     class Plain:
         scale = 2.0
