@@ -234,8 +234,8 @@ def scanned_lm(strategy: Strategy, batch: int) -> Step:
     def make() -> nnx.Module:
         return ScannedLM(256, 1024, around=around, rngs=nnx.Rngs(0))
 
-    strategy = dataclasses.replace(strategy, remat=False)
-    return _step(make, tokens, tokens, strategy, batch, unroll=False)
+    of_model = dataclasses.replace(strategy, remat=False)
+    return _step(make, tokens, tokens, of_model, batch, unroll=False)
 
 
 def long_lm(strategy: Strategy, batch: int) -> Step:

@@ -65,6 +65,16 @@ def test_blocks_under_a_scan_take_no_coded_inputs():
         transformers.scanned_lm(Strategy.parse("remat:quantize:bits=8"), 1)
 
 
+def test_blocks_under_a_scan_are_recomputed():
+    equations = [
+        str(jax.make_jaxpr(step)(*args)).count("prevent_cse")
+        for step, args in (
+            transformers.scanned_lm(Strategy.parse(s), 1) for s in ("plain", "remat")
+        )
+    ]
+    assert equations[0] < equations[1]
+
+
 def test_queries_keys_and_values_are_not_stored():
     plan, with_them = (
         jc.plan(create(policy), TOKENS)
