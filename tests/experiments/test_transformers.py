@@ -66,12 +66,11 @@ def test_blocks_under_a_scan_take_no_coded_inputs():
 
 
 def test_blocks_under_a_scan_are_recomputed():
-    def recomputes(spec):
+    def recomputed(spec):  # in plain, the scores of the attentions
         step, args = transformers.scanned_lm(Strategy.parse(spec), 1)
-        return "prevent_cse" in str(step.trace(*args).jaxpr)
+        return str(step.trace(*args).jaxpr).count("prevent_cse")
 
-    assert recomputes("remat")
-    assert not recomputes("plain")
+    assert recomputed("remat") > recomputed("plain")
 
 
 def test_queries_keys_and_values_are_not_stored():
