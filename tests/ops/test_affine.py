@@ -46,7 +46,7 @@ def test_bias(codec):
 
 def test_stores_the_code_and_the_scale():
     stored = stored_shapes(functools.partial(ops.affine, codec=Quantize(4)), X, SCALE, BIAS)
-    assert stored == [((8,), "float32"), *[((16, 1, 8), "float32")] * 2, ((16, 6, 8), "uint4")]
+    assert stored == [((8,), "float32"), *[((16, 1, 1), "float32")] * 2, ((16, 6, 8), "uint4")]
 
 
 def test_gradient_is_unbiased_over_seeds():
