@@ -38,7 +38,7 @@ _SAME_VALUE = {
     "transpose",
 }
 # Primitives that return a part of their first operand. A part of an argument is not saved.
-_PARTS = {"dynamic_slice", "slice", "split"}
+_PARTS = {"dynamic_slice", "slice", "split", "unstack"}
 
 
 class NotDifferentiableError(ValueError):

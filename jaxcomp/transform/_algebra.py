@@ -22,8 +22,11 @@ MOVES = {
     "split",
     "stop_gradient",
     "transpose",
+    "unstack",
 }
-SUMS = {"add", "add_any", "sub", "neg", "concatenate", "real", "imag", "conj", "complex"}
+SUMS = {
+    "add", "add_any", "sub", "neg", "concatenate", "stack", "real", "imag", "conj", "complex",
+}  # fmt: skip
 _INDEXED = {"dynamic_slice", "gather"}
 _NONLINEAR = {
     "abs", "acos", "acosh", "and", "asin", "asinh", "atan", "atan2", "atanh",
@@ -43,7 +46,7 @@ POINTWISE = (
     | _NONLINEAR
     | _PRODUCTS
     | {"convert_element_type", "copy", "name", "sharding_constraint", "stop_gradient"}
-) - {"concatenate", "empty", "empty2", "iota", "pad"}
+) - {"concatenate", "stack", "empty", "empty2", "iota", "pad"}
 
 HEAVY = {"dot_general", "ragged_dot_general", "conv_general_dilated"}
 REDUCTIONS = {

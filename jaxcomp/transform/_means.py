@@ -145,6 +145,9 @@ class Means:
         if name == "slice" and _is_row(equation):
             picked.append(equation.params["start_indices"][0])
             return operands[0]
+        if name == "unstack" and equation.params["axis"] == 0:
+            picked.append(equation.outvars.index(atom))
+            return operands[0]
         rows = {"stack": "axis", "concatenate": "dimension"}
         if name in rows and equation.params[rows[name]] == 0 and picked:
             number = picked.pop()
@@ -173,6 +176,8 @@ class Means:
                 divisor *= number if name == "div" else 1 / number if number else math.nan
             elif name == "stack":
                 labels = [None, *labels]
+            elif name == "unstack":
+                labels = None if labels[0] is not None else labels[1:]
             elif name in LAYOUT:
                 labels = relabelled(labels, sizes, avals(equation.outvars)[0].shape)
             if labels is None:

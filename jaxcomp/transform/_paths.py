@@ -16,7 +16,8 @@ from jaxcomp.transform._programs import is_variable
 # weight is used again: what it then adds to the expected gradient is its variance divided by that
 # number.
 AVERAGED = 64
-_EVEN = (MOVES | SUMS | {"reduce_sum"}) - {"concatenate"}  # leave the elements' weights equal
+# Leave the elements' weights equal.
+_EVEN = (MOVES | SUMS | {"reduce_sum"}) - {"concatenate", "stack"}
 
 Uses = tuple[tuple[Any, int], ...]
 Axes = frozenset[int] | None  # None: nothing is known of any axis
@@ -194,7 +195,7 @@ def _moved(uneven: Axes, operand: Any, equation: JaxprEqn) -> Axes:
     if name == "reduce_sum":
         kept = [axis for axis in range(operand.aval.ndim) if axis not in params["axes"]]
         return frozenset(map(kept.index, uneven)) if uneven.issubset(kept) else None
-    return None if name in ("expand_dims", "reshape", "squeeze") else uneven
+    return None if name in ("expand_dims", "reshape", "squeeze", "unstack") else uneven
 
 
 def _union(one: Axes, other: Axes) -> Axes:
