@@ -69,8 +69,8 @@ def run(search: Search, models: Sequence[Any], allowed: Allowed) -> None:
         search.prepare(first)
     if bits and search.left:
         quantized = _tried(search, coded(middle), uniform[middle])
+    groups = [] if quantized is None else sorted({*quantized.declared, *plain.declared})
     if quantized is not None and allowed.data is not None:
-        groups = sorted({*quantized.declared, *plain.declared})
         measured = {middle, *({2} & {*bits})}  # 2 bits: batch norms have 3
         size = jax.tree.leaves(allowed.data[2])[0].shape[0]
         part = min(1.0, size / search.batch)
@@ -109,7 +109,6 @@ def run(search: Search, models: Sequence[Any], allowed: Allowed) -> None:
         few = [
             b for b in sorted(bits, reverse=True) if b < middle or (b == middle and allowed.pinned)
         ]
-        groups = sorted({*quantized.declared, *plain.declared})
         _fewer_bits(search, {b: uniform[b] for b in few}, groups, allowed)
     if search.best() is None and "offload" in allowed.actions:
         if may_offload:

@@ -45,7 +45,7 @@ class Checkpointed:
         policy: Policy | JaxPolicy,
         coded_argnums: tuple[int, ...],
         static_argnums: tuple[int, ...],
-        static_argnames: tuple[str, ...],
+        static_argnames: dict[str, int | None],
         seed: Seed,
     ) -> None:
         functools.update_wrapper(self, fn)
@@ -113,8 +113,8 @@ class Checkpointed:
             _positions(name, numbers, count)
             for name, numbers in (("coded_argnums", self._coded), ("static_argnums", self._static))
         )
-        names = enumerate(_names_by_position(self._fn)[:count])
-        static |= {i for i, name in names if name in self._static_names}
+        by_name = (i for i in self._static_names.values() if i is not None)
+        static |= {i for i in by_name if i < count}
         fixed = {name: kwargs[name] for name in self._static_names if name in kwargs}
         moving = {name: value for name, value in kwargs.items() if name not in fixed}
 
@@ -328,34 +328,25 @@ def checkpoint(
         _numbers("coded_argnums", coded_argnums),
         _numbers("static_argnums", static_argnums),
     )
-    names = _argument_names(fn, static_argnames)
+    names = _named(fn, static_argnames)
     return Checkpointed(fn, policy_for_function(policy), coded, static, names, seed)
 
 
-def _parameters(fn: Callable[..., Any]) -> list[inspect.Parameter] | None:
-    """Those of its signature; None if it has none that Python can see."""
-    try:
-        return [*inspect.signature(fn).parameters.values()]
-    except (TypeError, ValueError):
-        return None
-
-
-def _names_by_position(fn: Callable[..., Any]) -> list[str]:
-    """The names of its positional arguments."""
-    kinds = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-    return [one.name for one in _parameters(fn) or () if one.kind in kinds]
-
-
-def _argument_names(fn: Callable[..., Any], given: str | Sequence[str]) -> tuple[str, ...]:
-    """The static arguments' names, which the function has."""
+def _named(fn: Callable[..., Any], given: str | Sequence[str]) -> dict[str, int | None]:
+    """The static arguments' names, each with its position; None where it is not known."""
     names = (given,) if isinstance(given, str) else tuple(given)
-    parameters = _parameters(fn)
-    if parameters is None or any(one.kind == inspect.Parameter.VAR_KEYWORD for one in parameters):
-        return names
-    known = [one.name for one in parameters]
-    if not set(names) <= set(known):
-        raise ValueError(f"static_argnames={given!r}: expected names among {known}")
-    return names
+    if not names:
+        return {}
+    try:
+        parameters = inspect.signature(fn).parameters
+    except (TypeError, ValueError):
+        return dict.fromkeys(names)
+    kinds = [one.kind for one in parameters.values()]
+    if inspect.Parameter.VAR_KEYWORD not in kinds and not set(names) <= parameters.keys():
+        raise ValueError(f"static_argnames={given!r}: expected names among {[*parameters]}")
+    by_position = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    positional = [name for name, one in parameters.items() if one.kind in by_position]
+    return {name: positional.index(name) if name in positional else None for name in names}
 
 
 def _numbers(name: str, given: int | Sequence[int]) -> tuple[int, ...]:

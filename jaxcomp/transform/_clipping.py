@@ -36,7 +36,7 @@ class Counting(Checkpointed):
     def __init__(
         self, fn: Callable[..., Any], policy: Policy | JaxPolicy, *, record: Record, prefix: str
     ) -> None:
-        super().__init__(fn, policy, (), (), (), None)
+        super().__init__(fn, policy, (), (), {}, None)
         self._record = record
         self._prefix = prefix  # of the norms' paths
 
