@@ -14,7 +14,6 @@ from jaxcomp.transform._graph import plain_nbytes
 from jaxcomp.transform._loops import Looped
 from jaxcomp.transform._origins import module_path
 from jaxcomp.transform._readers import Readers
-from jaxcomp.transform._schedule import Schedule
 
 _HARDLY = 0.9
 _INSIDE = (
@@ -90,8 +89,8 @@ class Plan:
         notes = []
         saved_bytes = sum(value.saved_bytes for value in values)
         if saved_bytes > _HARDLY * exact_bytes:
-            of_branches = sum(map(_bytes_of_branches, schedules))
-            advice = _INSIDE if of_branches > saved_bytes / 2 else "leave the function as it is"
+            mostly = _bytes_of_branches(looped) > saved_bytes / 2
+            advice = _INSIDE if mostly else "leave the function as it is"
             notes.append(f"hardly anything is saved: {advice}")
         if values and asked and not codes:
             is_told = any(value.note.startswith("kept exactly") for value in values)
@@ -161,11 +160,12 @@ def _row(group: list[SavedValue]) -> tuple[str, ...]:
     )
 
 
-def _bytes_of_branches(schedule: Schedule) -> int:
-    """Bytes of what branches save for their own backward passes, in each iteration."""
-    made_by = schedule.graph.made_by
-    branches = (v for v in schedule.stored if v in made_by and made_by[v].primitive.name == "cond")
-    return sum(schedule.stored[v].nbytes(v.aval) for v in branches)
+def _bytes_of_branches(looped: Looped) -> int:
+    """Bytes of what branches save for their own backward passes, over all iterations."""
+    stored, made_by = looped.schedule.stored, looped.schedule.graph.made_by
+    branches = (v for v in stored if v in made_by and made_by[v].primitive.name == "cond")
+    of_loops = sum(loop.length * _bytes_of_branches(loop.body) for loop in looped.loops)
+    return sum(stored[v].nbytes(v.aval) for v in branches) + of_loops
 
 
 def _is_biased(codec: Codec | None) -> bool:

@@ -289,23 +289,6 @@ def test_boundary_encodes_what_a_loop_gives():
     assert_same_bits(jax.grad(exact)(X), jax.grad(loss)(X))
 
 
-def test_what_a_function_of_jaxs_own_makes_has_the_line_of_its_caller():
-    def line(function):
-        found = {v.source for v in jc.checkpoint(function, CODEC).plan(X, W1, W2).values}
-        (source,) = found
-        return int(source.removeprefix("test_storage.py:"))
-
-    def one(x, w1, w2):
-        h = x @ w1
-        return jnp.where(h > 0, h, 0) @ w2
-
-    def other(x, w1, w2):
-        h = x @ w1
-        return jnp.where(h > 0, h, 0) @ w2
-
-    assert line(other) == line(one) + 4
-
-
 def test_ragged_products_have_codes():
     def experts(x, w1, w2, sizes):
         return jnp.sum(lax.ragged_dot(jax.nn.silu(lax.ragged_dot(x, w1, sizes)), w2, sizes) ** 2)
@@ -327,42 +310,6 @@ def test_ragged_products_have_codes():
     for one, *drawn in zip(exact, *draws, strict=True):
         error, chance = error_of_mean(drawn, one)
         assert 0 < error < 2.2 * chance
-
-
-def test_the_plan_says_that_branches_save_what_they_compute():
-    def either(x, w1, w2):
-        layer = jc.checkpoint(mlp, CODEC) if inside else mlp
-        return lax.cond(x[0, 0] > 0, lambda x: layer(x, w1, w2), lambda x: -x, x).sum()
-
-    inside = False
-    outer = jc.checkpoint(either, CODEC).plan(X, W1, W2)
-    assert any("call jaxcomp.checkpoint inside of them" in note for note in outer.notes)
-    inside = True
-    inner = jc.checkpoint(either, CODEC).plan(X, W1, W2)
-    weights = W1.nbytes + W2.nbytes  # which a branch saves, too
-    assert inner.saved_bytes - weights < (outer.saved_bytes - weights) / 6
-
-
-@pytest.mark.parametrize("dtype", [jnp.float64, jnp.complex64])
-def test_the_plan_says_which_dtypes_have_no_codec(dtype):
-    def layer(x, w):
-        return jnp.tanh(jnp.tanh(x @ w) @ w)
-
-    with jax.enable_x64():
-        x, w = jnp.ones((64, 32), dtype), jnp.ones((32, 32), dtype)
-        notes = {v.note for v in jc.checkpoint(layer, CODEC).plan(x, w).values}
-        assert any(f"no codec encodes {jnp.dtype(dtype).name}" in note for note in notes)
-        with pytest.raises(ValueError, match=f"dtypes: {jnp.dtype(dtype).name} "):
-            jc.checkpoint(layer, only(CODEC)).plan(x, w)
-
-
-def test_the_plan_says_when_its_codecs_store_nothing():
-    def named(x, w1, w2):
-        return jnp.sin(checkpoint_name(jax.nn.gelu(x @ w1), "hidden") @ w2)
-
-    plan = jc.checkpoint(named, only(CODEC, names=("hidden",))).plan(X, W1, W2)
-    assert "codecs encode nothing" in str(plan)
-    assert "codecs encode nothing" not in str(jc.checkpoint(named, CODEC).plan(X, W1, W2))
 
 
 def test_arrays_that_a_function_closes_over_do_not_count_as_differentiated():

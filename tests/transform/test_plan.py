@@ -1,0 +1,73 @@
+"""What plans say: where values are made, and why they are saved as they are."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+import jaxcomp as jc
+from tests.helpers import only
+from tests.transform.mlp import CODEC, W1, W2, X, mlp
+
+
+def test_what_a_function_of_jaxs_own_makes_has_the_line_of_its_caller():
+    def line(function):
+        found = {v.source for v in jc.checkpoint(function, CODEC).plan(X, W1, W2).values}
+        (source,) = found
+        return int(source.removeprefix("test_plan.py:"))
+
+    def one(x, w1, w2):
+        h = x @ w1
+        return jnp.where(h > 0, h, 0) @ w2
+
+    def other(x, w1, w2):
+        h = x @ w1
+        return jnp.where(h > 0, h, 0) @ w2
+
+    assert line(other) == line(one) + 4
+
+
+def test_the_plan_says_that_branches_save_what_they_compute():
+    def either(x, w1, w2):
+        layer = jc.checkpoint(mlp, CODEC) if inside else mlp
+        return lax.cond(x[0, 0] > 0, lambda x: layer(x, w1, w2), lambda x: -x, x).sum()
+
+    inside = False
+    outer = jc.checkpoint(either, CODEC).plan(X, W1, W2)
+    assert any("call jaxcomp.checkpoint inside of them" in note for note in outer.notes)
+    inside = True
+    inner = jc.checkpoint(either, CODEC).plan(X, W1, W2)
+    weights = W1.nbytes + W2.nbytes  # which a branch saves, too
+    assert inner.saved_bytes - weights < (outer.saved_bytes - weights) / 6
+
+    def loop(x, w1, w2):
+        step = functools.partial(lax.cond, True, lambda x: x + mlp(x, w1, w2), lambda x: x)
+        return lax.scan(lambda x, flag: (step(x), None), x, jnp.arange(8))[0].sum()
+
+    in_loop = jc.checkpoint(loop, CODEC).plan(X, W1, W2)
+    assert any("call jaxcomp.checkpoint inside of them" in note for note in in_loop.notes)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float64, jnp.complex64])
+def test_the_plan_says_which_dtypes_have_no_codec(dtype):
+    def layer(x, w):
+        return jnp.tanh(jnp.tanh(x @ w) @ w)
+
+    with jax.enable_x64():
+        x, w = jnp.ones((64, 32), dtype), jnp.ones((32, 32), dtype)
+        notes = {v.note for v in jc.checkpoint(layer, CODEC).plan(x, w).values}
+        assert any(f"no codec encodes {jnp.dtype(dtype).name}" in note for note in notes)
+        with pytest.raises(ValueError, match=f"dtypes: {jnp.dtype(dtype).name} "):
+            jc.checkpoint(layer, only(CODEC)).plan(x, w)
+
+
+def test_the_plan_says_when_its_codecs_store_nothing():
+    def named(x, w1, w2):
+        return jnp.sin(checkpoint_name(jax.nn.gelu(x @ w1), "hidden") @ w2)
+
+    plan = jc.checkpoint(named, only(CODEC, names=("hidden",))).plan(X, W1, W2)
+    assert "codecs encode nothing" in str(plan)
+    assert "codecs encode nothing" not in str(jc.checkpoint(named, CODEC).plan(X, W1, W2))
