@@ -200,7 +200,8 @@ def _report(
     header.append("difference")
     body = []
     for name in strategies:
-        seeds = [seed for which, seed in by_run if which == name and (strategies[0], seed) in by_run]
+        exact_seeds = {seed for which, seed in by_run if which == strategies[0]}
+        seeds = [seed for which, seed in by_run if which == name and seed in exact_seeds]
         cells = [name, str(len(seeds))]
         for figure, unit in FIGURES.items():
             mine, exact = (

@@ -23,11 +23,12 @@ from jaxcomp.transform._decisions import PolicyLog
 from jaxcomp.transform._explicit import automatic, run_over_automatic_axes
 from jaxcomp.transform._keyed import Keyed
 from jaxcomp.transform._linear_map import ByPosition
-from jaxcomp.transform._loops import Looped
+from jaxcomp.transform._parts import scheduled
 from jaxcomp.transform._plan import Plan
 from jaxcomp.transform._programs import Program, avals, closed
 from jaxcomp.transform._rules import with_both_modes, with_reverse_mode
 from jaxcomp.transform._schedule import plain_bytes
+from jaxcomp.transform._scheduled import Scheduled
 
 _REMEMBERED = 64  # programs
 _depth = contextvars.ContextVar("depth", default=0)  # of the calls that are looked into
@@ -99,8 +100,8 @@ class Checkpointed:
         if not active:
             raise ValueError("no argument is a floating-point array: there is no gradient")
         with automatic(program) as program:
-            looped, log = _looped(program, active, coded, self._policy)
-            found = Plan.of_program(looped, plain_bytes(program, active, coded))
+            chosen, log = _scheduled(program, active, coded, self._policy)
+            found = Plan.of_program(chosen, plain_bytes(program, active, coded))
         small = tuple(f"every value is too small for {rule}" for rule in log.too_large())
         return dataclasses.replace(found, notes=(*found.notes, *small))
 
@@ -162,13 +163,13 @@ def _positions(name: str, numbers: tuple[int, ...], count: int) -> set[int]:
 
 
 @remat3.traced_without()
-def _looped(
+def _scheduled(
     program: Program, active: Sequence[int], coded: Sequence[int], policy: Policy | JaxPolicy
-) -> tuple[Looped, PolicyLog]:
+) -> tuple[Scheduled, PolicyLog]:
     log = PolicyLog(policy)
     token = _depth.set(_depth.get() + 1)
     try:
-        looped = Looped.of(program, active, coded, log)
+        chosen = scheduled(program, active, coded, log)
     except InconclusiveDimensionOperation as error:
         shapes = [kind.shape for kind in avals(program.jaxpr.invars)]
         symbolic = [s for s in shapes if not all(isinstance(size, int) for size in s)]
@@ -179,22 +180,22 @@ def _looped(
     finally:
         _depth.reset(token)
     log.check()
-    return looped, log
+    return chosen, log
 
 
-def _looped_once(
+def _scheduled_once(
     program: Program, active: list[int], coded: list[int], policy: Policy | JaxPolicy
-) -> Looped:
-    """As `_looped`, for equal programs once: calls outside of `jax.jit`, and repeated layers."""
+) -> Scheduled:
+    """As `_scheduled`, for equal programs once: calls outside of `jax.jit`, and repeated layers."""
     keyed = Keyed.of(program, tuple(active), tuple(coded), policy)
     if keyed is None:
-        return _looped(program, active, coded, policy)[0]
-    return _looped_of_key(keyed)
+        return _scheduled(program, active, coded, policy)[0]
+    return _scheduled_of_key(keyed)
 
 
 @functools.lru_cache(_REMEMBERED)
-def _looped_of_key(keyed: Keyed) -> Looped:
-    return _looped(keyed.program, *keyed.rest)[0]
+def _scheduled_of_key(keyed: Keyed) -> Scheduled:
+    return _scheduled(keyed.program, *keyed.rest)[0]
 
 
 def _with_derivative(
@@ -207,21 +208,21 @@ def _with_derivative(
 
     def forward(
         seed: Any, values: list[Any], perturbed: list[int]
-    ) -> tuple[list[Any], Looped | None, Any]:
+    ) -> tuple[list[Any], Scheduled | None, Any]:
         # An integer that came out of another such call counts as perturbed, too.
         active = [i for i in perturbed if jnp.issubdtype(values[i].dtype, jnp.inexact)]
         if not active:
             return derived(None, *values), None, ()
-        chosen = _looped_once(program, active, coded, policy)
+        chosen = _scheduled_once(program, active, coded, policy)
         own = _seed_of_call(seed, [values[i] for i in active])
         made, stored = chosen.forward(own, values)
         return made, chosen, stored
 
-    def backward(chosen: Looped, residual: Any, cotangents: ByPosition) -> ByPosition:
+    def backward(chosen: Scheduled, residual: Any, cotangents: ByPosition) -> ByPosition:
         made = chosen.backward(residual, cotangents)
         return dict(zip(chosen.schedule.active, made, strict=True))
 
-    def linear(chosen: Looped, residual: Any, tangents: ByPosition) -> ByPosition:
+    def linear(chosen: Scheduled, residual: Any, tangents: ByPosition) -> ByPosition:
         made = chosen.linear(residual, [tangents[i] for i in chosen.schedule.active])
         return dict(zip(chosen.schedule.smooth, made, strict=True))
 
@@ -267,12 +268,14 @@ def checkpoint(
       code, and the plan states the bias.
     - Each iteration of a `scan` without side effects saves what the policy says of its values. The
       carry from the iteration before has the role "input" and is always saved.
+    - Each branch of a `cond` or `switch` without side effects saves what the policy says of its
+      values. All branches have memory of their own, also those that are not taken.
     - Batch norms with the skip connection, `jax.nn.relu` and max pool that follow, max pools alone
       and attentions are recognized, whoever wrote them: they save what the operations of
       `jaxcomp.ops` save. The scores of an attention are recomputed.
 
     So the gradient is unbiased if the codecs are. Values that a user's `jax.custom_vjp`, an inner
-    `jax.checkpoint`, a `while` loop or a branch reads are exact.
+    `jax.checkpoint`, a `while` loop, or a loop or branch with side effects reads are exact.
 
     Where the policy has no codec but `Exact`, there is forward mode (`jax.jvp`), and higher
     derivatives in any order of the modes. With a codec, forward mode is an error; the attribute

@@ -52,7 +52,7 @@ class PolicyLog:
 
     Attributes:
         policy: The policy.
-        values: Values of the function itself and of the iterations of its loops.
+        values: Values of the function itself, of the iterations of its loops and of its branches.
         matched: The rules that matched a value, or would but for its size.
         iterations: Of the loops around the program that is decided about.
     """
@@ -211,8 +211,7 @@ def _check_matched(policy: Policy, matched: set[Rule], values: list[Value]) -> N
             )
         )
         raise ValueError(
-            f"{rule} matches nothing, or only what an earlier rule took (what branches of "
-            "jax.lax.cond compute is not seen); the function has "
+            f"{rule} matches nothing, or only what an earlier rule took; the function has "
             f"names: {names}; primitives: {primitives}; roles: {roles}; dtypes: {dtypes} (codecs "
             f"encode float32, bfloat16 and float16); paths: {paths}; at most "
             f"{max((v.elements for v in values), default=0)} elements"

@@ -16,8 +16,8 @@ from jaxcomp.codecs._codec import array_nbytes
 from jaxcomp.transform._algebra import REDUCTIONS, is_affine, is_cheap
 from jaxcomp.transform._programs import variables
 
-OWN = "jaxcomp/"  # begins the names of what an operation or a loop of ours has stored
-LOOP = OWN + "loop/"  # begins the names of what the iterations of a loop have stored
+OWN = "jaxcomp/"  # begins the names of what an operation, a loop or a conditional of ours stored
+PART = OWN + "part/"  # begins the names of what a loop or a conditional has stored
 _REDUCED = 8  # a reduction to this part of its operand, or less, is a statistic
 
 
@@ -105,7 +105,7 @@ class Graph:
         return tuple(dict.fromkeys(str(e.params["name"]) for e in self.names.get(value, ())))
 
     def is_own(self, value: Any) -> bool:
-        """Whether an operation or a loop of ours has stored a value: no policy decides about it."""
+        """Whether a value was stored by an operation or a part: no policy decides about it."""
         return any(name.startswith(OWN) for name in self.names_of(value))
 
     def roles(self, uses: Mapping[Any, str]) -> dict[Any, str]:

@@ -11,14 +11,11 @@ from jaxcomp.memory._live_bytes import format_bytes
 from jaxcomp.memory._source_line import source_line
 from jaxcomp.policies._value import dtype_name
 from jaxcomp.transform._graph import plain_nbytes
-from jaxcomp.transform._loops import Looped
 from jaxcomp.transform._origins import module_path
 from jaxcomp.transform._readers import Readers
+from jaxcomp.transform._scheduled import Part, Scheduled
 
 _HARDLY = 0.9
-_INSIDE = (
-    "what branches of jax.lax.cond compute is kept as it is; call jaxcomp.checkpoint inside of them"
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,20 +75,17 @@ class Plan:
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def of_program(cls, looped: Looped, exact_bytes: int) -> "Plan":
-        """The plan of a traced function: of its schedule, and of those of its loops."""
-        schedules = [each.schedule for each in _all(looped)]
-        of_units = [unit.codec for each in _all(looped) for unit in each.units]
+    def of_program(cls, whole: Scheduled, exact_bytes: int) -> "Plan":
+        """The plan of a traced function: of its schedule, and of those of its parts."""
+        schedules = [each.schedule for each in _all(whole)]
+        of_units = [unit.codec for each in _all(whole) for unit in each.units]
         asked = any(d.codec is not None for s in schedules for d in s.decisions.values())
         codes = any(stored.is_noisy for s in schedules for stored in s.stored.values())
         codes = codes or any(codec is not None for codec in of_units)
-        values = tuple(_planned(looped))
+        values = tuple(_planned(whole))
         notes = []
-        saved_bytes = sum(value.saved_bytes for value in values)
-        if saved_bytes > _HARDLY * exact_bytes:
-            mostly = _bytes_of_branches(looped) > saved_bytes / 2
-            advice = _INSIDE if mostly else "leave the function as it is"
-            notes.append(f"hardly anything is saved: {advice}")
+        if sum(value.saved_bytes for value in values) > _HARDLY * exact_bytes:
+            notes.append("hardly anything is saved: leave the function as it is")
         if values and asked and not codes:
             is_told = any(value.note.startswith("kept exactly") for value in values)
             why = "the notes say why" if is_told else "what they are for follows from exact values"
@@ -99,7 +93,7 @@ class Plan:
         codecs = [*(s.codec for each in schedules for s in each.stored.values()), *of_units]
         biased = {str(codec) for codec in codecs if _is_biased(codec)}
         notes += [f"biased: {codec} is a biased codec" for codec in sorted(biased)]
-        if looped.schedule.biased and codes:
+        if whole.schedule.biased and codes:
             notes.append("biased: nonlinear steps are recomputed from decoded values")
         return cls(values, exact_bytes, tuple(notes))
 
@@ -160,33 +154,26 @@ def _row(group: list[SavedValue]) -> tuple[str, ...]:
     )
 
 
-def _bytes_of_branches(looped: Looped) -> int:
-    """Bytes of what branches save for their own backward passes, over all iterations."""
-    stored, made_by = looped.schedule.stored, looped.schedule.graph.made_by
-    branches = (v for v in stored if v in made_by and made_by[v].primitive.name == "cond")
-    of_loops = sum(loop.length * _bytes_of_branches(loop.body) for loop in looped.loops)
-    return sum(stored[v].nbytes(v.aval) for v in branches) + of_loops
-
-
 def _is_biased(codec: Codec | None) -> bool:
     return codec is not None and not codec.unbiased
 
 
-def _all(looped: Looped) -> Iterator[Looped]:
-    """A function, and the iterations of its loops."""
-    yield looped
-    for loop in looped.loops:
-        yield from _all(loop.body)
+def _all(whole: Scheduled) -> Iterator[Scheduled]:
+    """A function, the iterations of its loops and its branches."""
+    yield whole
+    for part in whole.parts:
+        for program in part.programs:
+            yield from _all(program)
 
 
-def _planned(looped: Looped) -> Iterator[SavedValue]:
-    """What a function saves, and what the iterations of its loops save."""
-    schedule = looped.schedule
+def _planned(whole: Scheduled) -> Iterator[SavedValue]:
+    """What a function saves, and what the iterations of its loops and its branches save."""
+    schedule = whole.schedule
     readers = Readers(schedule)
     names: set[str] = set()
-    of_units = {(unit.path, unit.source): 0 for unit in looped.units}
+    of_units = {(unit.path, unit.source): 0 for unit in whole.units}
     for variable, stored in schedule.stored.items():
-        found = {loop.name for loop in looped.loops}.intersection(schedule.graph.names_of(variable))
+        found = {part.name for part in whole.parts}.intersection(schedule.graph.names_of(variable))
         names |= found
         equation = schedule.graph.made_by.get(variable)
         origin = module_path(equation), source_line(equation)
@@ -215,7 +202,7 @@ def _planned(looped: Looped) -> Iterator[SavedValue]:
             note="; ".join(filter(None, (stored.note, read_by and f"read by {read_by}"))),
         )
     for (path, source), saved_bytes in of_units.items():
-        units = [unit for unit in looped.units if (unit.path, unit.source) == (path, source)]
+        units = [unit for unit in whole.units if (unit.path, unit.source) == (path, source)]
         arrays = [variable.aval for unit in units for variable in unit.unit.saved]
         yield SavedValue(
             path,
@@ -229,12 +216,22 @@ def _planned(looped: Looped) -> Iterator[SavedValue]:
             saved_bytes=saved_bytes,
             note="" if len(units) == 1 else f"{len(units)} operations",
         )
-    for loop in looped.loops:
-        for value in _planned(loop.body) if loop.name in names else ():
+    for part in whole.parts:
+        if part.name in names:
+            yield from _of_part(part)
+
+
+def _of_part(part: Part) -> Iterator[SavedValue]:
+    """What the iterations of a loop save, or each of several branches."""
+    for number, program in enumerate(part.programs):
+        axes = () if part.length is None else (part.length,)
+        note = f"branches[{number}]" if part.length is None else f"{part.length} iterations"
+        times = math.prod(axes)
+        for value in _planned(program):
             yield dataclasses.replace(
                 value,
-                shape=(loop.length, *value.shape),
-                exact_bytes=loop.length * value.exact_bytes,
-                saved_bytes=loop.length * value.saved_bytes,
-                note=f"{loop.length} iterations; {value.note}".removesuffix("; "),
+                shape=(*axes, *value.shape),
+                exact_bytes=times * value.exact_bytes,
+                saved_bytes=times * value.saved_bytes,
+                note=f"{note}; {value.note}".removesuffix("; "),
             )

@@ -30,25 +30,24 @@ def test_what_a_function_of_jaxs_own_makes_has_the_line_of_its_caller():
     assert line(other) == line(one) + 4
 
 
-def test_the_plan_says_that_branches_save_what_they_compute():
+def test_branches_save_as_little_outside_of_checkpoint_as_inside():
     def either(x, w1, w2):
         layer = jc.checkpoint(mlp, CODEC) if inside else mlp
         return lax.cond(x[0, 0] > 0, lambda x: layer(x, w1, w2), lambda x: -x, x).sum()
 
     inside = False
     outer = jc.checkpoint(either, CODEC).plan(X, W1, W2)
-    assert any("call jaxcomp.checkpoint inside of them" in note for note in outer.notes)
     inside = True
     inner = jc.checkpoint(either, CODEC).plan(X, W1, W2)
-    weights = W1.nbytes + W2.nbytes  # which a branch saves, too
-    assert inner.saved_bytes - weights < (outer.saved_bytes - weights) / 6
+    assert inner.saved_bytes / 2 < outer.saved_bytes <= inner.saved_bytes
 
     def loop(x, w1, w2):
         step = functools.partial(lax.cond, True, lambda x: x + mlp(x, w1, w2), lambda x: x)
         return lax.scan(lambda x, flag: (step(x), None), x, jnp.arange(8))[0].sum()
 
     in_loop = jc.checkpoint(loop, CODEC).plan(X, W1, W2)
-    assert any("call jaxcomp.checkpoint inside of them" in note for note in in_loop.notes)
+    assert any(v.note.startswith("8 iterations; branches[1]") for v in in_loop.values)
+    assert in_loop.saved_bytes < 0.2 * in_loop.exact_bytes
 
 
 @pytest.mark.parametrize("dtype", [jnp.float64, jnp.complex64])

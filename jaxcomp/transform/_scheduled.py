@@ -1,0 +1,99 @@
+"""The schedule of a program, and those of the loops and conditionals in it."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, TypeAlias
+
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
+
+from jaxcomp._core.shard_map import vary_like
+from jaxcomp.codecs._codec import Seed
+from jaxcomp.transform import _passes as passes
+from jaxcomp.transform._builder import Builder
+from jaxcomp.transform._decisions import PolicyLog
+from jaxcomp.transform._graph import PART
+from jaxcomp.transform._linear_map import ByPosition
+from jaxcomp.transform._programs import Program, filled
+from jaxcomp.transform._schedule import Schedule
+from jaxcomp.transform._units import Recognized
+
+Make: TypeAlias = "Callable[[Program, Sequence[int], Collection[int], PolicyLog], Scheduled]"
+_numbers = itertools.count()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Part:
+    """A loop or a conditional, whose body or branches store by schedules of their own.
+
+    Attributes:
+        programs: The body of the loop, or the branches.
+        length: Number of iterations; None of a conditional.
+        name: That its stored values have.
+    """
+
+    programs: "tuple[Scheduled, ...]"
+    length: int | None = None
+    name: str = dataclasses.field(default_factory=lambda: f"{PART}{next(_numbers)}")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Scheduled:
+    """The schedule of a program, and of the loops and conditionals in it.
+
+    Attributes:
+        schedule: Of the program, in which each part is a function with a backward pass of its own.
+        parts: The loops and conditionals that store something.
+        units: Stock operations that an operation of `jaxcomp.ops` stands for.
+        takes_seed: Whether the schedule's program has the seed as its last argument, for its parts
+            and units.
+    """
+
+    schedule: Schedule
+    parts: tuple[Part, ...]
+    units: tuple[Recognized, ...]
+    takes_seed: bool
+
+    def forward(self, seed: Seed, arguments: Sequence[Any]) -> tuple[list[Any], Any]:
+        """As `_passes.forward`; saved values come with the arguments that are read again."""
+        if self.takes_seed:
+            own = jnp.asarray(0 if seed is None else seed).astype(jnp.uint32)
+            arguments = [*arguments, vary_like(own, arguments)]
+        made, stored = passes.forward(self.schedule, seed, arguments)
+        return made, (stored, {i: arguments[i] for i in passes.used_arguments(self.schedule)})
+
+    def linear(self, residual: Any, tangents: Sequence[Any]) -> list[Any]:
+        """The tangents of the results in `schedule.smooth`, from those of the active arguments.
+
+        For schedules that encode nothing.
+        """
+        stored, used = residual
+        return passes.linear(self.schedule, stored, used, tangents)
+
+    def backward(self, residual: Any, cotangents: ByPosition) -> list[Any]:
+        """The cotangents of the active arguments, from those of the results."""
+        arriving = with_zeros(cotangents, self.schedule.smooth, self.schedule.graph.jaxpr.outvars)
+        stored, used = residual
+        return passes.backward(self.schedule, stored, used, list(arriving.values()))
+
+
+def with_zeros(cotangents: ByPosition, smooth: Sequence[int], results: Sequence[Any]) -> ByPosition:
+    """The cotangents of the results that have one, with zeros as arrays.
+
+    `jax.vjp` also takes a Python scalar for one.
+    """
+    return {
+        i: jnp.asarray(cotangents[i], results[i].aval.dtype)
+        if i in cotangents
+        else filled(results[i].aval, 0.0)
+        for i in smooth
+    }
+
+
+def scoped(program: Program, equation: JaxprEqn) -> Program:
+    """A program that an equation calls, with the equation's name scope around each of its own."""
+    builder = Builder()
+    arguments = program.jaxpr.invars
+    results = builder.inline(program, arguments, call=equation)
+    return builder.program(program.jaxpr, arguments, results)
