@@ -329,7 +329,11 @@ def test_coded_arguments_and_only_they_are_coded():
 
 def test_plan_says_what_it_cannot_look_into_and_when_nothing_is_gained():
     def branch(x, w):
-        return lax.cond(x.sum() > 0, lambda: jnp.sin(x @ w), lambda: x)
+        def told():
+            jax.debug.print("taken")
+            return jnp.sin(x @ w)
+
+        return lax.cond(x.sum() > 0, told, lambda: x)
 
     plan = jc.checkpoint(branch, CODEC).plan(X, 0.1 * normal((128, 128)))
     assert {v.decision for v in plan.values if v.role != "mask"} == {"exact"}
