@@ -1,25 +1,25 @@
 """Operations with one form for a single device and another form that XLA can partition."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
-from jaxtyping import Array
 
-Form = Callable[..., Array]
+Form = Callable[..., Any]
 
 
-def on_one(platform: str, form: Form, portable: Form) -> Form:
+def on_one(platform: str | None, form: Form, portable: Form) -> Form:
     """Selects `form` in a program for one device or inside of `jax.shard_map`, else `portable`.
 
     XLA cannot partition a Pallas kernel, nor a reshape that joins sharded axes: it would gather the
-    array. The form is selected when the program is lowered, so ahead-of-time compilation for an
-    absent device works. Without `jit`, and for derivatives, `portable` is used.
+    array. A loop over parts of a sharded axis would gather it, too. The form is selected when the
+    program is lowered, so ahead-of-time compilation for an absent device works. Without `jit`, and
+    for derivatives, `portable` is used.
 
     Args:
-        platform: "tpu", "cuda" or "rocm".
+        platform: "tpu", "cuda" or "rocm"; None for one device of any platform.
         form: Function of pytrees of arrays, for one device of that platform.
         portable: Function with the same result.
 
@@ -33,13 +33,15 @@ def on_one(platform: str, form: Form, portable: Form) -> Form:
     """
 
     @jax.custom_jvp
-    def run(*args: Any) -> Array:
-        leaves, tree = jax.tree.flatten(args)
-        forms = [
-            jax.make_jaxpr(lambda *leaves, one=one: one(*jax.tree.unflatten(tree, leaves)))(*leaves)
-            for one in (form, portable)
-        ]
-        return _bind(leaves, forms, platform)
+    def run(*args: Any) -> Any:
+        traced = [jax.make_jaxpr(one, return_shape=True)(*args) for one in (form, portable)]
+        forms = [program for program, _ in traced]
+        names = None if platform is None else (platform,)
+        # The names of `lax.platform_dependent`: code that counts operations treats both alike.
+        results = _choice.bind(
+            *jax.tree.leaves(args), branches=tuple(forms), branches_platforms=(names, None)
+        )
+        return jax.tree.unflatten(jax.tree.structure(traced[1][1]), results)
 
     @run.defjvp
     def _(primals: Any, tangents: Any) -> Any:
@@ -49,37 +51,23 @@ def on_one(platform: str, form: Form, portable: Form) -> Form:
 
 
 _choice = Primitive("on_one")
-
-
-def _bind(args: Sequence[Any], forms: Sequence[Any], platform: str) -> Array:
-    """Binds the primitive with the parameter names of `lax.platform_dependent`.
-
-    Code that counts what a program computes then treats both alike.
-    """
-    return _choice.bind(*args, branches=tuple(forms), branches_platforms=((platform,), None))
-
-
-def _run(form: Any) -> Form:
-    return lambda *args: jaxpr_as_fun(form)(*args)[0]
+_choice.multiple_results = True
 
 
 @_choice.def_impl
 def _(*args: Any, branches: Any, branches_platforms: Any) -> Any:
-    return _run(branches[1])(*args)
+    return jaxpr_as_fun(branches[1])(*args)
 
 
 @_choice.def_abstract_eval
 def _(*args: Any, branches: Any, branches_platforms: Any) -> Any:
-    return branches[1].out_avals[0]
+    return branches[1].out_avals
 
 
 def _batched(args: Any, axes: Any, *, branches: Any, branches_platforms: Any) -> Any:
-    forms = [jax.make_jaxpr(jax.vmap(_run(form), axes))(*args) for form in branches]
-    return _bind(args, forms, branches_platforms[0][0]), 0
-
-
-def _lower(context: Any, *args: Any, branches: Any, branches_platforms: Any) -> Any:
-    return mlir.lower_fun(_run(branches[1]), multiple_results=False)(context, *args)
+    forms = [jax.make_jaxpr(jax.vmap(jaxpr_as_fun(form), axes))(*args) for form in branches]
+    made = _choice.bind(*args, branches=tuple(forms), branches_platforms=branches_platforms)
+    return made, [0] * len(made)
 
 
 def _lower_for(platform: str) -> Callable[..., Any]:
@@ -90,13 +78,13 @@ def _lower_for(platform: str) -> Callable[..., Any]:
         alone = (
             devices.num_devices == 1 if mesh is None else devices.manual_axes == {*mesh.axis_names}
         )
-        form = branches[0] if alone and branches_platforms[0] == (platform,) else branches[1]
-        return mlir.lower_fun(_run(form), multiple_results=False)(context, *args)
+        names, _ = branches_platforms
+        form = branches[0] if alone and (names is None or platform in names) else branches[1]
+        return mlir.lower_fun(jaxpr_as_fun(form))(context, *args)
 
     return lower
 
 
 batching.primitive_batchers[_choice] = _batched
-mlir.register_lowering(_choice, _lower)
-for _platform in ("tpu", "cuda", "rocm"):
+for _platform in ("cpu", "tpu", "cuda", "rocm"):
     mlir.register_lowering(_choice, _lower_for(_platform), platform=_platform)

@@ -4,6 +4,7 @@ XLA makes constant arrays, such as the zeros that the sums of a loop begin with,
 all layers in one kernel, so those of all layers wait for the first.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from jaxtyping import Array
 
 from jaxcomp._core import barriers
 from jaxcomp.transform._builder import flat
+from jaxcomp.transform._in_parts import in_parts
 from jaxcomp.transform._programs import Program, Values, apply, closed, is_variable, read
 
 _LARGE = 2**14  # elements
@@ -52,7 +54,8 @@ def apply_after(
     if equation.primitive.name in _RECOMPUTED:
         if equation.params["prevent_cse"]:
             values = lax.optimization_barrier(values)
-        return evaluate_after(cotangent, closed(equation.params["jaxpr"], ()), values)
+        program = flat(closed(equation.params["jaxpr"], ()))
+        return in_parts(program, functools.partial(evaluate_after, cotangent, program))(values)
     if _waits(equation, cotangent):
         (value,), (out,) = values, equation.outvars
         kind: Any = out.aval

@@ -1,0 +1,156 @@
+"""Inner `jax.checkpoint`s and attentions, whose backward passes are evaluated in parts."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import jaxcomp as jc
+from jaxcomp import memory
+from jaxcomp.transform import _in_parts as in_parts
+from tests.helpers import assert_close, collectives, normal, replicate, shard
+
+X, W = normal((8, 64, 64)), 0.2 * normal((4, 64, 64), seed=1)
+
+
+@pytest.fixture(autouse=True)
+def _small_parts(monkeypatch):
+    """Parts of small scores; programs that were decided about before are forgotten."""
+    monkeypatch.setattr(in_parts, "_PART", 2**15)
+    jax.clear_caches()
+
+
+def _stock(q, k, v):
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
+
+
+def _grouped(q, k, v):
+    """Keys are sliced and rotated inside, as by rotary embeddings."""
+    first, second = jnp.split(k, 2, -1)
+    k = jnp.concatenate([-second, first], -1)
+    return jax.nn.dot_product_attention(q, k[:, :, :2], v[:, :, :2])
+
+
+def _by_hand(q, k, v):
+    """With a mask of each example, capped scores and no scores of the last key."""
+    scores = 8 * jnp.tanh(jnp.einsum("bthd,bshd->bhts", q, k) / 8)
+    seen = k[:, :, 0, 0][:, None, None] < 1.5
+    scores = jnp.where(seen & (jnp.arange(64) < 63)[None, None, None], scores, -jnp.inf)
+    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v)
+
+
+def _loss(attend, x, w):
+    q, k, v = ((jnp.tanh(x) @ w[i]).reshape(*x.shape[:2], 4, 16) for i in range(3))
+    mixed = jax.checkpoint(attend)(q, k, v)
+    return jnp.sin(mixed.reshape(x.shape) @ w[3]).sum()
+
+
+def _gradient(function, *args):
+    return jax.jit(jax.grad(function, (0, 1)))(*args)
+
+
+def _has_loop(function, *args):
+    text = jax.jit(jax.grad(function, (0, 1))).lower(*args).as_text()
+    return "stablehlo.while" in text
+
+
+@pytest.mark.parametrize(
+    ("attend", "length"), [(_stock, 8), (_grouped, 8), (_by_hand, 8), (_stock, 1), (_by_hand, 1)]
+)
+def test_gradients(attend, length):
+    """By examples, or by heads where there is one example."""
+    loss = functools.partial(_loss, attend)
+    coded = jc.checkpoint(loss, jc.Exact())
+    x = X[:length]
+    assert _has_loop(coded, x, W)
+    assert not _has_loop(loss, x, W)
+    assert_close(_gradient(coded, x, W), _gradient(loss, x, W), 1e-5)
+
+
+def test_recognized_attentions_and_codes():
+    def loss(x, w):
+        q, k, v = ((jnp.tanh(x) @ w[i]).reshape(*x.shape[:2], 4, 16) for i in range(3))
+        return jnp.sin(_stock(q, k, v).reshape(x.shape) @ w[3]).sum()
+
+    coded = jc.checkpoint(loss, "quantize:bits=8")
+    assert _has_loop(coded, X, W)
+    assert_close(_gradient(coded, X, W), _gradient(loss, X, W), 0.05)
+
+
+def test_in_a_scan_and_vmap():
+    def stack(x, w):
+        def body(x, _):
+            return jnp.tanh(x + _loss(_stock, x, w)), None
+
+        return lax.scan(body, x, jnp.arange(2))[0].sum()
+
+    coded = jc.checkpoint(stack, jc.Exact())
+    assert_close(_gradient(coded, X, W), _gradient(stack, X, W), 1e-4)
+    got, expected = (
+        jax.jit(jax.vmap(jax.grad(f), (0, None)))(jnp.stack([X, 2 * X]), W)
+        for f in (
+            jc.checkpoint(functools.partial(_loss, _stock), jc.Exact()),
+            functools.partial(_loss, _stock),
+        )
+    )
+    assert_close(got, expected, 1e-5)
+
+
+def test_what_takes_the_whole_is_left_as_it_is():
+    """The gradients of weights, and of a bias that all examples share, are sums over examples."""
+
+    def layers(x, w):
+        return jnp.sin(jax.checkpoint(lambda x, w: jnp.tanh(x @ w[0]) @ w[1])(x, w)).sum()
+
+    def biased(x, bias):
+        def attend(x, bias):
+            scores = jnp.einsum("btd,bsd->bts", x, x) + bias[None]
+            return jnp.einsum("bts,bsd->btd", jax.nn.softmax(scores), x)
+
+        return jnp.sin(jax.checkpoint(attend)(x, bias)).sum()
+
+    for function, other in ((layers, jnp.tile(W, (1, 1, 1))), (biased, W[0])):
+        coded = jc.checkpoint(function, jc.Exact())
+        assert not _has_loop(coded, X, other)
+        assert_close(_gradient(coded, X, other), _gradient(function, X, other), 1e-5)
+
+
+def test_several_devices_keep_the_whole():
+    coded = jc.checkpoint(functools.partial(_loss, _stock), jc.Exact())
+    gradient = jax.grad(coded)
+    args = shard(X), replicate(W)
+    assert not collectives(gradient, *args)
+    assert_close(jax.jit(gradient)(*args), jax.jit(gradient)(X, W), 1e-5)
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_shard_map(check):
+    mesh = jax.make_mesh((2,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def total(function):
+        def local(x, w):
+            return lax.psum(function(x, w), "batch")
+
+        specs = jax.P("batch"), jax.P()
+        mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=jax.P(), check_vma=check)
+        return _gradient(mapped, X, W)
+
+    loss = functools.partial(_loss, _stock)
+    assert_close(total(jc.checkpoint(loss, jc.Exact())), total(loss), 1e-5)
+
+
+@pytest.mark.aot
+def test_a_step_needs_less():
+    x = normal((8, 256, 64))
+    coded = jc.checkpoint(functools.partial(_loss, _stock), jc.Exact())
+
+    def needs(part):
+        in_parts._PART = part  # the fixture restores it
+        jax.clear_caches()
+        return memory.analyze(jax.grad(coded), x, W, target="h100").temp_bytes
+
+    parts, whole = needs(2**20), needs(2**30)
+    print(f"{parts:,} bytes in parts, {whole:,} as a whole")
+    assert parts < 0.75 * whole
