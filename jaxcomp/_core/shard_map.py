@@ -47,6 +47,15 @@ def vary_like(array: jax.Array, others: Iterable[jax.Array]) -> jax.Array:
     return vary(array, frozenset().union(*map(varying_axes, others)))
 
 
+def seed_like(seed: jax.Array, array: jax.Array) -> jax.Array:
+    """Makes one seed of those of several devices, over axes over which `array` does not vary.
+
+    What is encoded by it then does not vary over them either.
+    """
+    axes = varying_axes(seed) - varying_axes(array)
+    return jax.lax.psum(seed, tuple(sorted(axes))) if axes else seed
+
+
 def varying_axes(array: jax.Array) -> frozenset[str]:
     """Returns the names of the mesh axes over which an array varies by its type."""
     return jax.typeof(array).manual_axis_type.varying

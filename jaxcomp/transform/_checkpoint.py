@@ -269,10 +269,10 @@ def checkpoint(
     - Each iteration of a `scan` without side effects saves what the policy says of its values. The
       carry from the iteration before has the role "input" and is always saved.
     - Each branch of a `cond` or `switch` without side effects saves what the policy says of its
-      values. All branches have memory of their own, also those that are not taken.
+      values. Values of equal types in several branches share their memory.
     - Batch norms with the skip connection, `jax.nn.relu` and max pool that follow, max pools alone
       and attentions are recognized, whoever wrote them: they save what the operations of
-      `jaxcomp.ops` save. The scores of an attention are recomputed.
+      `jaxcomp.ops` save. The scores of an attention are recomputed, on one device in parts.
 
     So the gradient is unbiased if the codecs are. Values that a user's `jax.custom_vjp`, an inner
     `jax.checkpoint`, a `while` loop, or a loop or branch with side effects reads are exact.

@@ -8,6 +8,7 @@ from typing import Any
 from jax.extend.core import DropVar, JaxprEqn, jaxpr_as_fun
 
 from jaxcomp._core import barriers, platforms
+from jaxcomp._core.shard_map import seed_like
 from jaxcomp.codecs import Exact, noise
 from jaxcomp.codecs._codec import Seed
 from jaxcomp.ops._row_major import row_major_operand
@@ -59,6 +60,7 @@ def forward(schedule: Schedule, seed: Seed, arguments: Sequence[Any]) -> tuple[l
                 env[value] = barriers.materialize(env[value])
             number = positions[value]
             own = seeds[first[number] : first[number] + counts[number]]
+            own = [seed_like(each, env[value]) for each in own]
             stored[number] = _encode(storing, env[value], own)
             waiting.setdefault(carriers[value], []).append(value)
         for other in waiting.pop(value, ()):

@@ -1,9 +1,11 @@
 """`Plan`: what a function or model saves for its backward pass, why, and in how many bytes."""
 
+import collections
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
 
 from jaxcomp._core import table
 from jaxcomp.codecs import Codec
@@ -166,7 +168,7 @@ def _all(whole: Scheduled) -> Iterator[Scheduled]:
             yield from _all(program)
 
 
-def _planned(whole: Scheduled) -> Iterator[SavedValue]:
+def _planned(whole: Scheduled, outside: Collection[Any] = ()) -> Iterator[SavedValue]:
     """What a function saves, and what the iterations of its loops and its branches save."""
     schedule = whole.schedule
     readers = Readers(schedule)
@@ -180,7 +182,7 @@ def _planned(whole: Scheduled) -> Iterator[SavedValue]:
         if schedule.graph.is_own(variable) and origin in of_units:
             of_units[origin] += stored.nbytes(variable.aval)
             continue
-        if found:
+        if found or variable in outside:
             continue
         role = schedule.roles.get(variable, "other") if equation is not None else "input"
         if role == "mask":
@@ -223,15 +225,37 @@ def _planned(whole: Scheduled) -> Iterator[SavedValue]:
 
 def _of_part(part: Part) -> Iterator[SavedValue]:
     """What the iterations of a loop save, or each of several branches."""
-    for number, program in enumerate(part.programs):
-        axes = () if part.length is None else (part.length,)
-        note = f"branches[{number}]" if part.length is None else f"{part.length} iterations"
-        times = math.prod(axes)
-        for value in _planned(program):
+    if part.length is None:
+        yield from _of_branches(part.programs)
+        return
+    for value in _planned(part.programs[0]):
+        yield dataclasses.replace(
+            value,
+            shape=(part.length, *value.shape),
+            exact_bytes=part.length * value.exact_bytes,
+            saved_bytes=part.length * value.saved_bytes,
+            note=f"{part.length} iterations; {value.note}".removesuffix("; "),
+        )
+
+
+def _of_branches(branches: Sequence[Scheduled]) -> Iterator[SavedValue]:
+    """What each branch saves, but for operands, which are saved outside.
+
+    Values of equal types in several branches share their memory. It is that of the first.
+    """
+    taken: collections.Counter[tuple[object, ...]] = collections.Counter()
+    for number, branch in enumerate(branches):
+        invars = branch.schedule.graph.jaxpr.invars
+        outside = {invars[position] for position in branch.stored_operands.values()}
+        own: collections.Counter[tuple[object, ...]] = collections.Counter()
+        for value in _planned(branch, outside):
+            key = value.op, value.shape, value.dtype, value.decision
+            own[key] += 1
+            is_shared = own[key] <= taken[key]
+            notes = f"branches[{number}]", "in another branch's memory" * is_shared, value.note
             yield dataclasses.replace(
                 value,
-                shape=(*axes, *value.shape),
-                exact_bytes=times * value.exact_bytes,
-                saved_bytes=times * value.saved_bytes,
-                note=f"{note}; {value.note}".removesuffix("; "),
+                saved_bytes=0 if is_shared else value.saved_bytes,
+                note="; ".join(filter(None, notes)),
             )
+        taken |= own

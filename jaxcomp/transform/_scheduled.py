@@ -55,6 +55,16 @@ class Scheduled:
     units: tuple[Recognized, ...]
     takes_seed: bool
 
+    @property
+    def stored_operands(self) -> dict[int, int]:
+        """The arguments that are stored as they are, by their number in `schedule.stored`."""
+        positions = {v: i for i, v in enumerate(self.schedule.graph.jaxpr.invars)}
+        return {
+            number: positions[v]
+            for number, (v, how) in enumerate(self.schedule.stored.items())
+            if v in positions and how.codec is None and not how.offload
+        }
+
     def forward(self, seed: Seed, arguments: Sequence[Any]) -> tuple[list[Any], Any]:
         """As `_passes.forward`; saved values come with the arguments that are read again."""
         if self.takes_seed:

@@ -12,6 +12,7 @@ from jax import lax
 import jaxcomp as jc
 from jaxcomp import memory
 from jaxcomp.codecs._codec import array_nbytes
+from jaxcomp.transform import _parts as parts
 from tests.helpers import assert_close, assert_same_bits, normal, only, stored_shapes
 
 X = normal((32, 64))
@@ -126,6 +127,56 @@ def test_an_operand_that_is_kept_exactly_is_kept_once():
     assert [v.note.startswith("branches") for v in exact] == [False]
     waiting = stored_shapes(lambda x: jc.checkpoint(block, policy)(True, x, UP, DOWN), X)
     assert waiting.count((X.shape, "float32")) == 1
+
+
+def test_branches_share_memory():
+    """Sixteen branches need no more than one; exactly kept, no more than in JAX."""
+
+    def many(number, x, w):
+        def branch(i):
+            return lambda h: h + jnp.sin(h @ w[i]) @ w[i].T
+
+        return jnp.sum(lax.switch(number, [branch(i) for i in range(16)], _hidden(x)) ** 2)
+
+    w = 0.1 * normal((16, 64, 64), seed=3)
+
+    def kept(function):
+        waiting = stored_shapes(functools.partial(function, jnp.int32(1)), X, w)
+        return sum(array_nbytes(*s) for s in waiting if s[0] not in (X.shape, w.shape, (64, 64)))
+
+    for policy in (EXACT, CODEC):
+        coded = jc.checkpoint(many, policy)
+        got, expected = (jax.jit(jax.grad(f, (1, 2)))(5, X, w) for f in (coded, many))
+        assert _distance(got, expected) < (1e-5 if policy == EXACT else 0.3)
+        values = coded.plan(1, X, w).values
+        first = [v for v in values if v.note.startswith("branches[0]")]
+        assert sum(v.saved_bytes for v in values if v.note.startswith("branches")) == sum(
+            v.saved_bytes for v in first
+        )
+    assert kept(jc.checkpoint(many, EXACT)) <= kept(many)
+
+
+@pytest.mark.parametrize("codec", [jc.Offload(CODEC), jc.Offload(EXACT)])
+def test_what_a_branch_saves_waits_in_the_hosts_memory(codec):
+    inner = CODEC if codec == jc.Offload(CODEC) else EXACT
+    got, expected = (_gradients(jc.checkpoint(_skipped, c), 1) for c in (codec, inner))
+    assert _distance(got, expected) < 1e-6
+
+
+def test_each_nested_branch_is_scheduled_once(monkeypatch):
+    count = []
+    schedule = parts.schedule
+    monkeypatch.setattr(parts, "schedule", lambda *args: count.append(1) or schedule(*args))
+
+    def nested(depth, number, h):
+        if not depth:
+            return jnp.sin(h @ UP) @ DOWN
+        step = functools.partial(nested, depth - 1, number)
+        return lax.cond(number > depth, lambda h: jnp.sin(h) * step(h), jnp.sin, jnp.tanh(h))
+
+    policy = only(CODEC, roles=("derivative",))
+    jc.checkpoint(lambda number, x: nested(5, number, _hidden(x)), policy).plan(1, X)
+    assert len(count) == 1 + 2 * 5
 
 
 def test_unbiased_over_seeds():

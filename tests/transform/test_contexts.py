@@ -238,3 +238,18 @@ def test_names_reach_an_outer_checkpoint():
         policy=jax.checkpoint_policies.save_only_these_names("hidden"),
     )
     _near(_gradients(_loss(outer), X, W), _gradients(_loss(named), X, W), 1e-5)
+
+
+def test_a_value_that_is_the_same_on_all_shards_has_the_same_code_on_all():
+    mesh = jax.make_mesh((8,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def local(x, w):
+        h = jnp.tanh(x @ w)
+        return h * jnp.sin(lax.psum(h, "batch"))
+
+    def gradients(function):
+        specs = jax.P("batch"), jax.P()
+        mapped = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=jax.P("batch"))
+        return _gradients(lambda x, w: jnp.mean(mapped(x, w) ** 2), X, W)
+
+    _near(gradients(jc.checkpoint(local, CODEC)), gradients(local), 0.02)
