@@ -252,13 +252,13 @@ def checkpoint(
     static_argnames: str | Sequence[str] = (),
     seed: Seed = None,
 ) -> Checkpointed:
-    """Transforms a function to save what its backward pass needs as a policy says.
+    """Compresses the values that a function saves for its backward pass.
 
     It is used like `jax.checkpoint` and takes the same policies. It has no `prevent_cse`: XLA never
     merges what is recomputed with the forward pass. A `Policy` may also encode a value where those
     keep or recompute it. The function's results are bit-identical. Its derivative is
-    taken in the forward pass, at the exact values. Of the coefficients of the backward pass a
-    smallest set of values is saved from which the others follow:
+    taken in the forward pass, at the exact values. It saves a smallest set of values from which all
+    coefficients of the backward pass can be computed:
 
     - Only affine steps are recomputed from a decoded value. For a nonlinear step its derivative is
       saved instead. Masks, indices and statistics are exact.
@@ -285,9 +285,9 @@ def checkpoint(
 
     Args:
         fn: A function of any pytrees. Arrays that it closes over are differentiated, too.
-        policy: A `Policy`; a `Codec`, for every value that it can encode; a spec, as
-            `policies.from_spec` reads it; or one of `jax.checkpoint_policies`. By default,
-            `recipes.automatic()`.
+        policy: A `Policy`; a `Codec`, for values of any size (the spec of the same codec leaves out
+            values of fewer than 16,384 elements); a spec, as `policies.from_spec` reads it; or one
+            of `jax.checkpoint_policies`. By default, `recipes.automatic()`.
         coded_argnums: Positional arguments that nothing else keeps, such as the result of the
             layer before. The policy decides about them by the role "input".
         static_argnums: Positional arguments that are no arrays. They are hashable.

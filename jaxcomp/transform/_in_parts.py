@@ -17,6 +17,7 @@ from jaxcomp.transform._algebra import POINTWISE
 from jaxcomp.transform._programs import Program, apply, avals, is_variable, read, scope_of
 
 _PART = 3 * 2**25  # bytes of the largest array of a part, if of float32
+_RATIO = 2  # of the largest array to all arguments, which are copied in parts
 _REDUCTIONS = {"reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum"}
 
 
@@ -42,7 +43,7 @@ def in_parts(program: Program, whole: Evaluate) -> Evaluate:
     arguments, results = avals(program.jaxpr.invars), avals(program.jaxpr.outvars)
     largest = max((v.aval.size for e in program.jaxpr.eqns for v in e.outvars), default=0)
     count = -(-4 * largest // _PART)
-    if count > 1 and largest > max(kind.size for kind in arguments):
+    if count > 1 and largest >= _RATIO * sum(kind.size for kind in arguments):
         for axis, number in _divisions([kind.shape for kind in results], count):
             run = functools.partial(_run, program, axis, number)
             if _is_possible(run, arguments):

@@ -12,13 +12,14 @@ from jaxcomp import memory
 from jaxcomp.transform import _in_parts as in_parts
 from tests.helpers import assert_close, collectives, normal, replicate, shard
 
-X, W = normal((8, 64, 64)), 0.2 * normal((4, 64, 64), seed=1)
+X, W = normal((8, 128, 64)), 0.2 * normal((4, 64, 64), seed=1)
 
 
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch):
     """Parts of small scores; programs that were decided about before are forgotten."""
-    monkeypatch.setattr(in_parts, "_PART", 2**15)
+    monkeypatch.setattr(in_parts, "_PART", 2**17)
+    monkeypatch.setattr(in_parts, "_RATIO", 1)
     jax.clear_caches()
 
 
@@ -37,7 +38,7 @@ def _by_hand(q, k, v):
     """With a mask of each example, capped scores and no scores of the last key."""
     scores = 8 * jnp.tanh(jnp.einsum("bthd,bshd->bhts", q, k) / 8)
     seen = k[:, :, 0, 0][:, None, None] < 1.5
-    scores = jnp.where(seen & (jnp.arange(64) < 63)[None, None, None], scores, -jnp.inf)
+    scores = jnp.where(seen & (jnp.arange(128) < 127)[None, None, None], scores, -jnp.inf)
     return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v)
 
 
@@ -111,7 +112,7 @@ def test_what_takes_the_whole_is_left_as_it_is():
 
         return jnp.sin(jax.checkpoint(attend)(x, bias)).sum()
 
-    for function, other in ((layers, jnp.tile(W, (1, 1, 1))), (biased, W[0])):
+    for function, other in ((layers, W), (biased, normal((128, 128)))):
         coded = jc.checkpoint(function, jc.Exact())
         assert not _has_loop(coded, X, other)
         assert_close(_gradient(coded, X, other), _gradient(function, X, other), 1e-5)
@@ -154,3 +155,14 @@ def test_a_step_needs_less():
     parts, whole = needs(2**20), needs(2**30)
     print(f"{parts:,} bytes in parts, {whole:,} as a whole")
     assert parts < 0.75 * whole
+
+
+def test_small_scores_are_left_as_they_are():
+    coded = jc.checkpoint(functools.partial(_loss, _stock), jc.Exact())
+    assert _has_loop(coded, X, W)
+    in_parts._RATIO = 8  # the fixture restores it
+    jax.clear_caches()
+    assert not _has_loop(coded, X, W)
+    in_parts._RATIO, in_parts._PART = 1, 2**22
+    jax.clear_caches()
+    assert not _has_loop(coded, X, W)
