@@ -13,8 +13,16 @@ from jaxtyping import Array
 
 from jaxcomp._core.one_device import on_one
 from jaxcomp._core.shard_map import vary_like
-from jaxcomp.transform._algebra import POINTWISE
-from jaxcomp.transform._programs import Program, apply, avals, is_variable, read, scope_of
+from jaxcomp.transform._algebra import POINTWISE, is_cheap
+from jaxcomp.transform._programs import (
+    Program,
+    apply,
+    avals,
+    is_variable,
+    read,
+    scope_of,
+    variables,
+)
 
 _PART = 3 * 2**25  # bytes of the largest array of a part, if of float32
 _RATIO = 2  # of the largest array to all arguments, which are copied in parts
@@ -25,7 +33,7 @@ Evaluate = Callable[[Sequence[Array]], list[Array]]
 
 
 class NotInPartsError(Exception):
-    """A part of a result takes a whole array that is larger than each argument."""
+    """A part of a result takes a whole array that is larger than each argument, and no constant."""
 
 
 def in_parts(program: Program, whole: Evaluate) -> Evaluate:
@@ -111,6 +119,10 @@ class _Parts:
         self._whole |= dict(zip(jaxpr.invars, arguments, strict=True))
         self._most = max(array.size for array in arguments)
         self._parts: dict[Any, Array] = {}
+        self._constants: set[Any] = set()  # such as a causal mask, which XLA fuses into its readers
+        for equation in jaxpr.eqns:
+            if is_cheap(equation) and self._constants.issuperset(variables(equation.invars)):
+                self._constants.update(equation.outvars)
 
     def result(self, position: int, axis: int) -> Array:
         """A part of a result along an axis.
@@ -135,7 +147,7 @@ class _Parts:
     def _all(self, atom: Any) -> Array:
         if is_variable(atom) and atom not in self._whole:
             equation = self._made_by[atom]
-            if atom.aval.size > self._most:
+            if atom.aval.size > self._most and atom not in self._constants:
                 raise NotInPartsError(f"{equation.primitive} of shape {atom.aval.shape}")
             made = apply(self._jaxpr, equation, [self._all(v) for v in equation.invars])
             self._whole |= dict(zip(equation.outvars, made, strict=True))
