@@ -17,9 +17,10 @@ import typer
 from rich.console import Console
 
 from jaxcomp import memory, planning
+from jaxcomp.memory._gpus import GPUS
 from jaxcomp.memory._live_bytes import format_bytes
 from jaxcomp.memory._report import known
-from jaxcomp.memory._targets import resolve
+from jaxcomp.memory._targets import TPUS, resolve
 from jaxcomp.models import steps
 from jaxcomp.planning import MakeStep
 from jaxcomp.planning._fit import ACTIONS, BITS
@@ -28,11 +29,14 @@ app = typer.Typer(add_completion=False)
 ROWS = ("plain", "remat", "remat:dots", "accumulate:4", "quantize:bits=4", "quantize:bits=2")
 ROWS_OF_ANY_MODEL = ("plain", "remat", "remat:dots", "quantize:bits=4")
 
+_TARGETS = ", ".join(["cpu", *(device.name for device in (*GPUS, *TPUS))])
+
 _Model = Annotated[
     str,
     typer.Argument(
-        help="The name of a model (resnet50, resmlp_s24, ...), or MODULE:FUNCTION for a step "
-        "factory of your own."
+        help="A built-in model (resnet50, resmlp_s24, ...), or MODULE:FUNCTION, such as "
+        "train:make_step for the function make_step in train.py. It takes (transform, batch) and "
+        "returns the training step and its arguments."
     ),
 ]
 _Batch = Annotated[int, typer.Option(help="Examples in a batch.")]
@@ -46,14 +50,14 @@ _Fsdp = Annotated[
     typer.Option(
         "--fsdp",
         help="Shard parameters and optimizer over the devices of the target, such as h100:8, for a "
-        "model by name. The batch always is.",
+        "model by name. The batch is always split over them.",
     ),
 ]
 _Target = Annotated[
     str | None,
     typer.Option(
-        help="Device to compile for: cpu, h100, rtx3090, v5e, ..., or several, such as h100:8 or "
-        "v5e:4x4. It need not be attached. "
+        help=f"Device to compile for: {_TARGETS}; or several, such as h100:8 or "
+        "v5e:4x4. It need not be attached, but GPUs need the extra gpu-aot, and TPUs tpu-aot. "
         "Default: the attached device."
     ),
 ]
@@ -172,8 +176,8 @@ def fit_command(
     budget: Annotated[
         str | None,
         typer.Option(
-            help="What the step may need in all, such as 11GiB. Default: what it may use of the "
-            "target's memory."
+            help="Memory that the step may need, such as 11GiB. Default: what it may use of the "
+            "target's memory, 75% of a GPU's."
         ),
     ] = None,
     image: _Image = 224,
@@ -186,7 +190,9 @@ def fit_command(
     ] = None,
     bits: Annotated[
         list[int] | None,
-        typer.Option(help="Bits of an element that the plan may use; repeatable. Default: all."),
+        typer.Option(
+            help="8, 4, 3 or 2: bits of an element that the plan may use; repeatable. Default: all."
+        ),
     ] = None,
     biased: Annotated[
         bool,
@@ -196,8 +202,8 @@ def fit_command(
         list[str] | None,
         typer.Option(
             metavar="PATH=CHOICE",
-            help="keep, recompute or bits=N for the modules of a path, a regular "
-            "expression; repeatable.",
+            help="keep, recompute or bits=N for the modules of a path, a regular expression, such "
+            "as 'head/.*=keep'; repeatable.",
         ),
     ] = None,
     split_batch_statistics: Annotated[

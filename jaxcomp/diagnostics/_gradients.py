@@ -139,7 +139,7 @@ def check_gradients(
     SGD's own noise is estimated from the exact gradients of parts of the batch.
 
     Args:
-        loss: From a model and a batch to a scalar, in training.
+        loss: `loss(model, batch)` returns a floating-point scalar.
         model: A model whose `jaxcomp.nn` modules have codecs, of which `compress` made one that
             codes, or whose blocks' inputs are coded; it is not changed.
         batch: Any pytree of arrays, axis 0 the examples.

@@ -21,7 +21,7 @@ _MUCH = 0.1  # of all bytes
 
 
 def plan(model_or_fn: nnx.Module | Callable[..., Any], *args: Any, **kwargs: Any) -> Plan:
-    """Tells what a call would save for its backward pass; nothing is computed.
+    """Lists what a call would save for its backward pass; nothing is computed.
 
     The bytes are those that the program declares, for the gradient with respect to parameters and
     floating-point inputs. `jaxcomp.memory.analyze` tells what XLA makes of them.

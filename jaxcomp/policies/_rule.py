@@ -38,8 +38,8 @@ class Rule:
             "conv|dot"; `jaxcomp.nn.Coded` lists the kinds.
         names: Names given by `jax.ad_checkpoint.checkpoint_name`.
         primitives: Names of the JAX primitives that compute the value.
-        roles: Roles, as `jaxcomp.policies.Value` lists them. Without any, all but "statistic", and
-            with names all.
+        roles: Roles, as `jaxcomp.policies.Value` lists them. Without any, all but "statistic"; with
+            `names` and without any, all.
         dtypes: Names of dtypes.
         min_size: Least number of elements of a value, over all iterations of a `scan`. That all
             values are too small, as in a short last batch, is no error; `jaxcomp.plan` notes it.

@@ -95,7 +95,7 @@ def fused(bits: int = 4, scale_source: ScaleSource = "norm") -> Policy:
 
 
 def automatic(bits: int = 4) -> Policy:
-    """The default of `compress`: for each part of a model what is best for it, without bias.
+    """The default of `compress`: `fused` for batch norms, `transformer` for all other values.
 
     - A batch norm with the skip connection, ReLU and max pool that follow has one code, as in
       `fused`, which convolutions that read it share. This holds for layers of `jaxcomp.nn` and for

@@ -16,7 +16,6 @@ from jaxcomp._core import remat3
 from jaxcomp._core.explicit import explicit_axes
 from jaxcomp.codecs import noise
 from jaxcomp.codecs._codec import Seed
-from jaxcomp.policies import recipes
 from jaxcomp.policies._policy import JaxPolicy, Policy, has_codecs
 from jaxcomp.policies._specs import PolicyLike, policy_for_function
 from jaxcomp.transform._decisions import PolicyLog
@@ -32,9 +31,6 @@ from jaxcomp.transform._scheduled import Scheduled
 
 _REMEMBERED = 64  # programs
 _depth = contextvars.ContextVar("depth", default=0)  # of the calls that are looked into
-
-
-DEFAULT = recipes.automatic()
 
 
 class Checkpointed:
@@ -245,7 +241,7 @@ def _seed_of_call(seed: Seed, arguments: list[Any]) -> Any:
 
 def checkpoint(
     fn: Callable[..., Any],
-    policy: PolicyLike = DEFAULT,
+    policy: PolicyLike = "automatic",
     *,
     coded_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),

@@ -20,7 +20,7 @@ from jaxcomp.transform._attributes import (
     with_others,
     without_others,
 )
-from jaxcomp.transform._checkpoint import DEFAULT, Checkpointed, checkpoint
+from jaxcomp.transform._checkpoint import Checkpointed, checkpoint
 from jaxcomp.transform._clipping import Counting, Record
 from jaxcomp.transform._layers import LayerCodecs, check_required
 from jaxcomp.transform._programs import Static
@@ -28,7 +28,7 @@ from jaxcomp.transform._programs import Static
 M = TypeVar("M", bound=nnx.Module)
 
 
-def compress(model: M, policy: PolicyLike = DEFAULT) -> M:
+def compress(model: M, policy: PolicyLike = "automatic") -> M:
     """Compresses the activations that a Flax NNX model saves for its backward pass.
 
     The model is changed and returned.
