@@ -25,6 +25,7 @@ from jaxcomp.transform._programs import (
 )
 
 _PART = 3 * 2**25  # bytes of the largest array of a part, if of float32
+_PART_OF_TPU = 2**25  # with fewer, XLA keeps more of a part in a TPU's fast memory
 _RATIO = 2  # of the largest array to all arguments, which are copied in parts
 _REDUCTIONS = {"reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum"}
 
@@ -48,15 +49,24 @@ def in_parts(program: Program, whole: Evaluate) -> Evaluate:
     Returns:
         A function from the program's arguments to its results.
     """
+    evaluate = whole
+    for platform, nbytes in ((None, _PART), ("tpu", _PART_OF_TPU)):
+        run = _run_of_parts(program, nbytes)
+        evaluate = evaluate if run is None else on_one(platform, run, evaluate)
+    return evaluate
+
+
+def _run_of_parts(program: Program, nbytes: int) -> Evaluate | None:
+    """Evaluates a program in parts of some bytes, where that is worth it and possible."""
     arguments, results = avals(program.jaxpr.invars), avals(program.jaxpr.outvars)
     largest = max((v.aval.size for e in program.jaxpr.eqns for v in e.outvars), default=0)
-    count = -(-4 * largest // _PART)
+    count = -(-4 * largest // nbytes)
     if count > 1 and largest >= _RATIO * sum(kind.size for kind in arguments):
         for axis, number in _divisions([kind.shape for kind in results], count):
             run = functools.partial(_run, program, axis, number)
             if _is_possible(run, arguments):
-                return on_one(None, run, whole)
-    return whole
+                return run
+    return None
 
 
 def _divisions(shapes: Sequence[tuple[int, ...]], count: int) -> list[tuple[int, int]]:
