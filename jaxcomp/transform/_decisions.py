@@ -2,7 +2,7 @@
 
 import dataclasses
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -55,16 +55,23 @@ class PolicyLog:
         values: Values of the function itself, of the iterations of its loops and of its branches.
         matched: The rules that matched a value, or would but for its size.
         iterations: Of the loops around the program that is decided about.
+        largest: Elements of the largest array of the program and of those around it.
     """
 
     policy: Policy | JaxPolicy
     values: list[Value] = dataclasses.field(default_factory=list)
     matched: set[Rule] = dataclasses.field(default_factory=set)
     iterations: int = 1
+    largest: int = 0
 
     def inside(self, length: int) -> "PolicyLog":
         """For the body of a loop of the program; takes note in the same places."""
         return dataclasses.replace(self, iterations=self.iterations * length)
+
+    def of_arrays(self, arrays: Iterable[Any]) -> "PolicyLog":
+        """For a program with these arrays; takes note in the same places."""
+        largest = max((array.aval.size for array in arrays), default=0)
+        return dataclasses.replace(self, largest=max(largest, self.largest))
 
     def too_large(self) -> list[Rule]:
         """The rules that ask for more elements than any of the values has."""

@@ -30,38 +30,41 @@ _RATIO = 2  # of the largest array to all arguments, which are copied in parts
 _REDUCTIONS = {"reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum"}
 
 
-Evaluate = Callable[[Sequence[Array]], list[Array]]
+Evaluate = Callable[[Array, Sequence[Array]], list[Array]]
 
 
 class NotInPartsError(Exception):
     """A part of a result takes a whole array that is larger than each argument, and no constant."""
 
 
-def in_parts(program: Program, whole: Evaluate) -> Evaluate:
+def in_parts(program: Program, whole: Evaluate, others: int = 0) -> Evaluate:
     """Evaluates a program in parts on one device, if it computes large arrays from smaller ones.
 
     The scores of an attention, for example, take parts of one example or one head after the other.
 
     Args:
         program: The program, flat.
-        whole: Evaluates it as a whole.
+        whole: Evaluates it as a whole, from a cotangent that it waits for and the arguments.
+        others: Elements of the largest array besides. With a larger one, such as the logits of a
+            large vocabulary, the peak is there, and parts would take time for nothing. On a TPU
+            they take less time.
 
     Returns:
-        A function from the program's arguments to its results.
+        A function from the cotangent and the program's arguments to its results.
     """
     evaluate = whole
-    for platform, nbytes in ((None, _PART), ("tpu", _PART_OF_TPU)):
-        run = _run_of_parts(program, nbytes)
+    for platform, nbytes, least in ((None, _PART, others + 1), ("tpu", _PART_OF_TPU, 0)):
+        run = _run_of_parts(program, nbytes, least)
         evaluate = evaluate if run is None else on_one(platform, run, evaluate)
     return evaluate
 
 
-def _run_of_parts(program: Program, nbytes: int) -> Evaluate | None:
+def _run_of_parts(program: Program, nbytes: int, least: int) -> Evaluate | None:
     """Evaluates a program in parts of some bytes, where that is worth it and possible."""
     arguments, results = avals(program.jaxpr.invars), avals(program.jaxpr.outvars)
     largest = max((v.aval.size for e in program.jaxpr.eqns for v in e.outvars), default=0)
     count = -(-4 * largest // nbytes)
-    if count > 1 and largest >= _RATIO * sum(kind.size for kind in arguments):
+    if count > 1 and largest >= max(least, _RATIO * sum(kind.size for kind in arguments)):
         for axis, number in _divisions([kind.shape for kind in results], count):
             run = functools.partial(_run, program, axis, number)
             if _is_possible(run, arguments):
@@ -83,15 +86,17 @@ def _divisions(shapes: Sequence[tuple[int, ...]], count: int) -> list[tuple[int,
     return sorted(found, key=lambda division: -min(2 * division[1], count))
 
 
-def _is_possible(run: Callable[..., Any], arguments: Sequence[Any]) -> bool:
+def _is_possible(run: Evaluate, arguments: Sequence[Any]) -> bool:
     try:
-        jax.make_jaxpr(run)(arguments)
+        jax.make_jaxpr(run)(0.0, arguments)
     except NotInPartsError:
         return False
     return True
 
 
-def _run(program: Program, axis: int, count: int, arguments: Sequence[Array]) -> list[Array]:
+def _run(
+    program: Program, axis: int, count: int, _: Any, arguments: Sequence[Array]
+) -> list[Array]:
     """The results, of which each iteration of a loop evaluates a part along the axis."""
     # The arrays that the parts are written to are not made before the arguments are there.
     arguments, zero = lax.optimization_barrier((arguments, jnp.zeros(())))

@@ -23,12 +23,12 @@ _LARGE = 2**14  # elements
 _RECOMPUTED = {"checkpoint", "remat", "remat2"}  # names of `jax.checkpoint` in a program
 
 
-def evaluate_after(cotangent: Array, program: Program, arguments: Sequence[Any]) -> list[Any]:
+def evaluate_after(program: Program, cotangent: Array, arguments: Sequence[Any]) -> list[Any]:
     """Evaluates a backward program, whose large constant arrays wait for a cotangent.
 
     Args:
-        cotangent: Axis 0 is the batch; arrays of as many samples wait.
         program: The program.
+        cotangent: Axis 0 is the batch; arrays of as many samples wait.
         arguments: Values of its arguments.
     """
     program = flat(program)
@@ -43,11 +43,12 @@ def evaluate_after(cotangent: Array, program: Program, arguments: Sequence[Any])
 
 
 def apply_after(
-    cotangent: Array | None, jaxpr: Jaxpr, equation: JaxprEqn, values: list[Any]
+    cotangent: Array | None, jaxpr: Jaxpr, equation: JaxprEqn, values: list[Any], largest: int = 0
 ) -> list[Any]:
     """As `programs.apply`, but large constant arrays wait for a cotangent.
 
-    Also those of an inner `jax.checkpoint`.
+    Also those of an inner `jax.checkpoint`, which runs in parts if its arrays have more elements
+    than `largest`.
     """
     if cotangent is None or not cotangent.ndim:
         return apply(jaxpr, equation, values)
@@ -55,7 +56,8 @@ def apply_after(
         if equation.params["prevent_cse"]:
             values = lax.optimization_barrier(values)
         program = flat(closed(equation.params["jaxpr"], ()))
-        return in_parts(program, functools.partial(evaluate_after, cotangent, program))(values)
+        evaluate = in_parts(program, functools.partial(evaluate_after, program), largest)
+        return evaluate(cotangent, values)
     if _waits(equation, cotangent):
         (value,), (out,) = values, equation.outvars
         kind: Any = out.aval

@@ -29,6 +29,7 @@ def scheduled(
     takes_seed = bool(units) or has_parts
     if takes_seed:
         program = with_units(program, units)
+    log = log.of_arrays(v for equation in program.jaxpr.eqns for v in equation.outvars)
     if has_parts:
         program = _with_coded_parts(program, active, coded, log, parts)
     chosen = schedule(program, active, coded, log)

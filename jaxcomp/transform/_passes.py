@@ -261,7 +261,8 @@ def backward(
             else evaluate(atom, rebuild.plain)
             for atom in equation.invars
         ]
-        made = apply_after(None if after is None else env[after], jaxpr, equation, values)
+        cotangent = None if after is None else env[after]
+        made = apply_after(cotangent, jaxpr, equation, values, schedule.largest)
         for atom in variables(equation.invars):
             uses[atom] -= 1
         if in_time and equation.primitive.name == "reduce_sum":

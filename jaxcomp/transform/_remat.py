@@ -135,7 +135,7 @@ def _from_codes(
         given = params, arrays, cotangent
         traced, shape = jax.make_jaxpr(pulled, return_shape=True)(*given)
         largest = max(jax.tree.leaves(cotangent[0]), key=lambda leaf: leaf.size)
-        leaves = evaluate_after(largest, traced, jax.tree.leaves(given))
+        leaves = evaluate_after(traced, largest, jax.tree.leaves(given))
         dparams, darrays = jax.tree.unflatten(jax.tree.structure(shape), leaves)
         dparams, darrays = barriers.barrier_together(dparams, darrays)
         return dparams, None, darrays

@@ -52,6 +52,7 @@ class Schedule:
         backward: From coefficients and cotangents to the arguments' cotangents.
         coefficients: The coefficients of the linear and of the backward program.
         biased: Whether non-linear steps are computed again from codes.
+        largest: Elements of the largest array of the forward program and of those around it.
     """
 
     graph: Graph
@@ -66,6 +67,7 @@ class Schedule:
     backward: Program
     coefficients: list[Coefficient]
     biased: bool
+    largest: int
 
 
 def schedule(
@@ -124,6 +126,7 @@ def schedule(
         transpose(linearized),
         coefficients,
         biased,
+        log.largest,
     )
 
 

@@ -166,3 +166,19 @@ def test_small_scores_are_left_as_they_are():
     in_parts._RATIO, in_parts._PART = 1, 2**22
     jax.clear_caches()
     assert not _has_loop(coded, X, W)
+
+
+def test_where_other_arrays_are_larger_there_are_parts_on_a_tpu_alone(monkeypatch):
+    monkeypatch.setattr(in_parts, "_PART_OF_TPU", 2**17)
+    head = 0.1 * normal((64, 1024), seed=5)
+
+    def loss(x, w):
+        q, k, v = ((jnp.tanh(x) @ w[i]).reshape(*x.shape[:2], 4, 16) for i in range(3))
+        return jnp.sin(jax.checkpoint(_stock)(q, k, v).reshape(x.shape) @ head).sum()
+
+    lowered = jax.jit(jax.grad(jc.checkpoint(loss, jc.Exact()))).trace(X, W)
+    has_loop = {
+        platform: "stablehlo.while" in lowered.lower(lowering_platforms=(platform,)).as_text()
+        for platform in ("cpu", "cuda", "tpu")
+    }
+    assert has_loop == {"cpu": False, "cuda": False, "tpu": True}
