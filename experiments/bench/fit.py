@@ -39,6 +39,7 @@ BY_HAND = (
     "plain",
     "remat",
     "remat:dots",
+    "exact",
     "accumulate:4",
     "automatic",
     "automatic:bits=3",

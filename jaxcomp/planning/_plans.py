@@ -1,9 +1,9 @@
 """Compiles the exact strategies and the quantized step, then plans."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from flax import nnx
@@ -18,6 +18,7 @@ from jaxcomp.planning._solver import Problem
 from jaxcomp.planning._strategies import Strategy
 from jaxcomp.policies._policy import Policy
 
+T = TypeVar("T")
 _OF_OFFLOAD = 2  # compilations
 
 
@@ -79,8 +80,8 @@ def run(search: Search, models: Sequence[Any], allowed: Allowed) -> None:
         )
     if recomputes and search.left:
         recomputed = _tried(search, "remat", remat)
-        if recomputed is not None and search.left:
-            _remat_but_products(search, plain)
+        for spec in ("remat:dots", "exact") if recomputed is not None else ():
+            _try_if_it_may_fit(search, plain, spec)
     if "accumulate" in allowed.actions:
         if allowed.split_batch_statistics or _have_no_statistics(models):
             _accumulate(search, plain)
@@ -119,13 +120,20 @@ def run(search: Search, models: Sequence[Any], allowed: Allowed) -> None:
             )
 
 
-def _remat_but_products(search: Search, plain: Probe) -> None:
-    """Compiles the step with all but products recomputed, if that is expected to fit."""
-    strategy = Strategy.parse("remat:dots")
-    saved, declared = (sum(of.values()) for of in (plain.saved, plain.declared))
-    more = sum(search.declared(strategy).values()) * (saved / declared if declared else 1.0) - saved
+def _try_if_it_may_fit(search: Search, plain: Probe, spec: str) -> None:
+    """Compiles a strategy that recomputes a part of what the plain step saves, if it may fit.
+
+    "exact" recomputes cheap steps alone, and differentiates attentions in parts.
+    """
+    strategy = Strategy.parse(spec)
+    declared = _attempt(search, spec, lambda: search.declared(strategy))
+    if declared is None or not search.left:
+        return
+    before = sum(plain.declared.values())
+    part = sum(declared.values()) / before if before else 1.0
+    more = (part - 1.0) * sum(plain.saved.values())
     if (plain.report.total_bytes or 0) + more <= search.budget:
-        _tried(search, strategy.spec, strategy)
+        _tried(search, spec, strategy)
 
 
 def _kept_products(search: Search, known: Known, allowed: Allowed) -> list[Known]:
@@ -199,11 +207,17 @@ def _tried(
     assignment: Mapping[str, str] | None = None,
 ) -> Probe | None:
     """Compiles a strategy; None, with a note, where the model or the compiler refuses it."""
+    return _attempt(search, name, lambda: search.compile(name, strategy, assignment))
+
+
+def _attempt(search: Search, name: str, run: Callable[[], T]) -> T | None:
+    """The result; None, with a note, where the model or the compiler raises an error."""
     try:
-        return search.compile(name, strategy, assignment)
+        return run()
     except Exception as error:  # of the user's code, too: other strategies may fit
         first = (str(error).strip().splitlines() or [""])[0]
-        search.notes.append(f"{name} failed: {type(error).__name__}: {first}")
+        note = f"{name} failed: {type(error).__name__}: {first}"
+        search.notes += [note] * (note not in search.notes)
         return None
 
 
