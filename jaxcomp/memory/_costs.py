@@ -61,7 +61,7 @@ def _costs(module: Module, computation: Computation, times: int) -> Iterator[Cos
                 for count in (
                     traffic_of(module, computation, instruction, in_hbm),
                     traffic_of(module, computation, instruction, on_host),
-                    cycles_of(instruction),
+                    cycles_of(instruction) or 0,
                     operations_of(module, computation, instruction),
                     is_kernel(instruction),
                 )

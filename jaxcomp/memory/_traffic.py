@@ -6,7 +6,8 @@ from collections.abc import Callable
 from ._hlo import Array, Computation, Instruction, Module, parse
 from ._loops import trip_count
 
-Count = Callable[[Computation, Instruction], int]
+Count = Callable[[Computation, Instruction], int | None]
+_NO_ESTIMATE = 2**63 - 1  # what XLA writes where it has none
 Counted = Callable[[Array], bool]  # whether reading and writing an array counts
 
 _FREE = {
@@ -111,8 +112,8 @@ def estimated_cycles(hlo_text: str) -> int | None:
         hlo_text: the text of a compiled module, `compiled.as_text()`.
 
     Returns:
-        The number of cycles; `None` if the text has no estimate (CPU, GPU), or if the trip count
-        of a loop depends on data.
+        The number of cycles; `None` if the text has no estimate (CPU, GPU), or none for one of the
+        instructions, or if the trip count of a loop depends on data.
 
     Raises:
         ValueError: if `hlo_text` is not a compiled HLO module.
@@ -129,10 +130,11 @@ def on_host(array: Array) -> bool:
     return array.on_host
 
 
-def cycles_of(instruction: Instruction) -> int:
-    """XLA's cycle estimate of one instruction; 0 if it has none."""
+def cycles_of(instruction: Instruction) -> int | None:
+    """XLA's cycle estimate of one instruction; 0 if it takes none, `None` if XLA does not know."""
     found = re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes)
-    return int(found.group(1)) if found else 0
+    cycles = int(found.group(1)) if found else 0
+    return None if cycles == _NO_ESTIMATE else cycles
 
 
 def total_over(module: Module, computation: Computation, count: Count) -> int | None:

@@ -212,6 +212,7 @@ def test_tpu_text_counts_padding_but_not_vmem():
     scalars = 4 * 512  # the counter and the two constants, and the counter once more
     assert hbm_traffic(TPU) == 5 * (2 * padded + scalars)
     assert estimated_cycles(TPU) == 5 * 100
+    assert estimated_cycles(TPU.replace('"70"', f'"{2**63 - 1}"')) is None  # XLA has no estimate
 
 
 HOST = """
