@@ -26,6 +26,7 @@ from jaxcomp.transform._programs import (
 
 _PART = 3 * 2**25  # bytes of the largest array of a part, if of float32
 _PART_OF_TPU = 2**25  # with fewer, XLA keeps more of a part in a TPU's fast memory
+_EXCESS = 4  # times as many parts as asked for, at most: an axis may have few divisors
 _RATIO = 2  # of the largest array to all arguments, which are copied in parts
 _REDUCTIONS = {"reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum"}
 
@@ -34,7 +35,7 @@ Evaluate = Callable[[Array, Sequence[Array]], list[Array]]
 
 
 class NotInPartsError(Exception):
-    """A part of a result takes a whole array that is larger than each argument, and no constant."""
+    """A part of a result takes a large array as a whole, or a large product along two axes."""
 
 
 def in_parts(program: Program, whole: Evaluate, others: int = 0) -> Evaluate:
@@ -79,8 +80,9 @@ def _divisions(shapes: Sequence[tuple[int, ...]], count: int) -> list[tuple[int,
     """
     found = []
     for axis, sizes in enumerate(zip(*shapes, strict=False)):
-        divisors = [n for n in range(1, sizes[0] + 1) if sizes[0] % n == 0]
-        number = min((n for n in divisors if n >= count), default=sizes[0])
+        most = min(sizes[0], _EXCESS * count)
+        divisors = [n for n in range(1, most + 1) if sizes[0] % n == 0]
+        number = min((n for n in divisors if n >= count), default=max(divisors, default=0))
         if len({*sizes}) == 1 and number > 1:
             found.append((axis, number))
     return sorted(found, key=lambda division: -min(2 * division[1], count))
@@ -134,6 +136,7 @@ class _Parts:
         self._whole |= dict(zip(jaxpr.invars, arguments, strict=True))
         self._most = max(array.size for array in arguments)
         self._parts: dict[Any, Array] = {}
+        self._asked: dict[Any, int] = {}  # the axis of each large product, computed along one alone
         self._constants: set[Any] = set()  # such as a causal mask, which XLA fuses into its readers
         for equation in jaxpr.eqns:
             if is_cheap(equation) and self._constants.issuperset(variables(equation.invars)):
@@ -143,7 +146,8 @@ class _Parts:
         """A part of a result along an axis.
 
         Raises:
-            NotInPartsError: If it takes a whole array with more elements than each argument.
+            NotInPartsError: If it takes a whole array with more elements than each argument that is
+                no constant, or such a product along two axes.
         """
         return self._part(self._jaxpr.outvars[position], axis)
 
@@ -171,15 +175,14 @@ class _Parts:
     def _step(self, equation: JaxprEqn, result: Any, axis: int) -> Array | None:
         """A part of what an equation makes from parts of its operands; None if it cannot."""
         name, params = equation.primitive.name, equation.params
-        shardings = params.get("sharding"), params.get("out_sharding")
-        if any(sharding is not None and not sharding.mesh.empty for sharding in shardings):
+        if any(map(_is_placed, (params.get("sharding"), params.get("out_sharding")))):
             return None
         operands: list[Any] = equation.invars
         shape = [*result.aval.shape]
         size = shape[axis] // self._count
         part = tuple(size if i == axis else n for i, n in enumerate(shape))
         axes: list[int | None]  # of each operand, along which a part of it is read
-        if name in POINTWISE and all(v.aval.ndim in (0, len(shape)) for v in operands):
+        if name in POINTWISE | {"pvary"} and all(v.aval.ndim in (0, len(shape)) for v in operands):
             axes = [axis if v.aval.ndim and v.aval.shape[axis] > 1 else None for v in operands]
         elif name == "broadcast_in_dim":
             dims = params["broadcast_dimensions"]
@@ -197,6 +200,8 @@ class _Parts:
             gone = params["dimensions"] if name == "squeeze" else params["axes"]
             axes = [[i for i in range(operands[0].aval.ndim) if i not in gone][axis]]
         elif name == "dot_general":
+            if result.aval.size > self._most and self._asked.setdefault(result, axis) != axis:
+                raise NotInPartsError(f"dot_general of shape {result.aval.shape} along two axes")
             axes = [*_axes_of_product(equation, axis)]
         elif name in ("concatenate", "split"):
             if params["dimension" if name == "concatenate" else "axis"] == axis:
@@ -218,6 +223,14 @@ class _Parts:
         if not equation.primitive.multiple_results:
             return made
         return made[equation.outvars.index(result)]
+
+
+def _is_placed(sharding: Any) -> bool:
+    """Whether a sharding says where a value is; all values inside of `jax.shard_map` are local."""
+    if sharding is None:
+        return False
+    mesh = getattr(sharding, "mesh", None)
+    return mesh is None or not (mesh.empty or mesh.are_all_axes_manual)
 
 
 def _same_axis(before: tuple[int, ...], after: list[int], axis: int) -> int | None:

@@ -112,7 +112,25 @@ def test_what_takes_the_whole_is_left_as_it_is():
 
         return jnp.sin(jax.checkpoint(attend)(x, bias)).sum()
 
-    for function, other in ((layers, W), (biased, normal((128, 128)))):
+    def biased_by_head(x, bias):
+        """The axis of the heads of the bias is as long as that of the examples."""
+
+        def attend(q, bias):
+            return jax.nn.dot_product_attention(q, q, q, bias=bias[None])
+
+        q = x.reshape(*x.shape[:2], 8, 8)
+        return jnp.sin(jax.checkpoint(attend)(q, bias)).sum()
+
+    def placed(x, w):
+        device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        return _loss(lambda q, k, v: _stock(lax.with_sharding_constraint(q, device), k, v), x, w)
+
+    for function, other in (
+        (layers, W),
+        (biased, normal((128, 128))),
+        (biased_by_head, normal((8, 128, 128))),
+        (placed, W),
+    ):
         coded = jc.checkpoint(function, jc.Exact())
         assert not _has_loop(coded, X, other)
         assert_close(_gradient(coded, X, other), _gradient(function, X, other), 1e-5)
@@ -135,11 +153,12 @@ def test_shard_map(check):
             return lax.psum(function(x, w), "batch")
 
         specs = jax.P("batch"), jax.P()
-        mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=jax.P(), check_vma=check)
-        return _gradient(mapped, X, W)
+        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=jax.P(), check_vma=check)
 
     loss = functools.partial(_loss, _stock)
-    assert_close(total(jc.checkpoint(loss, jc.Exact())), total(loss), 1e-5)
+    coded = total(jc.checkpoint(loss, jc.Exact()))
+    assert _has_loop(coded, X, W)
+    assert_close(_gradient(coded, X, W), _gradient(total(loss), X, W), 1e-5)
 
 
 @pytest.mark.aot
