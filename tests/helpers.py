@@ -79,6 +79,26 @@ def error_of_mean(draws, exact):
     return np.linalg.norm(error), np.sqrt((found.var(0, ddof=1) / len(draws)).sum())
 
 
+def distance(got, expected):
+    """The norm of the difference of two pytrees, over the norm of the second."""
+    got, expected = (
+        np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
+        for tree in (got, expected)
+    )
+    return np.linalg.norm(got - expected) / np.linalg.norm(expected)
+
+
+def assert_scattered_by_chance(draws, expected):
+    """64 draws of each array, along axis 0, scatter around the expected one as by chance."""
+    for drawn, mean in zip(draws, expected, strict=True):
+        error = np.asarray(drawn) - np.asarray(mean)
+        spread = error.std(0, ddof=1) / 8  # the root of 64
+        z = (error.mean(0) / np.where(spread == 0, np.inf, spread)).ravel()
+        assert (z != 0).mean() > 0.9
+        assert abs(z.mean()) < 4 / len(z) ** 0.5 * 3  # neighbours are not independent
+        assert 0.8 < z.std() < 1.3
+
+
 def eight_devices():
     """A mesh of the 8 virtual devices; skips the test on an attached device."""
     if jax.device_count() < 8:

@@ -196,11 +196,11 @@ def _report(
         f"{config.model} on {config.dataset}, {config.epochs} epochs: mean of the seeds, and "
         f"difference from {strategies[0]} of the same seeds with its 95% interval"
     )
-    header = ["strategy", "seeds", "test accuracy, %", "difference, points", "test loss"]
-    header.append("difference")
+    header = ["strategy", "seeds"]
+    header += ["test accuracy, %", "difference, points", "test loss", "difference"]
+    exact_seeds = {seed for which, seed in by_run if which == strategies[0]}
     body = []
     for name in strategies:
-        exact_seeds = {seed for which, seed in by_run if which == strategies[0]}
         seeds = [seed for which, seed in by_run if which == name and seed in exact_seeds]
         cells = [name, str(len(seeds))]
         for figure, unit in FIGURES.items():

@@ -53,7 +53,7 @@ def seed_like(seed: jax.Array, array: jax.Array) -> jax.Array:
     What is encoded by it then does not vary over them either.
     """
     axes = varying_axes(seed) - varying_axes(array)
-    return jax.lax.psum(seed, tuple(sorted(axes))) if axes else seed
+    return lax.psum(seed, tuple(sorted(axes))) if axes else seed
 
 
 def varying_axes(array: jax.Array) -> frozenset[str]:

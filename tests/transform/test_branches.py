@@ -13,7 +13,15 @@ import jaxcomp as jc
 from jaxcomp import memory
 from jaxcomp.codecs._codec import array_nbytes
 from jaxcomp.transform import _parts as parts
-from tests.helpers import assert_close, assert_same_bits, normal, only, stored_shapes
+from tests.helpers import (
+    assert_close,
+    assert_same_bits,
+    assert_scattered_by_chance,
+    distance,
+    normal,
+    only,
+    stored_shapes,
+)
 
 X = normal((32, 64))
 UP, DOWN = 0.2 * normal((64, 96), seed=1), 0.2 * normal((96, 64), seed=2)
@@ -68,14 +76,6 @@ def _gradients(function, number):
     return jax.jit(jax.grad(function, (1, 2, 3)))(number, X, UP, DOWN)
 
 
-def _distance(got, expected):
-    got, expected = (
-        np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
-        for tree in (got, expected)
-    )
-    return np.linalg.norm(got - expected) / np.linalg.norm(expected)
-
-
 @pytest.mark.parametrize("number", [0, 1])
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_gradients(function, number):
@@ -83,8 +83,8 @@ def test_gradients(function, number):
     exact, coded = jc.checkpoint(function, EXACT), jc.checkpoint(function, CODEC)
     args = number, X, UP, DOWN
     assert_same_bits(jax.jit(coded)(*args), jax.jit(function)(*args))
-    assert _distance(_gradients(exact, number), expected) < 1e-5
-    assert 1e-4 < _distance(_gradients(coded, number), expected) < 0.3
+    assert distance(_gradients(exact, number), expected) < 1e-5
+    assert 1e-4 < distance(_gradients(coded, number), expected) < 0.3
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -147,7 +147,7 @@ def test_branches_share_memory():
     for policy in (EXACT, CODEC):
         coded = jc.checkpoint(many, policy)
         got, expected = (jax.jit(jax.grad(f, (1, 2)))(5, X, w) for f in (coded, many))
-        assert _distance(got, expected) < (1e-5 if policy == EXACT else 0.3)
+        assert distance(got, expected) < (1e-5 if policy == EXACT else 0.3)
         values = coded.plan(1, X, w).values
         first = [v for v in values if v.note.startswith("branches[0]")]
         assert sum(v.saved_bytes for v in values if v.note.startswith("branches")) == sum(
@@ -160,7 +160,7 @@ def test_branches_share_memory():
 def test_what_a_branch_saves_waits_in_the_hosts_memory(codec):
     inner = CODEC if codec == jc.Offload(CODEC) else EXACT
     got, expected = (_gradients(jc.checkpoint(_skipped, c), 1) for c in (codec, inner))
-    assert _distance(got, expected) < 1e-6
+    assert distance(got, expected) < 1e-6
 
 
 def test_each_nested_branch_is_scheduled_once(monkeypatch):
@@ -184,13 +184,7 @@ def test_unbiased_over_seeds():
         return _gradients(jc.checkpoint(_skipped, jc.Quantize(bits=2), seed=seed), 1)
 
     draws = jax.jit(lambda: lax.map(draw, jnp.arange(64)))()
-    for drawn, mean in zip(draws, _gradients(_skipped, 1), strict=True):
-        error = np.asarray(drawn) - np.asarray(mean)
-        spread = error.std(0, ddof=1) / 8
-        z = (error.mean(0) / np.where(spread == 0, np.inf, spread)).ravel()
-        assert (z != 0).mean() > 0.9
-        assert abs(z.mean()) < 4 / len(z) ** 0.5 * 3  # neighbours are not independent
-        assert 0.8 < z.std() < 1.3
+    assert_scattered_by_chance(draws, _gradients(_skipped, 1))
 
 
 @pytest.mark.parametrize("policy", [EXACT, jc.Quantize(bits=8)])
@@ -204,8 +198,7 @@ def test_branches_of_examples_and_shards(policy):
         return jax.jit(jax.grad(lambda x: rows(numbers, x).sum()))(examples)
 
     limit = 1e-5 if policy == EXACT else 0.02
-    distance = _distance(each(jc.checkpoint(_switched, policy)), each(_switched))
-    assert distance < limit
+    assert distance(each(jc.checkpoint(_switched, policy)), each(_switched)) < limit
     mesh = jax.make_mesh((8,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
 
     def shards(function, check):
@@ -227,7 +220,7 @@ def test_branches_of_examples_and_shards(policy):
 
     for check in (True, False):
         coded = shards(lambda f: jc.checkpoint(f, policy), check)
-        assert _distance(coded, shards(lambda f: f, check)) < limit
+        assert distance(coded, shards(lambda f: f, check)) < limit
 
 
 def test_random_keys_and_masks_in_a_branch():
@@ -242,7 +235,7 @@ def test_random_keys_and_masks_in_a_branch():
         return jax.jit(jax.grad(function, 1))(jax.random.key(0), X, UP, DOWN)
 
     assert_close(gradient(jc.checkpoint(block, EXACT)), gradient(block), 1e-5)
-    assert _distance(gradient(jc.checkpoint(block, jc.Quantize(bits=8))), gradient(block)) < 0.02
+    assert distance(gradient(jc.checkpoint(block, jc.Quantize(bits=8))), gradient(block)) < 0.02
 
 
 def test_policies_are_asked_in_the_branches():
@@ -328,4 +321,4 @@ def test_compress_sees_the_layers_in_a_branch():
     inside = [v for v in jc.plan(model, x).values if v.note.startswith("branches")]
     assert {v.role for v in inside} == {"input", "derivative"}
     coded = gradient(lambda model: jc.compress(model, CODEC))
-    assert 1e-3 < _distance(coded, gradient(lambda model: model)) < 0.2
+    assert 1e-3 < distance(coded, gradient(lambda model: model)) < 0.2
