@@ -202,8 +202,13 @@ class SignAware(Codec):
             product is the result of `decode`.
         """
         *packed, channel_scale, _ = code.arrays
-        codes = packing.unpack(tuple(packed), code.shape, self.bits)
-        return self.levels.multiples(codes), self.levels.positive.unit * channel_scale
+        if self.bits == 4:
+            multiples = packing.map_codes(self.levels.multiples, *packed)
+        else:
+            multiples = self.levels.multiples(
+                packing.unpack(tuple(packed), code.shape, self.bits)
+            )
+        return multiples, self.levels.positive.unit * channel_scale
 
     @functools.partial(jax.jit, static_argnums=0, inline=True)
     def encode_preactivation(

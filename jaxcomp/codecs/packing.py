@@ -17,7 +17,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Integer, UInt
+from jaxtyping import Array, Bool, Int8, Int32, Integer, UInt
 
 from jaxcomp._core import platforms
 from jaxcomp._core.layouts import in_row_major
@@ -90,6 +90,37 @@ def unpack(
     if bits in _SHARING:
         codes = _unpack_last(codes, shape, bits)
     return codes.astype(jnp.int32)
+
+
+def map_codes(
+    function: Callable[[Int32[Array, "..."]], Int8[Array, "..."]],
+    codes: UInt[Array, "..."],
+) -> Int8[Array, "..."]:
+    """Applies a function to each 4-bit code, several codes at once.
+
+    On a GPU a thread of a kernel computes four elements. Four codes in a word of 16 bits are one
+    element, so a thread reads 8 bytes instead of 2, and the kernel takes less than half the time.
+
+    Args:
+        function: An elementwise function of codes.
+        codes: uint4 array, the result of `pack`.
+
+    Returns:
+        int8 array of the shape of `codes`.
+
+    Example:
+        >>> (codes,) = pack(jnp.arange(4), 4)
+        >>> map_codes(lambda codes: (10 * codes).astype(jnp.int8), codes).tolist()
+        [0, 10, 20, 30]
+    """
+    if not codes.ndim or codes.shape[-1] % 4:
+        return function(codes.astype(jnp.int32))
+    words = lax.bitcast_convert_type(_in_groups(codes, 4), jnp.uint16).astype(jnp.int32)
+    mapped = (function(words >> 4 * i & 15).astype(jnp.uint8) for i in range(4))
+    joined = functools.reduce(
+        jnp.bitwise_or, (value.astype(jnp.uint32) << 8 * i for i, value in enumerate(mapped))
+    )
+    return lax.bitcast_convert_type(joined, jnp.int8).reshape(codes.shape)
 
 
 def _two_and_one_bit(codes: Array) -> tuple[Array, ...]:
