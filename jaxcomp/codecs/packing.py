@@ -129,19 +129,17 @@ def _two_and_one_bit(codes: Array) -> tuple[Array, ...]:
 
 
 def _two_and_one_bit_by_sum(codes: Array) -> tuple[Array, ...]:
-    """Computes `_two_and_one_bit` from eight codes in 24 bits, except on TPUs.
+    """Computes `_two_and_one_bit` by one sum of eight codes, except on TPUs.
 
-    Two readers of `codes` would make XLA write them to memory with 32 bits each.
+    Both results have its shape, so a GPU computes them in the kernel that computes the codes.
     """
     count = (codes.shape or (1,))[-1]
-    codes = _padded(codes, 3, 8, jnp.uint32)
-    eight = _in_groups(codes, 8)
-    joined = jnp.sum(eight << _places(eight, 3), -1, dtype=jnp.uint32)
-    pairs = jnp.broadcast_to(joined[..., None], (*joined.shape, 4))
-    pairs = pairs >> _places(pairs, 6)
-    low = (pairs & 3 | pairs >> 1 & 12).reshape(*codes.shape[:-1], codes.shape[-1] // 2)
-    high = functools.reduce(jnp.bitwise_or, (joined >> (2 * i + 2) & 1 << i for i in range(8)))
-    return low[..., : -(-count // 2)].astype(jnp.uint4), high.astype(jnp.uint8)
+    eight = _in_groups(_padded(codes, 3, 8, jnp.uint32), 8)
+    parts = (eight & 3) << _places(eight, 2) | (eight >> 2) << (_places(eight, 1) + 16)
+    joined = jnp.sum(parts, -1, dtype=jnp.uint32)
+    low = lax.bitcast_convert_type(joined.astype(jnp.uint16), jnp.uint4)
+    low = low.reshape(*joined.shape[:-1], 4 * joined.shape[-1])[..., : -(-count // 2)]
+    return low, (joined >> 16).astype(jnp.uint8)
 
 
 def _places(x: Array, bits: int) -> Array:
