@@ -205,9 +205,7 @@ class SignAware(Codec):
         if self.bits == 4:
             multiples = packing.map_codes(self.levels.multiples, *packed)
         else:
-            multiples = self.levels.multiples(
-                packing.unpack(tuple(packed), code.shape, self.bits)
-            )
+            multiples = self.levels.multiples(packing.unpack(tuple(packed), code.shape, self.bits))
         return multiples, self.levels.positive.unit * channel_scale
 
     @functools.partial(jax.jit, static_argnums=0, inline=True)

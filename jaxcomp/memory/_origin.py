@@ -17,6 +17,7 @@ _MACHINERY = re.compile(
     r"(while|body|cond|checkpoint|remat\d?|rematted_computation|closed_call|core_call|eval_jaxpr"
     r"|pjit|scan|shard_map|custom_[jv][vj]p_call(_jaxpr)?|branch_\d+_fun)$"
 )
+_CODES = {"u2", "u4", "u8", "u16"}
 _NEAR = 64
 _SCOPE = type(new_name_stack("scope").stack[0])
 
@@ -68,12 +69,16 @@ class Origins:
         self._argument_names = argument_names
         self._home: dict[str, Computation] = {}
         self._loops: dict[str, Instruction] = {}
+        self._barriers: dict[tuple[str, int], Instruction] = {}  # by what they take
         for computation in module.computations.values():
             for instruction in computation.instructions.values():
                 self._home[instruction.name] = computation
                 if instruction.opcode == "while":
                     for name in instruction.called["body"] + instruction.called["condition"]:
                         self._loops[name] = instruction
+                elif instruction.op_name.endswith("/optimization_barrier"):
+                    for operand in instruction.operands:
+                        self._barriers.setdefault(_unpacked(computation, operand), instruction)
 
     def of(self, name: str, index: str) -> Origin | None:
         """The origin of an instruction's result.
@@ -87,11 +92,15 @@ class Origins:
         """
         if name not in self._home:
             return None
-        made_by = self._made_by(name, int(index.strip("{}").split(",")[0] or 0), set())
+        position = int(index.strip("{}").split(",")[0] or 0)
+        made_by = self._made_by(name, position, set())
         if made_by is None:
             return None
         op_name = _first_name(made_by)
         source = self._module.source(made_by)
+        if made_by.arrays and made_by.arrays[0].dtype in _CODES:
+            # JAX traces an encoder once for all values of a shape, and keeps the first one's line.
+            source = self._module.source(self._barriers.get((name, position), made_by))
         if made_by.name == name and made_by.opcode == "parameter":
             return Origin(self._argument(made_by), "argument", "argument", source)
         if "/" not in op_name:
@@ -182,6 +191,16 @@ class Origins:
             queue.extend(o for o in reversed(instruction.operands) if o not in seen)
             seen.update(instruction.operands)
         return ""
+
+
+def _unpacked(computation: Computation, name: str) -> tuple[str, int]:
+    """The instruction that made a value, and the position of the value among its results."""
+    instruction = computation.instructions[name]
+    while instruction.opcode in _MOVES - {"opt-barrier"}:
+        instruction = computation.instructions[instruction.operands[0]]
+    if instruction.opcode == "get-tuple-element":
+        return instruction.operands[0], instruction.index
+    return instruction.name, 0
 
 
 def _first_name(instruction: Instruction) -> str:

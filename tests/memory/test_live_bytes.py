@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 from jax import lax
 
+from jaxcomp import compress
 from jaxcomp.memory._buffer import group
 from jaxcomp.memory._buffer_assignment import dump_options, no_compilation_cache
 from jaxcomp.memory._compiling import compile_step
@@ -216,3 +217,37 @@ def test_a_folder_without_a_dump_is_an_error(tmp_path):
 )
 def test_format_bytes(count, text):
     assert format_bytes(count) == text
+
+
+class TwoConvolutions(nnx.Module):
+    """Layers of equal shapes, whose encoder JAX traces once."""
+
+    def __init__(self, rngs):
+        self.first, self.second, self.last = (
+            nnx.Conv(64, 64, (1, 1), use_bias=False, rngs=rngs) for _ in range(3)
+        )
+        self.norm1, self.norm2 = (nnx.BatchNorm(64, rngs=rngs) for _ in range(2))
+
+    def __call__(self, x):
+        x = nnx.relu(self.norm1(self.first(x)))
+        x = nnx.relu(self.norm2(self.second(x)))
+        return self.last(x)
+
+
+@pytest.mark.aot
+def test_a_code_has_the_module_and_the_line_of_its_layer():
+    def step(model, x):
+        return nnx.grad(lambda model: (model(x) ** 2).mean())(model)
+
+    model = compress(TwoConvolutions(nnx.Rngs(0)), policy="fused:bits=4")
+    x = jax.ShapeDtypeStruct((32, 28, 28, 64), jnp.float32)
+    t = timeline(nnx.jit(step), model, x, target="h100")
+    with open(__file__) as file:
+        lines = {
+            f"norm{n}": f"{__file__}:{k}"
+            for k, line in enumerate(file, 1)
+            for n in (1, 2)
+            if f"nnx.relu(self.norm{n}(" in line and "{" not in line
+        }
+    codes = {b.origin.scope: b.origin.source for b in t.buffers if b.shape == "u4[32,28,28,64]"}
+    assert codes == lines
