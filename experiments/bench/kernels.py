@@ -1,0 +1,174 @@
+"""Profiles training steps on the attached GPU: the time of its kernels beside their bytes.
+
+    python -m experiments.bench.kernels --out experiments/results/device/kernels
+
+A kernel that waits for memory takes as long as its bytes at the device's bandwidth. One that takes
+longer waits for its instructions, or has too few bytes under way. The bytes are read from the
+compiled program, the times from a profile of `STEPS` steps.
+"""
+
+import dataclasses
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import typer
+from jax.profiler import ProfileData
+
+from experiments.bench.device import filled, make_step
+from experiments.options import Dtype, Image, Out, Strategies, usage_errors
+from experiments.record import describe_environment, make_folder, write_json, write_table
+from jaxcomp.memory._costs import costs
+from jaxcomp.memory._hlo import Computation, Instruction, parse
+from jaxcomp.planning import Strategy
+
+STRATEGIES = "plain", "automatic"
+STEPS = 5  # steps of a profile
+SLOWEST = 60  # kernels of a step that kernels.json lists
+CODES = {"s4", "u2", "u4", "s8", "u8", "u16"}
+KINDS = "products", "kernels that read or write codes", "other fused kernels"
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """The runs of a kernel in one step. Equal instructions share the kernel of one of them.
+
+    Attributes:
+        name: XLA's name of the kernel.
+        kind: One of `KINDS`.
+        runs: How often it runs.
+        milliseconds: The time of all runs.
+        nbytes: Bytes that they read and write; 0 for kernels of a library, whose names are not
+            those of instructions.
+    """
+
+    name: str
+    kind: str
+    runs: float
+    milliseconds: float
+    nbytes: int
+
+
+def durations(trace: bytes) -> dict[str, tuple[int, float]]:
+    """Returns how often each kernel of a GPU ran in a profile, and its nanoseconds."""
+    runs: Counter[str] = Counter()
+    nanoseconds: Counter[str] = Counter()
+    for plane in ProfileData.from_serialized_xspace(trace).planes:
+        for line in plane.lines if plane.name.startswith("/device:GPU") else ():
+            if line.name.startswith("Stream"):
+                for event in line.events:
+                    runs[event.name] += 1
+                    nanoseconds[event.name] += event.duration_ns
+    return {name: (runs[name], nanoseconds[name]) for name in runs}
+
+
+def kernels(
+    hlo_text: str, profile: Mapping[str, tuple[int, float]], steps: int = STEPS
+) -> list[Kernel]:
+    """Joins the kernels of a profile with the instructions of the program, slowest first.
+
+    Args:
+        hlo_text: Text of the compiled program.
+        profile: Runs and nanoseconds of each kernel, as `durations`.
+        steps: Steps of the profile.
+    """
+    module = parse(hlo_text)
+    known = {c.instruction.name.replace(".", "_"): c for c in costs(hlo_text) if c.kernels}
+    found = []
+    for name, (runs, nanoseconds) in profile.items():
+        cost, kind, nbytes = known.get(name), KINDS[0], 0
+        if cost is not None:
+            nbytes = round(cost.hbm / cost.kernels * runs / steps)
+            if not _multiplies(module.computations, cost.instruction):
+                dtypes = {*_dtypes(cost.computation, cost.instruction)}
+                kind = KINDS[2] if dtypes.isdisjoint(CODES) else KINDS[1]
+        found.append(Kernel(name, kind, runs / steps, nanoseconds / steps / 1e6, nbytes))
+    return sorted(found, key=lambda kernel: -kernel.milliseconds)
+
+
+def profiled(step: Any, shapes: Any) -> tuple[str, bytes]:
+    """Runs a step and returns the text of the compiled program and the profile."""
+    compiled = step.lower(*shapes).compile()
+    state, *batch = filled(shapes)
+    for _ in range(3):
+        state = compiled(state, *batch)[0]
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            for _ in range(STEPS):
+                state = compiled(state, *batch)[0]
+            jax.block_until_ready(state)
+        (path,) = Path(folder).rglob("*.xplane.pb")
+        return compiled.as_text(), path.read_bytes()
+
+
+@usage_errors()
+def main(
+    out: Out,
+    strategy: Strategies = None,
+    model: Annotated[str, typer.Option(help="As of experiments.bench.device.")] = "resnet50",
+    batch: Annotated[int, typer.Option(help="Examples in a batch.", min=1)] = 128,
+    image: Image = 224,
+    dtype: Dtype = "bfloat16",
+    bandwidth: Annotated[float, typer.Option(help="HBM bandwidth in TB/s; an H200 has 4.8.")] = 4.8,
+) -> None:
+    """Profile the step of each strategy; write kernels.json and kernels.md."""
+    strategies = strategy or list(STRATEGIES)
+    for name in strategies:
+        Strategy.parse(name)
+    make_folder(out)
+    rows = {}
+    for name in strategies:
+        text, trace = profiled(*make_step(name, model, image, dtype, batch))
+        rows[name] = kernels(text, durations(trace))
+    described = {"model": model, "batch": batch, "image": image, "dtype": dtype}
+    typer.echo(write(out, rows, described | describe_environment(), bandwidth))
+
+
+def write(
+    out: Path, rows: Mapping[str, list[Kernel]], content: dict[str, Any], bandwidth: float
+) -> str:
+    """Writes the slowest kernels and the table of all kinds, and returns the table."""
+    described = {n: [*map(dataclasses.asdict, found[:SLOWEST])] for n, found in rows.items()}
+    write_json(out / "kernels.json", content | {"bandwidth": bandwidth, "rows": described})
+    header = ["row", "kind", "kernels", "ms", "MiB", "ms of the bytes", "ms / ms of the bytes"]
+    table = [header, *_table(rows, bandwidth)]
+    title = f"{content['model']}, kernels of one step on one {content['devices'][0]}:"
+    return write_table(out / "kernels.md", title, table, content["command"])
+
+
+def _table(rows: Mapping[str, list[Kernel]], bandwidth: float) -> Iterator[list[str]]:
+    for name, found in rows.items():
+        for kind in KINDS:
+            of_kind = [kernel for kernel in found if kernel.kind == kind]
+            if not of_kind:
+                continue
+            milliseconds = sum(kernel.milliseconds for kernel in of_kind)
+            nbytes = sum(kernel.nbytes for kernel in of_kind)
+            least = nbytes / bandwidth / 1e9
+            runs = f"{sum(kernel.runs for kernel in of_kind):,.0f}"
+            bound = ["", "", ""]
+            if kind != KINDS[0]:
+                ratio = f"{milliseconds / least:.2f}" if least else ""
+                bound = [f"{nbytes / 2**20:,.0f}", f"{least:.2f}", ratio]
+            yield [name, kind, runs, f"{milliseconds:.2f}", *bound]
+
+
+def _multiplies(computations: Mapping[str, Computation], instruction: Instruction) -> bool:
+    """Whether an instruction is a product or a call of a library."""
+    called = [computations[c] for names in instruction.called.values() for c in names]
+    inner = [i.opcode for c in called for i in c.instructions.values()]
+    return not {"dot", "convolution", "custom-call"}.isdisjoint([instruction.opcode, *inner])
+
+
+def _dtypes(computation: Computation, instruction: Instruction) -> Iterator[str]:
+    """The dtypes of large arrays that an instruction reads and writes."""
+    operands = (computation.instructions.get(name) for name in instruction.operands)
+    for value in (instruction, *filter(None, operands)):
+        yield from (array.dtype for array in value.arrays if array.elements > 2**16)
+
+
+if __name__ == "__main__":
+    typer.run(main)
