@@ -1,5 +1,6 @@
 """Evaluates a part of a program's results along one axis, without the rest of what it computes."""
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -8,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, jaxpr_as_fun
 from jaxtyping import Array
 
 from jaxcomp._core.one_device import on_one
@@ -68,8 +69,9 @@ def _run_of_parts(program: Program, nbytes: int, least: int) -> Evaluate | None:
     if count > 1 and largest >= max(least, _RATIO * sum(kind.size for kind in arguments)):
         for axis, number in _divisions([kind.shape for kind in results], count):
             run = functools.partial(_run, program, axis, number)
-            if _is_possible(run, arguments):
-                return run
+            with contextlib.suppress(NotInPartsError):
+                traced = jaxpr_as_fun(jax.make_jaxpr(run)(arguments))
+                return lambda _, arguments: traced(*arguments)
     return None
 
 
@@ -88,17 +90,7 @@ def _divisions(shapes: Sequence[tuple[int, ...]], count: int) -> list[tuple[int,
     return sorted(found, key=lambda division: -min(2 * division[1], count))
 
 
-def _is_possible(run: Evaluate, arguments: Sequence[Any]) -> bool:
-    try:
-        jax.make_jaxpr(run)(0.0, arguments)
-    except NotInPartsError:
-        return False
-    return True
-
-
-def _run(
-    program: Program, axis: int, count: int, _: Any, arguments: Sequence[Array]
-) -> list[Array]:
+def _run(program: Program, axis: int, count: int, arguments: Sequence[Array]) -> list[Array]:
     """The results, of which each iteration of a loop evaluates a part along the axis."""
     # The arrays that the parts are written to are not made before the arguments are there.
     arguments, zero = lax.optimization_barrier((arguments, jnp.zeros(())))
