@@ -33,14 +33,13 @@ _ACTIVATION = {
     3: Companding(0.52, (0, 1, 2, 3, 5, 9, 23)),
     4: Companding(0.2, (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 22, 28, 80)),
 }
-# On both sides of the mean, from the last level on the other side.
-_DEVIATION = {
-    2: Companding(8 / 3, (-0.5, 0.5, 1.5)),
-    3: Companding(0.96, (-0.5, 0.5, 1.5, 3.5, 12.5)),
-    4: Companding(0.4, (-0.5, 0.5, 1.5, 2.5, 3.5, 5.5, 7.5, 11.5, 40)),
+_DEVIATION = {  # on both sides of the mean
+    2: Companding(8 / 3, (0.5, 1.5)),
+    3: Companding(0.96, (0.5, 1.5, 3.5, 12.5)),
+    4: Companding(0.4, (0.5, 1.5, 2.5, 3.5, 5.5, 7.5, 11.5, 40)),
 }
 # Of `norm_bits=2` beside more bits: wider, so that the gradient stays unbiased.
-_WIDE_DEVIATION = Companding(2, (-0.5, 0.5, 4))
+_WIDE_DEVIATION = Companding(2, (0.5, 4))
 _NEGATIVE = {2: (1, -0.8), 3: (2, -6.0), 4: (2, -6.0)}  # number of codes and lowest level
 # Levels with ranges, where nothing is clipped; least error in a trained network.
 _OF_RANGE = {
@@ -314,7 +313,9 @@ class SignAware(Codec):
         """
         ends: tuple[Array, ...] = ()
         if self.scale_source == "norm":
-            size = jnp.minimum(self._deviations.index(jnp.abs(h), -0.5), self._middle)
+            levels = self._deviations
+            near_zero = Companding(levels.unit, (-0.5, *levels.multiples))
+            size = jnp.minimum(near_zero.index(jnp.abs(h), -0.5), self._middle)
             index = self._middle + with_sign(size, h)
         else:
             low, step = equidistant(ends := extremes(h), self._deviation_bits)
@@ -332,7 +333,7 @@ class SignAware(Codec):
             low, step = equidistant(code.ends, self._deviation_bits)
             return codes * step + low
         levels, index = self._deviations, codes - self._middle
-        return with_sign(levels.multiple(jnp.abs(index), -0.5), index) * levels.unit
+        return with_sign(levels.multiple(jnp.abs(index), 0.5), index) * levels.unit
 
     @property
     def _deviation_bits(self) -> int:
