@@ -174,6 +174,56 @@ def barrier_together(one: C, other: T, codec: SavedBy | None = None) -> tuple[C,
     return on_device(one), other
 
 
+def gradient_before(gradient: C, cotangent: T) -> tuple[C, T]:
+    """Computes a weight's gradient before the cotangent that it came from is used again.
+
+    Under `jax.vmap` over examples, JAX sums the gradients of all examples afterwards. XLA makes one
+    product of that sum and the products of the examples, unless a barrier stands between them.
+    So there is none for gradients that are larger than their cotangents.
+
+    Args:
+        gradient: Any pytree of arrays.
+        cotangent: Any pytree of arrays that are written to memory anyway.
+
+    Returns:
+        Both values, to be used in place of the arguments.
+    """
+    return _gradient_before(gradient, cotangent)
+
+
+@jax.custom_jvp
+def _gradient_before(gradient: typing.Any, cotangent: typing.Any) -> typing.Any:
+    return _unless_of_examples(gradient, cotangent)
+
+
+@_gradient_before.defjvp
+def _barrier_of_both(primals: typing.Any, tangents: typing.Any) -> typing.Any:
+    # The rule for `jax.vmap` has no derivative.
+    return _gradient_before(*primals), tangents
+
+
+@jax.custom_batching.custom_vmap
+def _unless_of_examples(gradient: typing.Any, cotangent: typing.Any) -> typing.Any:
+    return lax.optimization_barrier((gradient, cotangent))
+
+
+@_unless_of_examples.def_vmap
+def _of_examples(
+    count: int, is_batched: typing.Any, gradient: typing.Any, cotangent: typing.Any
+) -> typing.Any:
+    sizes = (
+        sum(leaf.size // (count if batched else 1) for leaf, batched in pairs)
+        for pairs in (
+            zip(jax.tree.leaves(value), jax.tree.leaves(flags), strict=True)
+            for value, flags in zip((gradient, cotangent), is_batched, strict=True)
+        )
+    )
+    of_gradient, of_cotangent = sizes
+    if of_gradient <= of_cotangent:
+        gradient, cotangent = _unless_of_examples(gradient, cotangent)
+    return (gradient, cotangent), tuple(is_batched)
+
+
 def decode_after(
     cotangent: Array, residual: C, decode: Callable[[C], T], codec: SavedBy | None = None
 ) -> T:

@@ -274,7 +274,7 @@ def backward(
                 made = apply(jaxpr, equation, made)
             # Where XLA waits for copies, it leaves the sums that are gradients for the end.
             early = [env[value] for value in sums]
-            (made, early), env[after] = barriers.barrier_together((made, early), env[after])
+            (made, early), env[after] = barriers.gradient_before((made, early), env[after])
             env |= dict(zip(sums, early, strict=True))
             sums = []
         env |= dict(zip(equation.outvars, made, strict=True))

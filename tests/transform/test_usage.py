@@ -186,3 +186,30 @@ def test_a_linen_module_may_be_bridged():
     assert_close(jax.tree.leaves(gradient(ours, X)), jax.tree.leaves(gradient(stock, X)))
     means, ours_means = (jax.tree.leaves(nnx.state(m, nnx.BatchStat)) for m in (stock, ours))
     assert_close(ours_means, means)
+
+
+def test_a_function_under_vmap_has_no_gradient_of_each_example():
+    def network(weights, x):
+        for w in weights:
+            x = jnp.tanh(x @ w)
+        return x
+
+    weights = [normal((128, 128), seed=i) / 8 for i in range(3)]
+    xs = normal((256, 128), seed=9)
+
+    def temp_and_gradient(batched):
+        def loss(weights, xs):
+            return jnp.square(batched(weights, xs)).sum()
+
+        step = jax.jit(jax.grad(loss), compiler_options=jc.memory.compiler_options())
+        return jc.memory.analyze(step, weights, xs, target="cpu").temp_bytes, step(weights, xs)
+
+    def over_examples(function):
+        return jax.vmap(function, (None, 0))
+
+    exact, expected = temp_and_gradient(over_examples(network))
+    temp, found = temp_and_gradient(over_examples(jc.checkpoint(network)))
+    one_of_each = 256 * weights[0].nbytes
+    assert temp < exact + one_of_each / 2
+    for ours, stock in zip(found, expected, strict=True):
+        assert_close(ours, stock, 0.05 * float(jnp.abs(stock).max()))
