@@ -84,7 +84,8 @@ def fused(
             channel of each sample, which costs a pass and has less noise.
         norm_bits: Bits of normalised values in front of an addition or a pool, which only the
             norm's backward pass reads: 2, 3 or 4. None is `bits`. With `bits=4`, 2 save a fifth of
-            the code of a ResNet with bottlenecks, and have the noise of 3 bits everywhere.
+            the code of a ResNet with bottlenecks, and have the noise of 3 bits everywhere. For
+            GPUs; a TPU packs and unpacks such codes slowly.
 
     Returns:
         The policy.
