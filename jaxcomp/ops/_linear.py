@@ -17,7 +17,7 @@ from jaxcomp.codecs import BlockSparse, Codec, Encoded, Offload
 from jaxcomp.codecs._codec import Seed
 from jaxcomp.codecs._offload import inner_codec
 from jaxcomp.ops import _block_product as block_product
-from jaxcomp.ops._row_major import row_major, row_major_operand
+from jaxcomp.ops._row_major import row_major
 from jaxcomp.ops._sensitivity import Sink, check_sink, importance, sensitivity
 
 DotDimensionNumbers = tuple[
@@ -85,9 +85,7 @@ def dot_general(
     gradient = None
     if isinstance(inner_codec(codec), BlockSparse) and layer and rhs.ndim == 2:
         gradient = layer_gradient(codec, lhs, rhs, rhs.dtype, precision)
-    return bilinear(
-        stock, codec, lhs, rhs, seed, sink=sink, by_rows=layer, weight_gradient=gradient
-    )
+    return bilinear(stock, codec, lhs, rhs, seed, sink=sink, weight_gradient=gradient)
 
 
 def layer_gradient(
@@ -144,7 +142,6 @@ def bilinear(
     sink: Sink | None = None,
     uses: float = 1.0,
     reads: Reads | None = None,
-    by_rows: bool = False,
     weight_gradient: WeightGradient | None = None,
 ) -> Array:
     """Computes `stock(lhs, rhs)`, which is linear in each argument, and saves `lhs` encoded.
@@ -161,7 +158,6 @@ def bilinear(
         uses: How often each element of `lhs` meets each channel of the cotangent, on average. Only
             `sink` needs it.
         reads: The part of `lhs` that is saved and decoded. None is all.
-        by_rows: Whether the product contracts the last axis of `lhs` and no other.
         weight_gradient: Computes the gradient of `rhs` from the code and the cotangent, without the
             decoded `lhs`. None decodes `lhs`.
 
@@ -185,7 +181,6 @@ def bilinear(
             # For example a frozen kernel: the backward pass does not read `lhs`.
             return stock(lhs, rhs), (None, rhs)
         if code is None:
-            lhs = row_major_operand(lhs) if by_rows else lhs
             coded = codec.encode(part(lhs), seed, importance(sink))
             (lhs, rhs), code = barriers.save_residual((lhs, rhs), coded, codec)
         elif isinstance(codec, Offload):

@@ -1,9 +1,8 @@
-"""Row-major order for gradients of kernels and for operands of matrix products."""
+"""Row-major order for gradients of kernels."""
 
 from jax import lax
 from jaxtyping import Array, Float
 
-from jaxcomp._core.layouts import row_major_on_one_gpu
 from jaxcomp._core.one_device import on_one
 
 
@@ -31,27 +30,3 @@ def row_major(gradient: Float[Array, "..."]) -> Float[Array, "..."]:
 def _flattened(gradient: Array) -> Array:
     """Places a barrier around the flat array, which has only one order."""
     return lax.optimization_barrier(gradient.ravel()).reshape(gradient.shape)
-
-
-def row_major_operand(operand: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Makes XLA write a feature map in row-major order, in a program for one GPU.
-
-    XLA prefers a layout in which the range of each channel is a reduction of adjacent elements:
-    channels before the map. A value takes this layout if no convolution decides on another. Then
-    the matrix product that reads the value transposes it. In JAX 0.10, XLA's compiler for absent
-    GPUs rejects such a product unless the map's edges are multiples of its tiles.
-
-    Args:
-        operand: Array whose last axis a matrix product contracts.
-
-    Returns:
-        The same array.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> row_major_operand(jnp.ones((8, 16, 16, 32))).shape
-        (8, 16, 16, 32)
-    """
-    if operand.ndim < 4:
-        return operand
-    return row_major_on_one_gpu(operand)

@@ -13,7 +13,6 @@ from jaxcomp._core.shard_map import match_varying
 from jaxcomp.codecs import Codec
 from jaxcomp.codecs._codec import Seed
 from jaxcomp.ops._linear import is_argument, is_perturbed, layer_gradient
-from jaxcomp.ops._row_major import row_major_operand
 
 
 def scaled_linear(
@@ -86,7 +85,6 @@ def scaled_linear(
         x, *parameters = arguments
         code = None
         if is_perturbed(given[1]) or is_perturbed(given[3]):  # else nothing reads `x`
-            x = row_major_operand(x)
             (x, *parameters), code = barriers.save_residual(
                 (x, *parameters), codec.encode(x, seed), codec
             )

@@ -11,7 +11,6 @@ from jaxcomp._core import barriers, platforms
 from jaxcomp._core.shard_map import seed_like
 from jaxcomp.codecs import Exact, noise
 from jaxcomp.codecs._codec import Seed
-from jaxcomp.ops._row_major import row_major_operand
 from jaxcomp.transform._algebra import HEAVY, tangents_of
 from jaxcomp.transform._choice import Stored
 from jaxcomp.transform._graph import needed
@@ -42,7 +41,6 @@ def forward(schedule: Schedule, seed: Seed, arguments: Sequence[Any]) -> tuple[l
         needed(jaxpr.eqns, [*results, *schedule.stored]), needed(jaxpr.eqns, results)
     )
     carriers = _carriers(schedule, equations)
-    read_by_rows = _read_by_rows(equations)
     positions = {value: i for i, value in enumerate(schedule.stored)}
     env = dict(zip(jaxpr.constvars, schedule.constants, strict=True))
     env |= dict(zip(jaxpr.invars, arguments, strict=True))
@@ -56,7 +54,6 @@ def forward(schedule: Schedule, seed: Seed, arguments: Sequence[Any]) -> tuple[l
         if value in positions:
             storing = schedule.stored[value]
             if storing.codec is not None and carriers[value] is value:
-                env[value] = row_major_operand(env[value]) if value in read_by_rows else env[value]
                 env[value] = barriers.materialize(env[value])
             number = positions[value]
             own = seeds[first[number] : first[number] + counts[number]]
@@ -143,19 +140,6 @@ def _carriers(schedule: Schedule, equations: Sequence[JaxprEqn]) -> dict[Any, An
         alone = following is None or _varying(following) != _varying(value)
         carriers[value] = value if is_written or alone else following
     return carriers
-
-
-def _read_by_rows(equations: Sequence[JaxprEqn]) -> set[Any]:
-    """The values of which a matrix product contracts the last axis and no other."""
-    found = set()
-    for equation in equations:
-        if equation.primitive.name == "dot_general":
-            operands: list[Any] = equation.invars
-            contracted, batch = equation.params["dimension_numbers"]
-            for value, axes, batch_axes in zip(operands, contracted, batch, strict=True):
-                if is_variable(value) and not batch_axes and [*axes] == [value.aval.ndim - 1]:
-                    found.add(value)
-    return found
 
 
 def _varying(value: Any) -> Any:

@@ -8,11 +8,11 @@ from jax import lax
 
 import jaxcomp as jc
 from jaxcomp import memory, ops
+from jaxcomp._core.layouts import row_major_on_one_gpu
 from jaxcomp.memory._compiling import compile_step
 from jaxcomp.memory._targets import resolve
 from jaxcomp.memory._tracing import trace
-from jaxcomp.ops._row_major import row_major, row_major_operand
-from jaxcomp.transform import _passes as passes
+from jaxcomp.ops._row_major import row_major
 from tests.helpers import normal, shard
 
 SHAPE = (3, 3, 8, 16)
@@ -78,18 +78,17 @@ def constrained(program, *args, platform="cuda"):
 
 def test_an_operand_is_the_same_array():
     x = normal((2, 3, 4, 8))
-    for function in (row_major_operand, jax.jit(row_major_operand), jax.vmap(row_major_operand)):
+    for function in (row_major_on_one_gpu, jax.jit(row_major_on_one_gpu)):
         np.testing.assert_array_equal(function(x), x)
 
 
 def test_one_gpu_has_to_keep_feature_maps_in_row_major_order_and_nobody_else():
     x = jax.ShapeDtypeStruct((8, 4, 4, 16), jnp.float32)
-    assert constrained(row_major_operand, x)
-    assert constrained(jax.vmap(row_major_operand), jax.ShapeDtypeStruct((2, *x.shape), x.dtype))
-    assert not constrained(row_major_operand, x, platform="cpu")
-    assert not constrained(row_major_operand, x, platform="tpu")
-    assert not constrained(row_major_operand, jax.ShapeDtypeStruct((8, 16, 16), jnp.float32))
-    assert not constrained(row_major_operand, shard(jnp.ones((8, 4, 4, 16))))
+    assert constrained(row_major_on_one_gpu, x)
+    assert constrained(jax.vmap(row_major_on_one_gpu), jax.ShapeDtypeStruct((2, *x.shape), x.dtype))
+    assert not constrained(row_major_on_one_gpu, x, platform="cpu")
+    assert not constrained(row_major_on_one_gpu, x, platform="tpu")
+    assert not constrained(row_major_on_one_gpu, shard(jnp.ones((8, 4, 4, 16))))
 
 
 def conv(x, kernel, of=lax.conv_general_dilated, **options):
@@ -133,20 +132,3 @@ def test_a_product_of_a_compressed_map_of_odd_size_compiles_without_a_transposit
     """XLA preferred the range's layout for the product too; in JAX 0.10 it then gave up."""
     step = trace(jax.grad(make(jc.Quantize(4))), *arguments(56))
     assert "[8,32,56,56]" not in compile_step(step, resolve("h100")).hlo_text
-
-
-@pytest.mark.aot
-def test_an_h100_needs_and_moves_less_for_maps_in_row_major_order(monkeypatch):
-    def figures():
-        step = jax.grad(by_engine(jc.Quantize(4)))
-        report = memory.analyze(step, *arguments(64), target="h100")
-        return report.temp_bytes, report.hbm_traffic_bytes
-
-    temp, traffic = figures()
-    monkeypatch.setattr(passes, "row_major_operand", lambda operand: operand)
-    more_temp, more_traffic = figures()
-    print(
-        f"h100, linear layers on maps: {temp} of {more_temp} bytes, moves {traffic / more_traffic}"
-    )
-    assert temp < more_temp
-    assert traffic < more_traffic
