@@ -174,6 +174,7 @@ def barrier_together(one: C, other: T, codec: SavedBy | None = None) -> tuple[C,
     return on_device(one), other
 
 
+@jax.custom_jvp
 def gradient_before(gradient: C, cotangent: T) -> tuple[C, T]:
     """Computes a weight's gradient before the cotangent that it came from is used again.
 
@@ -188,18 +189,14 @@ def gradient_before(gradient: C, cotangent: T) -> tuple[C, T]:
     Returns:
         Both values, to be used in place of the arguments.
     """
-    return _gradient_before(gradient, cotangent)
+    both: tuple[C, T] = _unless_of_examples(gradient, cotangent)
+    return both
 
 
-@jax.custom_jvp
-def _gradient_before(gradient: typing.Any, cotangent: typing.Any) -> typing.Any:
-    return _unless_of_examples(gradient, cotangent)
-
-
-@_gradient_before.defjvp
-def _barrier_of_both(primals: typing.Any, tangents: typing.Any) -> typing.Any:
+@gradient_before.defjvp
+def _of_both(primals: tuple[C, T], tangents: tuple[C, T]) -> typing.Any:
     # The rule for `jax.vmap` has no derivative.
-    return _gradient_before(*primals), tangents
+    return gradient_before(*primals), tangents
 
 
 @jax.custom_batching.custom_vmap
@@ -211,17 +208,17 @@ def _unless_of_examples(gradient: typing.Any, cotangent: typing.Any) -> typing.A
 def _of_examples(
     count: int, is_batched: typing.Any, gradient: typing.Any, cotangent: typing.Any
 ) -> typing.Any:
-    sizes = (
-        sum(leaf.size // (count if batched else 1) for leaf, batched in pairs)
-        for pairs in (
-            zip(jax.tree.leaves(value), jax.tree.leaves(flags), strict=True)
-            for value, flags in zip((gradient, cotangent), is_batched, strict=True)
+    def elements(value: typing.Any, flags: typing.Any) -> int:
+        """Elements of one example."""
+        of_each = jax.tree.map(
+            lambda a, batched: a.size // count if batched else a.size, value, flags
         )
-    )
-    of_gradient, of_cotangent = sizes
-    if of_gradient <= of_cotangent:
+        return sum(jax.tree.leaves(of_each))
+
+    flags_of_gradient, flags_of_cotangent = is_batched
+    if elements(gradient, flags_of_gradient) <= elements(cotangent, flags_of_cotangent):
         gradient, cotangent = _unless_of_examples(gradient, cotangent)
-    return (gradient, cotangent), tuple(is_batched)
+    return (gradient, cotangent), (flags_of_gradient, flags_of_cotangent)
 
 
 def decode_after(

@@ -131,7 +131,8 @@ def _two_and_one_bit(codes: Array) -> tuple[Array, ...]:
 def _two_and_one_bit_by_sum(codes: Array) -> tuple[Array, ...]:
     """Computes `_two_and_one_bit` by one sum of eight codes, except on TPUs.
 
-    Both results have its shape, so a GPU computes them in the kernel that computes the codes.
+    The codes have one reader, the sum: two would make XLA write them to memory with 32 bits each.
+    Both results have the sum's shape, so one kernel of a GPU computes them from it.
     """
     count = (codes.shape or (1,))[-1]
     eight = _in_groups(_padded(codes, 3, 8, jnp.uint32), 8)
