@@ -36,7 +36,7 @@ from jaxcomp.memory._targets import resolve
 from jaxcomp.memory._tracing import trace
 from jaxcomp.planning import Strategy
 
-WAYS = ("plain", "remat", "accumulate:4", "quantize:bits=4")
+WAYS = ("plain", "remat", "accumulate:4", "automatic")
 SECONDS = ("trace_seconds", "lower_seconds", "compile_seconds")
 KEY = ("network", "target", "row")
 HEADER = (
@@ -50,7 +50,8 @@ HEADER = (
     "/ plain",
     "HBM traffic MiB",
     "/ plain",
-    "cycles, million",
+    "estimate, ms",
+    "/ plain",
     "trace, lower and compile, s",
     "/ plain",
 )
@@ -122,7 +123,7 @@ def cells(row: dict[str, Any], plain: dict[str, Any] | None) -> list[str]:
         known = plain is not None and not plain["error"] and plain[figure]
         return f"{row[figure] / known:.2f}" if known and row[figure] is not None else ""
 
-    cycles = row["estimated_cycles"]
+    estimate = row["estimated_seconds"]
     return [
         *name,
         mebibytes("total_bytes"),
@@ -131,7 +132,8 @@ def cells(row: dict[str, Any], plain: dict[str, Any] | None) -> list[str]:
         ratio("activation_bytes"),
         mebibytes("hbm_traffic_bytes"),
         ratio("hbm_traffic_bytes"),
-        "" if cycles is None else f"{cycles / 1e6:,.1f}",
+        "" if estimate is None else f"{1e3 * estimate:,.1f}",
+        ratio("estimated_seconds"),
         f"{row['seconds']:.0f}",
         ratio("seconds"),
     ]

@@ -153,14 +153,15 @@ def test_a_row_has_its_ratio_to_the_plain_row_of_the_same_network():
         "argument_bytes": 2**20,
         "activation_bytes": 2**21,
         "hbm_traffic_bytes": None,
-        "estimated_cycles": None,
+        "estimated_seconds": 0.004,
         "seconds": 4.0,
         "error": None,
     }
     plain = names | {"row": "plain"} | figures
-    row = names | {"row": "remat"} | figures | {"activation_bytes": 2**20, "seconds": 6.0}
+    slower = {"activation_bytes": 2**20, "estimated_seconds": 0.005, "seconds": 6.0}
+    row = names | {"row": "remat"} | figures | slower
     assert bench.cells(row, plain)[4:9] == ["3", "1", "1", "0.50", ""]
-    assert bench.cells(row, plain)[-2:] == ["6", "1.50"]
+    assert bench.cells(row, plain)[-4:] == ["5.0", "1.25", "6", "1.50"]
     assert bench.cells(row, None)[7] == ""
     failed = names | {"row": "remat", "error": "ValueError: no"}
     assert bench.cells(failed, plain)[4:6] == ["failed: ValueError: no", ""]
