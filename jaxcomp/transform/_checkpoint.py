@@ -122,10 +122,16 @@ class Checkpointed:
             _check_unchanged(before, jax.tree.leaves_with_path((args, kwargs)))
             return result
 
+        trace = jax.make_jaxpr(
+            functools.partial(run, **fixed), static_argnums=sorted(static), return_shape=True
+        )
         with remat3.traced_without():
-            traced, shape = jax.make_jaxpr(
-                functools.partial(run, **fixed), static_argnums=sorted(static), return_shape=True
-            )(*args, **moving)
+            try:
+                traced, shape = trace(*args, **moving)
+            except TypeError:
+                moved = tuple(arg for i, arg in enumerate(args) if i not in static)
+                _check_arrays(moved, moving)
+                raise
         opened = traced.jaxpr.replace(
             constvars=[], invars=[*traced.jaxpr.constvars, *traced.jaxpr.invars]
         )
@@ -133,6 +139,20 @@ class Checkpointed:
         chosen = [len(traced.consts) + i for i, number in enumerate(positions) if number in coded]
         leaves = _leaves(([arg for i, arg in enumerate(args) if i not in static], moving))
         return closed(opened, []), traced.consts, leaves, chosen, jax.tree.structure(shape)
+
+
+def _check_arrays(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raises a TypeError if an argument has a leaf that is no array."""
+    for path, leaf in jax.tree.leaves_with_path((args, kwargs)):
+        try:
+            jax.typeof(leaf)
+        except TypeError as error:
+            name = jax.tree_util.keystr(path[1:])
+            raise TypeError(
+                f"argument {name} is of type {type(leaf).__name__}: expected an array. Close over "
+                "it, name it in static_argnums or static_argnames, or, of an Equinox module, pass "
+                "the arrays alone (equinox.partition)"
+            ) from error
 
 
 def _check_unchanged(before: list[tuple[Any, Any]], after: list[tuple[Any, Any]]) -> None:

@@ -119,26 +119,25 @@ def choose(
         graph: The forward program.
         decisions: What the policy said of each value.
         demand: What the backward pass reads.
-        biased: Whether non-linear steps may be computed again from codes. If not, exact values are
-            stored in place of codes where they take fewer bytes.
+        biased: Whether non-linear steps may be computed again from codes.
 
     Returns:
         How each value that is stored waits for the backward pass, in the order they are made.
     """
-    stored = _Choice(graph, decisions, biased).store(demand)
-    if biased:
-        return stored
-    exactly = {value: _without_codec(decision) for value, decision in decisions.items()}
-    return min(stored, _Choice(graph, exactly, biased).store(demand), key=_total)
+    return _Choice(graph, decisions, biased).store(demand)
 
 
-def _without_codec(decision: Decision) -> Decision:
-    if decision.codec is None:
-        return decision
-    return dataclasses.replace(decision, codec=None, note="kept exactly: codes take no fewer bytes")
+def without_codecs(decisions: dict[Any, Decision]) -> dict[Any, Decision]:
+    """The same decisions, with every value that has a codec left as it is."""
+    note = "kept exactly: codes of all values take more bytes than what they follow from"
+    return {
+        value: dataclasses.replace(decision, codec=None, note=note) if decision.codec else decision
+        for value, decision in decisions.items()
+    }
 
 
-def _total(stored: dict[Any, Stored]) -> int:
+def total_bytes(stored: dict[Any, Stored]) -> int:
+    """Bytes of all stored values in the device's memory."""
     return sum(how.nbytes(value.aval) for value, how in stored.items())
 
 

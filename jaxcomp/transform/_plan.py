@@ -15,9 +15,11 @@ from jaxcomp.policies._value import dtype_name
 from jaxcomp.transform._graph import plain_nbytes
 from jaxcomp.transform._origins import module_path
 from jaxcomp.transform._readers import Readers
+from jaxcomp.transform._schedule import Schedule
 from jaxcomp.transform._scheduled import Part, Scheduled
 
 _HARDLY = 0.9
+_WHY_EXACT = ("kept exactly", "no codec encodes")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,9 +91,11 @@ class Plan:
         if sum(value.saved_bytes for value in values) > _HARDLY * exact_bytes:
             notes.append("hardly anything is saved: leave the function as it is")
         if values and asked and not codes:
-            is_told = any(value.note.startswith("kept exactly") for value in values)
+            is_told = any(value.note.startswith(_WHY_EXACT) for value in values)
             why = "the notes say why" if is_told else "what they are for follows from exact values"
             notes.append(f"codecs encode nothing: {why}")
+        if asked and any(_has_shard_map(s) for s in schedules):
+            notes.append("what jax.shard_map reads is exact: call jc.checkpoint inside of it")
         codecs = [*(s.codec for each in schedules for s in each.stored.values()), *of_units]
         biased = {str(codec) for codec in codecs if _is_biased(codec)}
         notes += [f"biased: {codec} is a biased codec" for codec in sorted(biased)]
@@ -158,6 +162,11 @@ def _row(group: list[SavedValue]) -> tuple[str, ...]:
 
 def _is_biased(codec: Codec | None) -> bool:
     return codec is not None and not codec.unbiased
+
+
+def _has_shard_map(schedule: Schedule) -> bool:
+    """Whether the backward pass has a `jax.shard_map`, whose values have no codes."""
+    return any(e.primitive.name == "shard_map" for e in schedule.backward.jaxpr.eqns)
 
 
 def _all(whole: Scheduled) -> Iterator[Scheduled]:

@@ -1,7 +1,7 @@
 """What waits for the backward pass of a function, and how everything else is rebuilt from it."""
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,7 +13,14 @@ from jaxcomp.transform import _paths as paths
 from jaxcomp.transform._algebra import tangents_of
 from jaxcomp.transform._bounds import bounds
 from jaxcomp.transform._builder import Builder, flat
-from jaxcomp.transform._choice import Demand, Stored, choose, coefficients_returned
+from jaxcomp.transform._choice import (
+    Demand,
+    Stored,
+    choose,
+    coefficients_returned,
+    total_bytes,
+    without_codecs,
+)
 from jaxcomp.transform._decisions import Decision, PolicyLog, decide
 from jaxcomp.transform._derivatives import merge
 from jaxcomp.transform._graph import Graph, nbytes, plain_nbytes
@@ -106,28 +113,46 @@ def schedule(
     roles = graph.roles(demand.roles)
     decisions = decide(graph, roles, log)
     biased = isinstance(log.policy, Policy) and log.policy.lossy_recomputation
-    stored = choose(graph, decisions, demand, biased=biased)
-    linearized, coefficients, copies, means = _number_codes(linearized, graph, stored, biased)
-    for value, storing in stored.items():
-        if storing.is_noisy:
-            stored[value] = _with_copies(value, storing, copies.get(value, 1), means.get(value))
-            if roles.get(value) == "derivative" and isinstance(stored[value].codec, Quantize):
-                stored[value] = dataclasses.replace(stored[value], bounds=bounds(graph, value))
+    stored, numbered, coefficients = _complete(
+        linearized, graph, choose(graph, decisions, demand, biased=biased), roles, biased
+    )
+    if not biased:
+        exactly = choose(graph, without_codecs(decisions), demand, biased=False)
+        if total_bytes(exactly) < total_bytes(stored):
+            stored, numbered, coefficients = _complete(linearized, graph, exactly, roles, biased)
     return Schedule(
         graph,
         forward.consts,
-        linearized.results,
-        linearized.active,
-        linearized.smooth,
+        numbered.results,
+        numbered.active,
+        numbered.smooth,
         stored,
         decisions,
         roles,
-        linearized.linear,
-        transpose(linearized),
+        numbered.linear,
+        transpose(numbered),
         coefficients,
         biased,
         log.largest,
     )
+
+
+def _complete(
+    linearized: Linearized,
+    graph: Graph,
+    chosen: dict[Any, Stored],
+    roles: Mapping[Any, str],
+    biased: bool,
+) -> tuple[dict[Any, Stored], Linearized, list[Coefficient]]:
+    """Gives each stored value as many codes as its uses need, and each use its code."""
+    numbered, coefficients, copies, means = _number_codes(linearized, graph, chosen, biased)
+    stored = dict(chosen)
+    for value, storing in chosen.items():
+        if storing.is_noisy:
+            stored[value] = _with_copies(value, storing, copies.get(value, 1), means.get(value))
+            if roles.get(value) == "derivative" and isinstance(stored[value].codec, Quantize):
+                stored[value] = dataclasses.replace(stored[value], bounds=bounds(graph, value))
+    return stored, numbered, coefficients
 
 
 def _graph(forward: Program, coded: Collection[int], same: Any = None) -> Graph:

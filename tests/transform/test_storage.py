@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import jaxcomp as jc
 from tests.helpers import (
@@ -122,6 +124,24 @@ def test_a_residual_stream_has_one_code_a_layer():
     plan = jc.checkpoint(stack, CODEC).plan(X, W1, W2)
     stored = [decision for shape, _, decision in _large(plan) if shape == X.shape]
     assert stored == [str(CODEC)] * 4  # the first layer's input is an argument
+
+
+def test_codes_never_take_more_bytes_than_the_exact_values_they_follow_from():
+    def normalized(x):  # over 32 values: two codes of independent noise
+        groups = x.reshape(*x.shape[:-1], -1, 32)
+        mean = jnp.square(groups).mean(-1, keepdims=True)
+        return (groups * lax.rsqrt(mean + 1e-3)).reshape(x.shape)
+
+    def two_branches(x, w1, w2):
+        h = x @ w1
+        return (normalized(jnp.sin(h)) * normalized(jnp.cos(h))) @ w2
+
+    x, w = (jax.ShapeDtypeStruct((n, 256), jnp.bfloat16) for n in (1024, 256))
+    plans = {b: jc.plan(jc.checkpoint(two_branches, jc.Quantize(b)), x, w, w) for b in (8, 4, 2)}
+    assert plans[8].saved_bytes == plans[4].saved_bytes > plans[2].saved_bytes
+    note = "kept exactly: codes of all values take more bytes than what they follow from"
+    (exact,) = (v for v in plans[4].values if v.role != "statistic")
+    assert exact.decision == "exact" and exact.note.startswith(note)
 
 
 def test_what_waits_is_what_the_plan_says():
@@ -342,6 +362,17 @@ def test_plan_says_what_it_cannot_look_into_and_when_nothing_is_gained():
     source = jc.checkpoint(_layer_norm, CODEC).plan(X, ROW, ROW).values[0].source
     assert source.startswith("test_storage.py:")
 
+    def sharded(x, w):
+        mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))
+        product = lambda x, w: jnp.sin(x @ w)  # noqa: E731
+        return jax.shard_map(product, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))(
+            x, w
+        )
+
+    assert "call jc.checkpoint inside of it" in str(jc.checkpoint(sharded, CODEC).plan(X, W1))
+    spectrum = lambda x, w: jnp.abs(jnp.fft.fft(x @ w)) ** 2  # noqa: E731
+    assert "the notes say why" in str(jc.checkpoint(spectrum, CODEC).plan(X, W1))
+
 
 @pytest.mark.parametrize(
     ("policy", "message"),
@@ -377,6 +408,10 @@ def _check_refusals():
         jc.checkpoint(mlp, "fused:bits=4").plan(X, W1, W2)
     with pytest.raises(TypeError, match="fn="):
         jc.checkpoint(3, CODEC)
+    with pytest.raises(
+        TypeError, match=r"argument \[0\]\['act'\] is of type PjitFunction: expected"
+    ):
+        jc.checkpoint(lambda layer, x: layer["act"](x), CODEC)({"act": jnp.sin}, X)
     with pytest.raises(TypeError, match="seed="):
         jc.checkpoint(mlp, CODEC, seed=1.5)
     with pytest.raises(TypeError, match="coded_argnums="):
