@@ -17,7 +17,7 @@ class Companding:
 
     Attributes:
         unit: What the levels are multiples of.
-        multiples: The levels in that unit, from the first on.
+        multiples: The levels in that unit, from the first on, none negative.
 
     Example:
         >>> levels = Companding(0.5, (0, 1, 2, 4, 20))

@@ -38,8 +38,6 @@ _DEVIATION = {  # on both sides of the mean
     3: Companding(0.96, (0.5, 1.5, 3.5, 12.5)),
     4: Companding(0.4, (0.5, 1.5, 2.5, 3.5, 5.5, 7.5, 11.5, 40)),
 }
-# Of `norm_bits=2` beside more bits: wider, so that the gradient stays unbiased.
-_WIDE_DEVIATION = Companding(2, (0.5, 4))
 _NEGATIVE = {2: (1, -0.8), 3: (2, -6.0), 4: (2, -6.0)}  # number of codes and lowest level
 # Levels with ranges, where nothing is clipped; least error in a trained network.
 _OF_RANGE = {
@@ -61,8 +59,8 @@ class SignAware(Codec):
 
     - "norm": the scale follows from the parameters of the batch norm. No pass over the array
       computes ranges. The distance between levels grows, and the last one is far away: at 16 times
-      the scale with 4 bits, at 12 with 3, at 8 with `norm_bits=2` beside more bits. Values beyond
-      it are clipped; `diagnostics.clipped` counts them.
+      the scale with 4 bits, at 12 with 3. Values beyond it are clipped; `diagnostics.clipped`
+      counts them.
     - "range": the levels lie between the extremes of each channel of each sample (of each sample,
       for arrays of fewer than 3 axes), rounded outward to bfloat16. No value is clipped and the
       error is smaller, but computing the range takes one pass over the array.
@@ -80,12 +78,9 @@ class SignAware(Codec):
         signed: Whether codes distinguish negative values, which leaves fewer codes for positive
             values. `ops.norm_act` sets it for pre-activations.
         scale_source: "norm" or "range"; what `ops.norm_act` takes the per-channel scale from.
-        norm_bits: Bits of normalised values that have a code of their own, in front of an addition
-            or a pool: 2, 3 or 4. Only the norm's backward pass reads them, so their errors matter
-            less than those of activations. None is `bits`.
 
     Raises:
-        ValueError: If `bits`, `scale_source` or `norm_bits` is invalid.
+        ValueError: If `bits` or `scale_source` is invalid.
 
     Example:
         >>> codec = SignAware(bits=4)
@@ -97,7 +92,6 @@ class SignAware(Codec):
     bits: int = 4
     signed: bool = False
     scale_source: ScaleSource = "norm"
-    norm_bits: int | None = None
     name: typing.ClassVar[str] = "sign_aware"
     kinds = ("norm_act",)
 
@@ -107,10 +101,6 @@ class SignAware(Codec):
         if self.scale_source not in typing.get_args(ScaleSource):
             expected = typing.get_args(ScaleSource)
             raise ValueError(f"scale_source={self.scale_source!r}: expected one of {expected}")
-        if self.norm_bits is not None and (
-            type(self.norm_bits) is not int or self.norm_bits not in BITS
-        ):
-            raise ValueError(f"norm_bits={self.norm_bits!r}: expected None or one of {BITS}")
 
     @property
     def unbiased(self) -> bool:  # type: ignore[override]
@@ -120,7 +110,7 @@ class SignAware(Codec):
     @property
     def fuses_decode_on_tpu(self) -> bool:  # type: ignore[override]
         """True with 4 bits, where each code is an array element of its own."""
-        return self.bits == 4 and self._deviation_bits == 4
+        return self.bits == 4
 
     @property
     def levels(self) -> Levels:
@@ -136,7 +126,7 @@ class SignAware(Codec):
     @property
     def span(self) -> float:
         """Largest deviation of a normalised value that has a level, with scales from the norm."""
-        return self._deviations.top
+        return _DEVIATION[self.bits].top
 
     @functools.partial(jax.jit, static_argnums=0, inline=True)
     def encode_scaled(self, x: Array, channel_scale: Array, random: Array) -> Encoded:
@@ -313,43 +303,30 @@ class SignAware(Codec):
         """
         ends: tuple[Array, ...] = ()
         if self.scale_source == "norm":
-            levels = self._deviations
-            near_zero = Companding(levels.unit, (-0.5, *levels.multiples))
-            size = jnp.minimum(near_zero.index(jnp.abs(h), -0.5), self._middle)
+            size = jnp.minimum(_DEVIATION[self.bits].index(jnp.abs(h), 0.5), self._middle)
             index = self._middle + with_sign(size, h)
         else:
-            low, step = equidistant(ends := extremes(h), self._deviation_bits)
-            index = jnp.clip((h - low) * reciprocal(step), 0, 2 * self._middle)
-        codes = noise.rounded(index, random, self._deviation_bits)
-        return Normalized(packing.pack(codes, self._deviation_bits), ends)
+            low, step = equidistant(ends := extremes(h), self.bits)
+            index = jnp.clip((h - low) * reciprocal(step), 0, 2**self.bits - 1)
+        codes = noise.rounded(index, random, self.bits)
+        return Normalized(packing.pack(codes, self.bits), ends)
 
     @functools.partial(jax.jit, static_argnums=(0, 2), inline=True)
     def decode_normalized(
         self, code: "Normalized", shape: tuple[int, ...]
     ) -> Float[Array, "*shape"]:
         """Returns the float32 values that `encode_normalized` encoded."""
-        codes = packing.unpack(code.packed, shape, self._deviation_bits).astype(jnp.float32)
+        codes = packing.unpack(code.packed, shape, self.bits).astype(jnp.float32)
         if self.scale_source == "range":
-            low, step = equidistant(code.ends, self._deviation_bits)
+            low, step = equidistant(code.ends, self.bits)
             return codes * step + low
-        levels, index = self._deviations, codes - self._middle
+        levels, index = _DEVIATION[self.bits], codes - self._middle
         return with_sign(levels.multiple(jnp.abs(index), 0.5), index) * levels.unit
-
-    @property
-    def _deviation_bits(self) -> int:
-        return self.bits if self.norm_bits is None else self.norm_bits
-
-    @property
-    def _deviations(self) -> Companding:
-        """The levels of normalised values, with scales from the norm."""
-        if self._deviation_bits == 2 and self.unbiased:
-            return _WIDE_DEVIATION
-        return _DEVIATION[self._deviation_bits]
 
     @property
     def _middle(self) -> float:
         """The place of zero among the codes of `encode_normalized`."""
-        return (2**self._deviation_bits - 1) / 2
+        return (2**self.bits - 1) / 2
 
 
 class Preactivation(typing.NamedTuple):

@@ -66,9 +66,7 @@ def everywhere(codec: Codec) -> Policy:
     return Policy((Rule(codec, min_size=_MIN_SIZE), *_PACKED))
 
 
-def fused(
-    bits: int = 4, scale_source: ScaleSource = "norm", norm_bits: int | None = None
-) -> Policy:
+def fused(bits: int = 4, scale_source: ScaleSource = "norm") -> Policy:
     """One code for each norm, addition and ReLU, which the convolutions around them share.
 
     For `jaxcomp.nn.ConvNormAct` and `jaxcomp.nn.NormAct`, and for stock operations: a batch norm,
@@ -82,10 +80,6 @@ def fused(
             pass over the values. With 3 and 4 bits hardly any value is beyond the last level, and
             the gradient is unbiased; with 2 bits it is biased. "range" takes the extremes of each
             channel of each sample, which costs a pass and has less noise.
-        norm_bits: Bits of normalised values in front of an addition or a pool, which only the
-            norm's backward pass reads: 2, 3 or 4. None is `bits`. With `bits=4`, 2 save a fifth of
-            the code of a ResNet with bottlenecks, and have the noise of 3 bits everywhere. For
-            GPUs; a TPU packs and unpacks such codes slowly.
 
     Returns:
         The policy.
@@ -97,8 +91,7 @@ def fused(
         >>> fused(bits=2).rules[0].action.bits
         2
     """
-    codec = SignAware(bits, scale_source=scale_source, norm_bits=norm_bits)
-    return Policy((Rule(codec, op="norm_act"), *_PACKED))
+    return Policy((Rule(SignAware(bits, scale_source=scale_source), op="norm_act"), *_PACKED))
 
 
 def automatic(bits: int = 4) -> Policy:

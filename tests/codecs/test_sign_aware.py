@@ -140,28 +140,3 @@ def test_a_range_starts_at_the_mean_of_what_the_relu_stops():
         )
         np.testing.assert_allclose(low, expected, rtol=0.02, atol=0.02)
         np.testing.assert_allclose(high, np.asarray(h).max((1, 2), keepdims=True), rtol=0.02)
-
-
-@pytest.mark.parametrize(("norm_bits", "span"), [(2, 8.0), (3, 12.0), (4, 16.0), (None, 16.0)])
-def test_normalised_values_have_bits_of_their_own_and_no_bias(norm_bits, span):
-    codec = SignAware(4, norm_bits=norm_bits)
-    assert codec.span == pytest.approx(span, rel=1e-6)
-    edges = jnp.array([0.0, 0.3, 0.93, 1.07, 2.1, 0.97 * span])
-    h = jnp.concatenate([-edges[::-1], edges]).reshape(1, 2, 6)
-
-    def draw(seed):
-        code = codec.encode_normalized(h, noise.words(h, seed))
-        assert [a.size for a in code.packed] == {2: [6], 3: [6, 2]}.get(norm_bits, [12])
-        return codec.decode_normalized(code, h.shape)
-
-    assert_unbiased(jax.jit(jax.vmap(draw))(jnp.arange(4096)), h)
-
-
-def test_two_bits_alone_stay_narrow():
-    assert SignAware(2).span == SignAware(2, norm_bits=2).span == pytest.approx(4.0)
-
-
-@pytest.mark.parametrize("norm_bits", [1, 5, True])
-def test_other_bits_of_norms_are_an_error(norm_bits):
-    with pytest.raises(Exception, match="norm_bits"):
-        SignAware(4, norm_bits=norm_bits)

@@ -25,10 +25,9 @@ def norm_act(
     scale_source="norm",
     signed=False,
     offload=False,
-    norm_bits=None,
     **kwargs,
 ):
-    codec = SignAware(bits, signed=signed, scale_source=scale_source, norm_bits=norm_bits)
+    codec = SignAware(bits, signed=signed, scale_source=scale_source)
     codec = Offload(codec) if offload else codec
     return ops.norm_act(x, scale, bias, residual, epsilon=EPSILON, codec=codec, **kwargs)
 
