@@ -23,7 +23,7 @@ from jaxcomp.codecs import Codec, Encoded, Exact, PerSample, Quantize
 from jaxcomp.codecs._codec import Seed
 from jaxcomp.codecs._offload import inner_codec, placed_like
 from jaxcomp.codecs._per_sample import WIDTHS
-from jaxcomp.diagnostics._gradients import moved, vector
+from jaxcomp.diagnostics._losses import moved, vector
 from jaxcomp.nn import Sink
 from jaxcomp.nn._coded import coded_modules, covered
 from jaxcomp.ops._sensitivity import COLUMNS

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import jax
 from flax import nnx
 
-from jaxcomp.diagnostics._gradients import check_data
+from jaxcomp.diagnostics._losses import check_data
 from jaxcomp.memory._analyze import usable_bytes
 from jaxcomp.memory._declared import takes_gradient
 from jaxcomp.memory._live_bytes import format_bytes
@@ -196,8 +196,11 @@ def check_noise(noise: float | None, data: Data | None) -> None:
         return
     if not isinstance(data, tuple) or len(data) != 3:
         raise TypeError(f"data={type(data).__name__}: expected a tuple of 3: loss, model, batch")
-    check_data(*data, parts=PARTS)
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(nnx.state(data[1]))):
+    loss, model, batch = data
+    check_data(loss, batch, PARTS)
+    if not isinstance(model, nnx.Module):
+        raise TypeError(f"data: model of type {type(model).__name__}: expected a Flax NNX module")
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(nnx.state(model))):
         raise TypeError("data: expected a model with its parameters, not of nnx.eval_shape")
 
 

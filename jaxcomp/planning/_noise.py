@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from flax import nnx
 
-from jaxcomp.diagnostics._gradients import Loss, gradient_of, moved, sgd_variance, vector
+from jaxcomp.diagnostics._losses import Loss, gradient_of, moved, sgd_variance, vector
 from jaxcomp.planning._groups import bits_of, coded, policy_of
 from jaxcomp.policies._policy import Policy
 from jaxcomp.transform._compress import compress

@@ -5,6 +5,7 @@ import pytest
 from flax import nnx
 
 import jaxcomp as jc
+from jaxcomp.diagnostics._losses import vector
 from jaxcomp.planning import Strategy
 from tests.helpers import normal, only, without_type_checks
 
@@ -136,6 +137,51 @@ def test_the_control_of_a_model_that_is_coded_as_a_whole_is_exact(way):
     assert jc.check_gradients(loss, model, batch, draws=3) == report
 
 
+def _mlp(params, x):
+    for w in params["blocks"]:
+        x = x + jax.nn.gelu(x @ w)
+    return x
+
+
+def _scanned(params, x):
+    block = jc.checkpoint(lambda x, w: x + jax.nn.gelu(x @ w), "quantize:bits=2")
+    return jax.lax.scan(lambda x, w: (block(x, w), None), x, jnp.stack(params["blocks"]))[0]
+
+
+def _again(params, x):
+    return jax.checkpoint(jc.checkpoint(_mlp, "quantize:bits=2"))(params, x)
+
+
+@pytest.mark.parametrize("forward", [jc.checkpoint(_mlp, "quantize:bits=2"), _scanned, _again])
+def test_any_function_of_parameters_is_compared_with_its_exact_gradient(forward):
+    params = {"blocks": [0.1 * normal((16, 16), seed=i) for i in range(2)]}
+    batch = normal((1024, 16)), jnp.arange(1024) % 16
+
+    def of(forward):
+        return lambda params, batch: loss(lambda x: forward(params, x), batch)
+
+    report = jc.check_gradients(of(forward), params, batch, draws=8)
+    assert report.coded.noise > 1e-3 > 1e-5 > report.control.noise
+    assert [name for name, _ in report.parameters] == ["blocks/0", "blocks/1"]
+    assert report.coded.bias_interval[0] == 0.0 and not report.clipped
+    exact, coded = (jax.grad(of(each))(params, batch) for each in (_mlp, forward))
+    norm = np.linalg.norm(vector(exact))
+    error = np.linalg.norm(vector(coded) - vector(exact)) / norm
+    assert 0.5 < error / report.coded.noise < 2  # of one draw
+    with pytest.raises(ValueError, match="model=dict: nothing is compressed"):
+        jc.check_gradients(of(_mlp), params, batch)
+
+
+def test_codes_whose_exact_gradient_is_not_known_are_an_error():
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = {"in_specs": (jax.P(), jax.P("d")), "out_specs": jax.P("d")}
+    forward = jax.shard_map(jc.checkpoint(_mlp, "quantize:bits=2"), mesh=mesh, **specs)
+    params = {"blocks": [normal((16, 16))]}
+    batch = normal((8192, 16)), jnp.arange(8192) % 16
+    with pytest.raises(ValueError, match=r"codes in a while loop or in jax.shard_map"):
+        jc.check_gradients(lambda p, b: loss(lambda x: forward(p, x), b), params, batch)
+
+
 def test_sgd_noise_falls_with_the_batch():
     def sgd_noise(examples):
         x = normal((examples, 8, 8, 3))
@@ -172,7 +218,7 @@ def test_the_model_is_left_as_it_was():
         ({"model": Net(None)}, "model=Net: nothing is compressed"),
         ({"draws": 4.0}, "draws=4.0: expected an integer"),
         ({"batch": (BATCH[0], [0, 1])}, "batch: expected a pytree of arrays; it has .*, int"),
-        ({"model": loss}, "model of type function: expected a Flax NNX module"),
+        ({"model": loss}, "expected a Flax NNX module or a pytree of .* it has function"),
         ({"loss": 1.0}, "loss=1.0: expected a function"),
         ({"loss": lambda *_: 1.0}, "loss returned float: expected a floating-point scalar"),
         ({"loss": lambda *a: (loss(*a), 1)}, "loss returned tuple: .* with has_aux=True a pair"),

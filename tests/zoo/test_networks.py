@@ -10,7 +10,7 @@ import pytest
 from scipy import stats
 
 import jaxcomp as jc
-from jaxcomp.diagnostics._gradients import moved
+from jaxcomp.diagnostics._losses import moved
 from tests.helpers import assert_same_bits, only
 from tests.zoo import convolutional, generative, graphs, language, recurrent, vision
 

@@ -1,0 +1,118 @@
+"""The gradient of a user's loss, as a function of the parameters and the batch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jaxcomp._core.explicit import explicit_axes
+from jaxcomp._core.modules import split_model
+
+Loss = Callable[[Any, Any], Any]  # of a model and a batch
+
+
+def check_data(loss: Any, batch: Any, parts: int) -> None:
+    """Checks what a gradient is measured on.
+
+    Raises:
+        TypeError: If one of them has another type.
+        ValueError: If the batch does not divide into so many parts.
+    """
+    if not callable(loss):
+        raise TypeError(f"loss={loss!r}: expected a function of a model and a batch")
+    leaves = jax.tree.leaves(batch)
+    if not all(isinstance(leaf, jax.Array | np.ndarray) for leaf in leaves):
+        kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves}))
+        raise TypeError(f"batch: expected a pytree of arrays; it has {kinds}")
+    sizes = {leaf.shape[:1] for leaf in leaves}
+    if len(sizes) != 1 or () in sizes or sizes.pop()[0] % parts:
+        raise ValueError(f"batch: expected arrays whose axis 0 is the same multiple of {parts}")
+
+
+def parameters_of(model: Any) -> Any:
+    """The parameters of a Flax NNX module, or a pytree of parameters as it is.
+
+    Raises:
+        TypeError: If the pytree has no leaves, or others than floating-point arrays.
+    """
+    if isinstance(model, nnx.Module):
+        return nnx.state(model, nnx.Param)
+    kinds = {str(getattr(leaf, "dtype", type(leaf).__name__)) for leaf in jax.tree.leaves(model)}
+    if not kinds or not all(map(_is_floating, jax.tree.leaves(model))):
+        raise TypeError(
+            "model: expected a Flax NNX module or a pytree of floating-point arrays (of an Equinox "
+            f"module those of equinox.partition); it has {', '.join(sorted(kinds)) or 'no leaves'}"
+        )
+    return model
+
+
+def _is_floating(leaf: Any) -> bool:
+    is_array = isinstance(leaf, jax.Array | np.ndarray)
+    return is_array and jnp.issubdtype(leaf.dtype, jnp.floating)
+
+
+def of_parameters(loss: Loss, model: Any, has_aux: bool = False) -> Callable[[Any, Any], Any]:
+    """A loss of a model and a batch as one of the parameters and the batch."""
+    graphdef, _, rest = split_model(model) if isinstance(model, nnx.Module) else (None, None, None)
+
+    def of(params: Any, batch: Any) -> jax.Array:
+        given = params if graphdef is None else nnx.merge(graphdef, params, rest, copy=True)
+        found = loss(given, batch)
+        if has_aux and not (isinstance(found, tuple) and len(found) == 2):
+            raise TypeError(f"loss returned a {type(found).__name__}: expected a pair (has_aux)")
+        value = found[0] if has_aux else found
+        is_scalar = getattr(value, "shape", None) == ()
+        if not is_scalar or not jnp.issubdtype(value.dtype, jnp.floating):
+            kind = jax.typeof(value) if isinstance(value, jax.Array) else type(value).__name__
+            raise TypeError(
+                f"loss returned {kind}: expected a floating-point scalar, or with has_aux=True a "
+                "pair of it and something else"
+            )
+        return value
+
+    return of
+
+
+def gradient_of(loss: Loss, model: Any) -> Callable[[Any, Any], Any]:
+    """The gradient of a loss, compiled, as a function of the parameters and the batch."""
+    return jax.jit(jax.grad(of_parameters(loss, model)))
+
+
+def sgd_variance(exact: Callable[[Any, Any], Any], params: Any, batch: Any, parts: int) -> float:
+    """The variance of the gradient over batches of this size, from parts of one."""
+    each = [vector(exact(params, _part(batch, i, parts))) for i in range(parts)]
+    return float(np.var(each, axis=0, ddof=1).sum() / parts)
+
+
+def _part(batch: Any, number: int, parts: int) -> Any:
+    """One of equal parts of a batch, sharded as the batch."""
+
+    def cut(x: Any) -> Any:
+        size = x.shape[0] // parts
+        piece = np.asarray(x)[number * size : (number + 1) * size]
+        # Over explicit axes the type of the batch carries its sharding.
+        return jax.device_put(piece, x.sharding) if explicit_axes() else piece
+
+    return jax.tree.map(cut, batch)
+
+
+def moved(params: Any, draw: int) -> Any:
+    """The parameters, float32 ones moved by about a unit in the last place, up or down."""
+    rng = np.random.default_rng(draw)
+
+    def move(leaf: jax.Array) -> jax.Array:
+        if leaf.dtype != jnp.float32:
+            return leaf
+        up = rng.integers(0, 2, leaf.shape).astype(bool)
+        return jnp.nextafter(leaf, jnp.where(up, jnp.inf, -jnp.inf).astype(jnp.float32))
+
+    return jax.tree.map(move, params)
+
+
+def vector(gradient: Any) -> np.ndarray:
+    """All values of a pytree, in float64."""
+    leaves = [np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(gradient)]
+    return np.concatenate(leaves)
