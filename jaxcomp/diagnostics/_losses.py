@@ -76,11 +76,6 @@ def of_parameters(loss: Loss, model: Any, has_aux: bool = False) -> Callable[[An
     return of
 
 
-def gradient_of(loss: Loss, model: Any) -> Callable[[Any, Any], Any]:
-    """The gradient of a loss, compiled, as a function of the parameters and the batch."""
-    return jax.jit(jax.grad(of_parameters(loss, model)))
-
-
 def sgd_variance(exact: Callable[[Any, Any], Any], params: Any, batch: Any, parts: int) -> float:
     """The variance of the gradient over batches of this size, from parts of one."""
     each = [vector(exact(params, _part(batch, i, parts))) for i in range(parts)]

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import jax
 from flax import nnx
 
-from jaxcomp.diagnostics._losses import check_data
+from jaxcomp.diagnostics._losses import check_data, parameters_of
 from jaxcomp.memory._analyze import usable_bytes
 from jaxcomp.memory._declared import takes_gradient
 from jaxcomp.memory._live_bytes import format_bytes
@@ -78,7 +78,8 @@ def fit(
         noise: The largest standard deviation that codes may add to the gradient, as a part of that
             of SGD, such as 0.1. It needs `data`.
         data: What the noise of codes is measured on: a loss of a model and a batch, the NNX model
-            with its parameters, and a batch, which may be smaller than `batch`. The gradient is
+            with its parameters, or the pytree of parameters of a function, and a batch, which may
+            be smaller than `batch`. The loss is not compressed itself. The gradient is
             taken on the attached device, three times for the codes of each kind of group. Without
             it, the noise is not known.
         biased: Whether batch norms may have 2-bit codes, which bias the gradient. Without them, 3
@@ -132,7 +133,11 @@ def fit(
     if not takes_gradient(traced.jaxpr):
         raise ValueError("make_step: expected a step that takes a gradient")
     groups = Groups.of(models, traced)
-    if data is not None and Groups.of([data[1]], traced) != groups:
+    is_model = data is not None and isinstance(data[1], nnx.Module)
+    if data is not None and (is_model == groups.of_scopes):
+        kind = "the parameters of a function" if groups.of_scopes else "a Flax NNX module"
+        raise TypeError(f"data: expected {kind}, as that of make_step")
+    if data is not None and is_model and Groups.of([data[1]], traced) != groups:
         raise ValueError("data: expected a model with the modules of that of make_step")
     pinned = _pinned(pin or {}, groups, actions, bits)
     given = sum(leaf.size * leaf.dtype.itemsize for leaf in traced.arguments) // where.devices
@@ -198,8 +203,7 @@ def check_noise(noise: float | None, data: Data | None) -> None:
         raise TypeError(f"data={type(data).__name__}: expected a tuple of 3: loss, model, batch")
     loss, model, batch = data
     check_data(loss, batch, PARTS)
-    if not isinstance(model, nnx.Module):
-        raise TypeError(f"data: model of type {type(model).__name__}: expected a Flax NNX module")
+    parameters_of(model)
     if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(nnx.state(model))):
         raise TypeError("data: expected a model with its parameters, not of nnx.eval_shape")
 

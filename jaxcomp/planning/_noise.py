@@ -7,16 +7,26 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
+import jax
 import numpy as np
 from flax import nnx
 
-from jaxcomp.diagnostics._losses import Loss, gradient_of, moved, sgd_variance, vector
+from jaxcomp.diagnostics._losses import (
+    Loss,
+    moved,
+    of_parameters,
+    parameters_of,
+    sgd_variance,
+    vector,
+)
 from jaxcomp.planning._groups import bits_of, coded, policy_of
 from jaxcomp.policies._policy import Policy
+from jaxcomp.transform._checkpoint import checkpoint
 from jaxcomp.transform._compress import compress
 from jaxcomp.transform._plan import without_indices
 
-Data = tuple[Loss, nnx.Module, Any]  # a loss of a model and a batch, the model, and a batch
+# A loss of a model and a batch, the model or the parameters of a function, and a batch.
+Data = tuple[Loss, Any, Any]
 
 _DRAWS = 3
 PARTS = 4  # of the batch, for SGD's noise
@@ -69,7 +79,7 @@ def measure(
     and have equal parts of what that adds.
 
     Args:
-        data: A loss of a model and a batch, the model, and a batch.
+        data: A loss of a model and a batch, the model or the parameters of a function, and a batch.
         groups: Their names.
         bits: Bits of an element that are measured.
         biased: Whether batch norms may have 2-bit codes, which are biased.
@@ -85,9 +95,9 @@ def measure(
     for group in groups:
         alike[without_indices(group)].append(group)
     kept = {group: "keep" for members in alike.values() for group in members}
-    params = nnx.state(model, nnx.Param)
+    params = parameters_of(model)
     drawn = [moved(params, draw) for draw in range(_DRAWS)]
-    exact = gradient_of(loss, model)
+    exact = jax.jit(jax.grad(of_parameters(loss, model)))
     with progress("noise of SGD"):
         right = [vector(exact(p, batch)) for p in drawn]
         scale = sgd_variance(exact, params, batch, PARTS)
@@ -97,7 +107,7 @@ def measure(
     def variance(members: list[str], choice: str) -> float:
         policy = policy_of(kept | dict.fromkeys(members, choice), biased)
         rules = (dataclasses.replace(r, min_size=int(part * r.min_size)) for r in policy.rules)
-        coded = gradient_of(loss, compress(nnx.clone(model), Policy(tuple(rules))))
+        coded = _coded_gradient(loss, model, Policy(tuple(rules)))
         pairs = zip(drawn, right, strict=True)
         errors = [np.square(vector(coded(p, batch)) - gradient).sum() for p, gradient in pairs]
         return float(np.mean(errors)) / scale
@@ -108,3 +118,12 @@ def measure(
             found = variance(members, coded(number)) / len(members)
         measured[number] |= dict.fromkeys(members, found)
     return Noise(measured)
+
+
+def _coded_gradient(loss: Loss, model: Any, policy: Policy) -> Callable[[Any, Any], Any]:
+    """The gradient of a loss that saves what a policy says, of the parameters and a batch."""
+    if isinstance(model, nnx.Module):
+        of = of_parameters(loss, compress(nnx.clone(model), policy))
+    else:
+        of = checkpoint(of_parameters(loss, model), policy)
+    return jax.jit(jax.grad(of))

@@ -1,11 +1,13 @@
 """Plans within a limit of the noise of their gradient."""
 
+import jax
+import jax.numpy as jnp
 import pytest
 from flax import nnx
 
 import jaxcomp as jc
 from jaxcomp.planning import DoesNotFitError, FittedPlan, fit
-from tests.planning.small import BATCH, DATA, loss, make_step, plain_bytes
+from tests.planning.small import BATCH, DATA, LinenNet, loss, make_step, of_linen, plain_bytes
 
 
 @pytest.mark.slow
@@ -25,6 +27,24 @@ def test_plans_keep_to_a_limit_of_noise():
         assert f"estimated noise of the gradient: {plan.noise:.3f} of SGD's" in str(plan)
     with pytest.raises(DoesNotFitError, match=r"nothing fits with so little noise; .* fits, with"):
         fit(make_step, budget=budget, noise=1e-4, **given)
+
+
+@pytest.mark.slow
+def test_the_noise_of_a_function_is_measured_on_its_parameters():
+    params = LinenNet().init(jax.random.key(0), DATA[2])
+
+    def loss(params, x):
+        return jnp.square(LinenNet().apply(params, x)).mean()
+
+    plain = fit(of_linen, batch=BATCH, target="cpu", actions=("keep",), budget="1GiB")
+    given = {"batch": BATCH, "target": "cpu", "actions": ("keep", "quantize"), "bits": (4,)}
+    given |= {"budget": int(0.6 * plain.total_bytes), "data": (loss, params, DATA[2])}
+    plan = fit(of_linen, **given)
+    coded = jc.checkpoint(loss, plan.policy)
+    report = jc.check_gradients(coded, params, DATA[2], draws=6)
+    assert report.noise_over_sgd == pytest.approx(plan.noise, rel=0.4)
+    with pytest.raises(TypeError, match="data: expected the parameters of a function"):
+        fit(of_linen, **given | {"data": DATA})
 
 
 @pytest.mark.slow
