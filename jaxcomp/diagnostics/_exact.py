@@ -1,26 +1,13 @@
-"""Models and programs in which nothing is encoded, to which diagnostics compare."""
+"""Models in which nothing is encoded, to which diagnostics compare."""
 
-import functools
-import os
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import jax
 from flax import nnx
-from jax.extend.core import JaxprEqn, jaxpr_as_fun
 
 from jaxcomp._core.modules import set_class, stock_class
-from jaxcomp.memory._tracing import inner_jaxprs, open_jaxpr
 from jaxcomp.nn._coded import coded_modules
-from jaxcomp.transform._programs import CALLS, apply, avals, closed, read, scope_of
 
 M = TypeVar("M", bound=nnx.Module)
-
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_CHECKPOINTED = os.path.join(_PACKAGE, "transform") + os.sep  # of `checkpoint`
-_BARRIERS = os.path.join(_PACKAGE, "_core", "barriers.py")  # codes without a derivative
-_REMAT = {"checkpoint", "remat", "remat2"}  # names of `jax.checkpoint` in a program
-_BODIES = {"scan": "jaxpr", "cond": "branches"}
 
 
 def exact_copy(model: M) -> M:
@@ -37,85 +24,3 @@ def exact_copy(model: M) -> M:
 def encodes(module: nnx.Module) -> bool:
     """Whether the class of a module encodes what its call saves."""
     return getattr(type(module), "encodes", False)
-
-
-def exactly(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function of arrays, of which JAX takes its own derivatives: nothing is encoded."""
-
-    def run(*arguments: Any) -> Any:
-        program, shape = jax.make_jaxpr(function, return_shape=True)(*arguments)
-        made = jaxpr_as_fun(without_codes(program))(*jax.tree.leaves(arguments))
-        return jax.tree.unflatten(jax.tree.structure(shape), made)
-
-    return run
-
-
-def without_codes(program: Any) -> Any:
-    """A traced program without the backward passes of this package: JAX takes its own derivatives.
-
-    They are found in calls of jitted functions, in `jax.checkpoint`, and in the bodies of scans and
-    branches, not in those of other loops and of `jax.shard_map`.
-    """
-
-    def run(called: Any, arguments: Sequence[Any]) -> list[Any]:
-        jaxpr = called.jaxpr
-        env = dict(zip(jaxpr.constvars, called.consts, strict=True))
-        env |= dict(zip(jaxpr.invars, arguments, strict=True))
-        for equation in jaxpr.eqns:
-            values = [read(env, atom) for atom in equation.invars]
-            inner = _looked_through(equation)
-            if inner is not None:
-                with scope_of(equation):
-                    made = run(inner, values)
-            elif equation.primitive.name in _REMAT and _has_codes_inside(equation):
-                again = functools.partial(run, closed(equation.params["jaxpr"], []))
-                options = {key: equation.params[key] for key in ("prevent_cse", "policy")}
-                with scope_of(equation):
-                    made = jax.checkpoint(lambda *values, again=again: again(values), **options)(
-                        *values
-                    )
-            else:
-                made = apply(jaxpr, _without_codes_inside(equation), values)
-            env |= dict(zip(equation.outvars, made, strict=True))
-        return [read(env, atom) for atom in jaxpr.outvars]
-
-    return jax.make_jaxpr(lambda *arguments: run(program, arguments))(*avals(program.jaxpr.invars))
-
-
-def has_codes(program: Any) -> bool:
-    """Whether a traced program has a backward pass of this package."""
-    return any(
-        _is_ours(equation) or _has_codes_inside(equation) for equation in open_jaxpr(program).eqns
-    )
-
-
-def _has_codes_inside(equation: JaxprEqn) -> bool:
-    return any(map(has_codes, inner_jaxprs(equation)))
-
-
-def _without_codes_inside(equation: JaxprEqn) -> JaxprEqn:
-    """The same equation, with other bodies of a scan or branches."""
-    name = _BODIES.get(equation.primitive.name)
-    if name is None or not _has_codes_inside(equation):
-        return equation
-    bodies = equation.params[name]
-    is_one = not isinstance(bodies, tuple)
-    exact = without_codes(bodies) if is_one else tuple(map(without_codes, bodies))
-    return equation.replace(params=equation.params | {name: exact})
-
-
-def _looked_through(equation: JaxprEqn) -> Any:
-    """The program that an equation calls, of a jitted function or one of this package, or None."""
-    if equation.primitive.name in CALLS:
-        return equation.params[CALLS[equation.primitive.name]]
-    return equation.params["call_jaxpr"] if _is_ours(equation) else None
-
-
-def _is_ours(equation: JaxprEqn) -> bool:
-    """Whether an equation has a derivative of this package."""
-    folders = {"custom_vjp_call": (_PACKAGE,), "custom_jvp_call": (_CHECKPOINTED, _BARRIERS)}
-    ours = folders.get(equation.primitive.name)
-    if ours is None:
-        return False
-    file = equation.params["call_jaxpr"].jaxpr.debug_info.func_filename or ""
-    return file.startswith(ours)

@@ -10,7 +10,6 @@ from flax import nnx
 
 from jaxcomp.diagnostics._clipping import clipped_during
 from jaxcomp.diagnostics._errors import Errors, errors_of
-from jaxcomp.diagnostics._exact import exactly, has_codes, without_codes
 from jaxcomp.diagnostics._losses import (
     Loss,
     check_data,
@@ -20,6 +19,7 @@ from jaxcomp.diagnostics._losses import (
     sgd_variance,
     vector,
 )
+from jaxcomp.transform._exactly import exactly, has_codes, without_codes
 
 _SIGNIFICANCE = 0.05
 _LOST, _NEAR = 0.1, 0.5  # noise in units of SGD's: lost in it, and of its size

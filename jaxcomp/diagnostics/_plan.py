@@ -9,12 +9,13 @@ from flax import nnx
 from jaxcomp._core.module_scopes import scope_path, scope_paths, with_module_scopes
 from jaxcomp._core.modules import split_model
 from jaxcomp.codecs import Exact
-from jaxcomp.diagnostics._exact import encodes, exact_copy, without_codes
+from jaxcomp.diagnostics._exact import encodes, exact_copy
 from jaxcomp.memory import declared_residuals
 from jaxcomp.memory._declared import Residual
 from jaxcomp.nn._coded import Coded, coded_modules, covered
 from jaxcomp.transform._checkpoint import Checkpointed
 from jaxcomp.transform._compress import traced_call
+from jaxcomp.transform._exactly import without_codes
 from jaxcomp.transform._plan import Plan, SavedValue, without_indices
 
 _MUCH = 0.1  # of all bytes

@@ -19,6 +19,7 @@ from jaxcomp.codecs._codec import Seed
 from jaxcomp.policies._policy import JaxPolicy, Policy, has_codecs
 from jaxcomp.policies._specs import PolicyLike, policy_for_function
 from jaxcomp.transform._decisions import PolicyLog
+from jaxcomp.transform._exactly import has_codes, without_codes
 from jaxcomp.transform._explicit import automatic, run_over_automatic_axes
 from jaxcomp.transform._keyed import Keyed
 from jaxcomp.transform._linear_map import ByPosition
@@ -97,7 +98,8 @@ class Checkpointed:
             raise ValueError("no argument is a floating-point array: there is no gradient")
         with automatic(program) as program:
             chosen, log = _scheduled(program, active, coded, self._policy)
-            found = Plan.of_program(chosen, plain_bytes(program, active, coded))
+            exact = without_codes(program) if has_codes(program) else program
+            found = Plan.of_program(chosen, plain_bytes(exact, active, coded))
         small = tuple(f"every value is too small for {rule}" for rule in log.too_large())
         return dataclasses.replace(found, notes=(*found.notes, *small))
 

@@ -35,8 +35,8 @@ class SavedValue:
         dtype: Name of its dtype; "" for a layer or operation.
         role: What the backward pass does with a value, as `policies.Value` lists roles; "" for a
             layer.
-        decision: What encodes it, or "exact" or "offload"; "code" for what is encoded inside of a
-            function that is no result of `checkpoint`.
+        decision: What encodes it, or "exact" or "offload"; "code" for what a layer of
+            `jaxcomp.nn` or an inner `checkpoint` has encoded.
         exact_bytes: Bytes without compression.
         saved_bytes: Bytes in the device's memory, metadata included; 0 for an offloaded value.
         note: A remark, such as why a value is exact.
@@ -192,6 +192,11 @@ def _planned(whole: Scheduled, outside: Collection[Any] = ()) -> Iterator[SavedV
             of_units[origin] += stored.nbytes(variable.aval)
             continue
         if found or variable in outside:
+            continue
+        if schedule.graph.is_own(variable):  # of a layer of jaxcomp.nn, or an inner `checkpoint`
+            nbytes = stored.nbytes(variable.aval)
+            kind = variable.aval.shape, dtype_name(variable.aval.dtype)
+            yield SavedValue(*origin, "", *kind, "", "code", nbytes, nbytes)
             continue
         role = schedule.roles.get(variable, "other") if equation is not None else "input"
         if role == "mask":

@@ -70,3 +70,17 @@ def test_the_plan_says_when_its_codecs_store_nothing():
     plan = jc.checkpoint(named, only(CODEC, names=("hidden",))).plan(X, W1, W2)
     assert "codecs encode nothing" in str(plan)
     assert "codecs encode nothing" not in str(jc.checkpoint(named, CODEC).plan(X, W1, W2))
+
+
+def test_codes_of_an_inner_call_are_listed_beside_the_exact_bytes_of_their_values():
+    def two(x, w1, w2, layer=mlp):
+        return jnp.sin(layer(x, w1, w2))
+
+    stock = jc.checkpoint(two, CODEC).plan(X, W1, W2)
+    inner = jc.checkpoint(functools.partial(two, layer=jc.checkpoint(mlp, CODEC)), CODEC)
+    mixed = inner.plan(X, W1, W2)
+    assert mixed.exact_bytes == stock.exact_bytes
+    assert mixed.saved_bytes == stock.saved_bytes
+    codes = [value for value in mixed.values if value.decision == "code"]
+    assert codes and len(codes) < len(mixed.values)
+    assert all(v.saved_bytes == v.exact_bytes and not v.role for v in codes)
