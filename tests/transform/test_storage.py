@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
@@ -17,7 +16,6 @@ from tests.helpers import (
     normal,
     only,
     stored_shapes,
-    without_type_checks,
 )
 from tests.transform.mlp import CODEC, W1, W2, X, mlp
 
@@ -372,51 +370,3 @@ def test_plan_says_what_it_cannot_look_into_and_when_nothing_is_gained():
     assert "call jc.checkpoint inside of it" in str(jc.checkpoint(sharded, CODEC).plan(X, W1))
     spectrum = lambda x, w: jnp.abs(jnp.fft.fft(x @ w)) ** 2  # noqa: E731
     assert "the notes say why" in str(jc.checkpoint(spectrum, CODEC).plan(X, W1))
-
-
-@pytest.mark.parametrize(
-    ("policy", "message"),
-    [
-        (only(CODEC, names=("nothing",)), "matches nothing.*names: count, hidden"),
-        (only(CODEC, names=("count",)), "only float32, bfloat16 and float16"),
-        (lambda primitive, *avals, **params: 3, "policy answers 3"),
-        (lambda primitive, *avals, **params: np.ones(2), "policy answers array"),
-        (lambda primitive, *avals, **params: CODEC, "policy answers Quantize"),
-    ],
-)
-def test_policies_that_make_no_sense_are_refused(policy, message):
-    def f(x, w):
-        count = checkpoint_name(jnp.int32(w.shape[0]) + jnp.argmax(x), "count")
-        return jnp.sin(checkpoint_name(x @ w, "hidden")) * count
-
-    with pytest.raises((TypeError, ValueError), match=message):
-        jc.checkpoint(f, policy).plan(X, W1)
-
-
-def test_arguments_that_make_no_sense_are_refused():
-    with without_type_checks():
-        _check_refusals()
-
-
-def _check_refusals():
-    for policy in (None, jc.Quantize, 4):
-        with pytest.raises(TypeError, match="policy="):
-            jc.checkpoint(mlp, policy)
-    with pytest.raises(ValueError, match="spec='quantise': unknown codec or recipe"):
-        jc.checkpoint(mlp, "quantise")
-    with pytest.raises(ValueError, match="op is for layers"):
-        jc.checkpoint(mlp, "fused:bits=4").plan(X, W1, W2)
-    with pytest.raises(TypeError, match="fn="):
-        jc.checkpoint(3, CODEC)
-    with pytest.raises(
-        TypeError, match=r"argument \[0\]\['act'\] is of type PjitFunction: expected"
-    ):
-        jc.checkpoint(lambda layer, x: layer["act"](x), CODEC)({"act": jnp.sin}, X)
-    with pytest.raises(TypeError, match="seed="):
-        jc.checkpoint(mlp, CODEC, seed=1.5)
-    with pytest.raises(TypeError, match="coded_argnums="):
-        jc.checkpoint(mlp, CODEC, coded_argnums="x")
-    with pytest.raises(ValueError, match="coded_argnums="):
-        jc.checkpoint(mlp, CODEC, coded_argnums=3)(X, W1, W2)
-    with pytest.raises(ValueError, match="no gradient"):
-        jc.checkpoint(lambda: 1, CODEC).plan()

@@ -8,21 +8,14 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 from jax import lax
-from jax.sharding import PartitionSpec as P
 
 import jaxcomp as jc
 from jaxcomp.codecs import noise
 from jaxcomp.models import resnet
 from tests.helpers import AS_WRITTEN, error_of_mean
+from tests.transform.batch_norms import RANGE, as_users_write, conv
 
-RANGE = jc.recipes.fused(bits=4, scale_source="range")
-
-
-@pytest.fixture(autouse=True)
-def as_users_write():
-    """A mean of shape (features,) is subtracted as it is."""
-    with jax.numpy_rank_promotion("allow"):
-        yield
+__all__ = ("as_users_write",)
 
 
 def standard(x, scale, bias):
@@ -44,13 +37,6 @@ def one_pass(x, scale, bias):
     var = jnp.maximum((wide * wide).mean((0, 1, 2)) - mean * mean, 0)
     y = (wide - mean) * (scale * (1 / jnp.sqrt(var + 1e-5))) + bias
     return y.astype(x.dtype), mean, var
-
-
-def conv(x, w, stride=1):
-    numbers = ("NHWC", "HWIO", "NHWC")
-    return lax.conv_general_dilated(
-        x, w.astype(x.dtype), (stride, stride), "SAME", dimension_numbers=numbers
-    )
 
 
 def network(norm, params, x):
@@ -326,80 +312,6 @@ def test_float64_has_gradients_of_float64():
         found, expected = (jax.jit(jax.grad(f, (0, 1, 2)))(*args) for f in (jc.checkpoint(fn), fn))
         for one, other in zip(found, expected, strict=True):
             np.testing.assert_allclose(one, other, rtol=0, atol=1e-12 * np.abs(other).max())
-
-
-@pytest.mark.parametrize("check", [True, False])
-@pytest.mark.parametrize("argnums", [0, 1])
-def test_statistics_over_devices(check, argnums):
-    """A norm with `axis_name`, inside of `jax.shard_map` over 8 devices."""
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    layers = [nnx.BatchNorm(8, axis_name="data", rngs=nnx.Rngs(0)) for _ in range(2)]
-    kernel = jax.random.normal(jax.random.key(0), (2, 3, 3, 8, 8)) / 8
-    x = 1 + jax.random.normal(jax.random.key(1), (16, 8, 8, 8))
-    weight = jax.random.normal(jax.random.key(2), x.shape)
-
-    def network(kernel, x):
-        for layer, k in zip(layers, kernel, strict=True):
-            graphdef, state = nnx.split(layer)
-            x = jax.nn.relu(nnx.merge(graphdef, state, copy=True)(conv(x, k)))
-        return x
-
-    def gradient(fn, argnums):
-        def of_device(*arguments):
-            def loss(kernel, x, weight):
-                return lax.psum((weight * fn(kernel, x)).sum(), "data")
-
-            found = jax.grad(loss, argnums)(*arguments)
-            return found if check or argnums else lax.pmean(found, "data")
-
-        specs = P(), P("data"), P("data")
-        run = jax.shard_map(
-            of_device, mesh=mesh, in_specs=specs, out_specs=specs[argnums], check_vma=check
-        )
-        return run(kernel, x, weight)
-
-    draw = jax.jit(lambda seed: gradient(jc.checkpoint(network, RANGE, seed=seed), argnums))
-    exact = jax.jit(lambda: gradient(network, argnums))()
-    error, chance = error_of_mean([draw(seed) for seed in range(30)], exact)
-    assert 0 < error < 2.2 * chance + 1e-4 * np.linalg.norm(exact)
-
-
-def test_statistics_in_rows_for_one_collective():
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-
-    def norm(x):
-        rows = [x.mean((0, 1, 2))[None], jnp.square(x).mean((0, 1, 2))[None]]
-        mean, square = lax.pmean(jnp.concatenate(rows), "data")
-        return jax.nn.relu((x - mean) * lax.rsqrt(square - mean**2 + 1e-5))
-
-    def gradient(fn):
-        def of_device(x):
-            return jax.grad(lambda x: jnp.sin(fn(x)).sum())(x)
-
-        specs = P("data")
-        run = jax.shard_map(of_device, mesh=mesh, in_specs=specs, out_specs=specs)
-        return jax.jit(run)(1 + jax.random.normal(jax.random.key(1), (16, 8, 8, 8)))
-
-    found, exact = gradient(jc.checkpoint(norm, RANGE)), gradient(norm)
-    assert 0 < np.linalg.norm(found - exact) < 0.3 * np.linalg.norm(exact)
-
-
-def test_statistics_over_two_axes_of_devices_are_left_alone():
-    kind = (jax.sharding.AxisType.Auto,) * 2
-    mesh = jax.make_mesh((4, 2), ("data", "more"), axis_types=kind)
-
-    def norm(x):
-        mean = lax.pmean(x.mean((0, 1, 2)), ("data", "more"))
-        var = lax.pmean(jnp.square(x - mean).mean((0, 1, 2)), ("data", "more"))
-        return jax.nn.relu((x - mean) * lax.rsqrt(var + 1e-5))
-
-    def gradient(x):
-        return jax.grad(lambda x: jc.checkpoint(norm, "fused:bits=4")(x).sum())(x)
-
-    specs = P(("data", "more"))
-    run = jax.shard_map(gradient, mesh=mesh, in_specs=specs, out_specs=specs)
-    with pytest.raises(ValueError, match="matches nothing"):
-        run(jax.random.normal(jax.random.key(1), (16, 8, 8, 8)))
 
 
 def rounded(x, scale, bias):
