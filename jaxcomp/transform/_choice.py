@@ -128,12 +128,23 @@ def choose(
 
 
 def without_codecs(decisions: dict[Any, Decision]) -> dict[Any, Decision]:
-    """The same decisions, with every value that has a codec left as it is."""
+    """The same decisions, with every value that has a codec left as it is.
+
+    No product is computed again: a function is not run twice to save codes.
+    """
     note = "kept exactly: codes of all values take more bytes than what they follow from"
-    return {
-        value: dataclasses.replace(decision, codec=None, note=note) if decision.codec else decision
-        for value, decision in decisions.items()
-    }
+
+    def exact(decision: Decision) -> Decision:
+        if decision.codec is not None:
+            return dataclasses.replace(decision, codec=None, note=note)
+        return dataclasses.replace(decision, action="either") if is_open(decision) else decision
+
+    return {value: exact(decision) for value, decision in decisions.items()}
+
+
+def is_open(decision: Decision) -> bool:
+    """Whether it is open if a product is computed again."""
+    return decision.action == "cheapest"
 
 
 def total_bytes(stored: dict[Any, Stored]) -> int:
@@ -216,7 +227,7 @@ class _Choice:
     def _recompute_cost(self, value: Any) -> int:
         """What it costs to make a product again where the policy leaves that open, in bytes."""
         decision, defined = self._decisions.get(value), self._graph.defining_equation(value)
-        if decision is None or decision.action != "cheapest" or defined is None:
+        if decision is None or not is_open(decision) or defined is None:
             return 0
         if is_cheap(defined[0]):
             return 0
@@ -258,6 +269,8 @@ class _Choice:
             return None
         defined = self._graph.defining_equation(value)
         assert defined is not None
+        if is_open(self._decisions[value]) and not is_cheap(defined[0]):
+            return None  # what needs no exact value has a code
         operands = self._graph.operands(value)
         if not any(map(self._is_lossy, operands)) or self._biased:
             return operands

@@ -124,6 +124,23 @@ def test_a_residual_stream_has_one_code_a_layer():
     assert stored == [str(CODEC)] * 4  # the first layer's input is an argument
 
 
+@pytest.mark.parametrize("act", [jnp.tanh, jax.nn.sigmoid, jnp.sin, jax.nn.gelu])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_no_product_is_made_again_only_to_save_codes(act, dtype):
+    def network(ws, x):
+        for w in ws:
+            x = act(x @ w)
+        return x
+
+    ws = [jax.ShapeDtypeStruct((128, 128), dtype)] * 4
+    x = jax.ShapeDtypeStruct((1024, 128), dtype)
+    found = jc.plan(jc.checkpoint(network), ws, x)
+    assert (
+        found.saved_bytes == jc.plan(jc.checkpoint(network, "quantize:bits=4"), ws, x).saved_bytes
+    )
+    assert 4 < found.bits_per_element < 5
+
+
 def test_codes_never_take_more_bytes_than_the_exact_values_they_follow_from():
     def normalized(x):  # over 32 values: two codes of independent noise
         groups = x.reshape(*x.shape[:-1], -1, 32)
