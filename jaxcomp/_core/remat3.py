@@ -1,10 +1,12 @@
-"""JAX's option `jax_remat3`, another form of `jax.checkpoint` in programs."""
+"""Forms of `jax.checkpoint` in programs, of which JAX's option `jax_remat3` is another."""
 
 import contextlib
 import threading
 from collections.abc import Iterator
 
 import jax
+
+PRIMITIVES = {"checkpoint", "remat", "remat2"}  # without the option
 
 _lock = threading.RLock()
 

@@ -15,7 +15,7 @@ from jaxcomp.memory._declared import Residual
 from jaxcomp.nn._coded import Coded, coded_modules, covered
 from jaxcomp.transform._checkpoint import Checkpointed
 from jaxcomp.transform._compress import traced_call
-from jaxcomp.transform._exactly import without_codes
+from jaxcomp.transform._exactly import has_codes, without_codes
 from jaxcomp.transform._plan import Plan, SavedValue, without_indices
 
 _MUCH = 0.1  # of all bytes
@@ -81,11 +81,12 @@ def _of_function(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
         for residual in declared_residuals(program)
     )
     saved_bytes = sum(value.saved_bytes for value in values)
-    if all(value.decision == "exact" for value in values):
+    is_seen = has_codes(program)
+    if not is_seen and all(value.decision == "exact" for value in values):
         return Plan(values, saved_bytes)
     exact_bytes = sum(residual.nbytes for residual in declared_residuals(without_codes(program)))
     unknown = "the function takes a gradient itself: the bytes without compression are unknown"
-    return Plan(values, exact_bytes, (unknown,) if exact_bytes == saved_bytes else ())
+    return Plan(values, exact_bytes, () if is_seen else (unknown,))
 
 
 def _is_code(residual: Residual) -> bool:

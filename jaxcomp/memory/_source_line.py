@@ -13,6 +13,8 @@ import jax
 import jaxtyping
 from jax.extend.core import Jaxpr, JaxprEqn
 
+from jaxcomp._core import remat3
+
 _LONG = 40  # characters of an expression
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _OWN = ("_core", "codecs", "diagnostics", "memory", "nn", "ops", "planning", "transform")
@@ -51,8 +53,13 @@ def source_call(equation: JaxprEqn) -> str:
     codes, positions = traceback.raw_frames() if traceback else ((), ())
     for code, position in zip(codes, positions, strict=True):
         if not code.co_filename.startswith(LIBRARIES) and os.path.isabs(code.co_filename):
-            return _expression(code, position) or equation.primitive.name
-    return equation.primitive.name
+            return _expression(code, position) or _name(equation)
+    return _name(equation)
+
+
+def _name(equation: JaxprEqn) -> str:
+    name: str = equation.primitive.name
+    return "jax.checkpoint" if name in remat3.PRIMITIVES else name
 
 
 @functools.lru_cache(1024)

@@ -205,7 +205,8 @@ def _check_matched(policy: Policy, matched: set[Rule], values: list[Value]) -> N
             raise ValueError(
                 f"{rule} matches nothing: op is for layers of jaxcomp.nn, norm_act also for stock "
                 "batch norms, max_pool also for stock max pools, and with 'keep' attention and "
-                "scaled_linear for stock ones; the function or model has none that it could match"
+                "scaled_linear for stock ones; the function or model has none that it could match. "
+                "The policy automatic is for any model"
             )
         names, primitives, roles, dtypes, paths = (
             ", ".join(sorted(found)) or "none"

@@ -8,13 +8,13 @@ from typing import Any
 import jax
 from jax.extend.core import JaxprEqn, jaxpr_as_fun
 
+from jaxcomp._core import remat3
 from jaxcomp.memory._tracing import inner_jaxprs, open_jaxpr
 from jaxcomp.transform._programs import CALLS, apply, avals, closed, read, scope_of
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _CHECKPOINTED = os.path.join(_PACKAGE, "transform") + os.sep  # of `checkpoint`
 _BARRIERS = os.path.join(_PACKAGE, "_core", "barriers.py")  # codes without a derivative
-_REMAT = {"checkpoint", "remat", "remat2"}  # names of `jax.checkpoint` in a program
 _BODIES = {"scan": "jaxpr", "cond": "branches"}
 
 
@@ -46,7 +46,7 @@ def without_codes(program: Any) -> Any:
             if inner is not None:
                 with scope_of(equation):
                     made = run(inner, values)
-            elif equation.primitive.name in _REMAT and _has_codes_inside(equation):
+            elif equation.primitive.name in remat3.PRIMITIVES and _has_codes_inside(equation):
                 again = functools.partial(run, closed(equation.params["jaxpr"], []))
                 options = {key: equation.params[key] for key in ("prevent_cse", "policy")}
                 with scope_of(equation):
@@ -87,14 +87,19 @@ def _looked_through(equation: JaxprEqn) -> Any:
     """The program that an equation calls, of a jitted function or one of this package, or None."""
     if equation.primitive.name in CALLS:
         return equation.params[CALLS[equation.primitive.name]]
-    return equation.params["call_jaxpr"] if _is_ours(equation) else None
+    is_looked_through = _is_ours(equation) or _is_in(equation, "custom_jvp_call", _BARRIERS)
+    return equation.params["call_jaxpr"] if is_looked_through else None
 
 
 def _is_ours(equation: JaxprEqn) -> bool:
     """Whether an equation has a derivative of this package."""
-    folders = {"custom_vjp_call": (_PACKAGE,), "custom_jvp_call": (_CHECKPOINTED, _BARRIERS)}
-    ours = folders.get(equation.primitive.name)
-    if ours is None:
+    of_vjp = _is_in(equation, "custom_vjp_call", _PACKAGE)
+    return of_vjp or _is_in(equation, "custom_jvp_call", _CHECKPOINTED)
+
+
+def _is_in(equation: JaxprEqn, primitive: str, start: str) -> bool:
+    """Whether an equation calls a function of files whose paths start so."""
+    if equation.primitive.name != primitive:
         return False
-    file = equation.params["call_jaxpr"].jaxpr.debug_info.func_filename or ""
-    return file.startswith(ours)
+    file: str = equation.params["call_jaxpr"].jaxpr.debug_info.func_filename or ""
+    return file.startswith(start)

@@ -14,13 +14,12 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn
 from jaxtyping import Array
 
-from jaxcomp._core import barriers
+from jaxcomp._core import barriers, remat3
 from jaxcomp.transform._builder import flat
 from jaxcomp.transform._in_parts import in_parts
 from jaxcomp.transform._programs import Program, Values, apply, closed, is_variable, read
 
 _LARGE = 2**14  # elements
-_RECOMPUTED = {"checkpoint", "remat", "remat2"}  # names of `jax.checkpoint` in a program
 
 
 def evaluate_after(program: Program, cotangent: Array, arguments: Sequence[Any]) -> list[Any]:
@@ -52,7 +51,7 @@ def apply_after(
     """
     if cotangent is None or not cotangent.ndim:
         return apply(jaxpr, equation, values)
-    if equation.primitive.name in _RECOMPUTED:
+    if equation.primitive.name in remat3.PRIMITIVES:
         if equation.params["prevent_cse"]:
             values = lax.optimization_barrier(values)
         program = flat(closed(equation.params["jaxpr"], ()))

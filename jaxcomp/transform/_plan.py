@@ -91,8 +91,8 @@ class Plan:
         if sum(value.saved_bytes for value in values) > _HARDLY * exact_bytes:
             notes.append("hardly anything is saved: leave the function as it is")
         if values and asked and not codes:
-            is_told = any(value.note.startswith(_WHY_EXACT) for value in values)
-            why = "the notes say why" if is_told else "what they are for follows from exact values"
+            is_told = any(why in value.note for value in values for why in _WHY_EXACT)
+            why = "the notes say why" if is_told else "arguments and exact values give all others"
             notes.append(f"codecs encode nothing: {why}")
         if asked and any(_has_shard_map(s) for s in schedules):
             notes.append("what jax.shard_map reads is exact: call jc.checkpoint inside of it")

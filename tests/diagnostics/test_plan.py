@@ -227,6 +227,10 @@ def test_a_function_that_encodes_inside_shows_what_it_saves():
     for one, inside in zip(whole, calls, strict=True):
         assert (inside.saved_bytes, inside.exact_bytes) == (one.saved_bytes, one.exact_bytes)
         assert {value.decision for value in inside.values} == {"code"}
+    nothing = jax.checkpoint_policies.nothing_saveable
+    again = jc.checkpoint(lambda x, w: jnp.sin(x @ w), nothing)
+    of_call = jc.plan(lambda x, w: again(x, w) * 2.0, x, w)
+    assert (of_call.saved_bytes, of_call.exact_bytes) == (0, jc.plan(again, x, w).exact_bytes)
     found = jc.plan(jax.grad(lambda x, w: layer(x, w).sum(), (0, 1)), x, w)
     assert found.saved_bytes == whole[1].saved_bytes
     assert "the bytes without compression are unknown" in str(found)
