@@ -1,12 +1,10 @@
-"""Forms of `jax.checkpoint` in programs, of which JAX's option `jax_remat3` is another."""
+"""JAX's option `jax_remat3`, another form of `jax.checkpoint` in programs."""
 
 import contextlib
 import threading
 from collections.abc import Iterator
 
 import jax
-
-PRIMITIVES = {"checkpoint", "remat", "remat2"}  # without the option
 
 _lock = threading.RLock()
 

@@ -13,7 +13,7 @@ import jax
 import jaxtyping
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from jaxcomp._core import remat3
+from ._tracing import CHECKPOINT_PRIMITIVES
 
 _LONG = 40  # characters of an expression
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -59,7 +59,7 @@ def source_call(equation: JaxprEqn) -> str:
 
 def _name(equation: JaxprEqn) -> str:
     name: str = equation.primitive.name
-    return "jax.checkpoint" if name in remat3.PRIMITIVES else name
+    return "jax.checkpoint" if name in CHECKPOINT_PRIMITIVES else name
 
 
 @functools.lru_cache(1024)

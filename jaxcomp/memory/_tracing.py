@@ -14,6 +14,9 @@ from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding
 from ._argument_names import argument_names, is_object
 from ._targets import Target
 
+CHECKPOINT_PRIMITIVES = {"checkpoint", "remat", "remat2"}
+"""Names of `jax.checkpoint` in a traced program."""
+
 
 @dataclass(frozen=True)
 class TracedStep:

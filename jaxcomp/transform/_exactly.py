@@ -8,8 +8,7 @@ from typing import Any
 import jax
 from jax.extend.core import JaxprEqn, jaxpr_as_fun
 
-from jaxcomp._core import remat3
-from jaxcomp.memory._tracing import inner_jaxprs, open_jaxpr
+from jaxcomp.memory._tracing import CHECKPOINT_PRIMITIVES, inner_jaxprs, open_jaxpr
 from jaxcomp.transform._programs import CALLS, apply, avals, closed, read, scope_of
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -46,7 +45,7 @@ def without_codes(program: Any) -> Any:
             if inner is not None:
                 with scope_of(equation):
                     made = run(inner, values)
-            elif equation.primitive.name in remat3.PRIMITIVES and _has_codes_inside(equation):
+            elif equation.primitive.name in CHECKPOINT_PRIMITIVES and _has_codes_inside(equation):
                 again = functools.partial(run, closed(equation.params["jaxpr"], []))
                 options = {key: equation.params[key] for key in ("prevent_cse", "policy")}
                 with scope_of(equation):

@@ -14,7 +14,8 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn
 from jaxtyping import Array
 
-from jaxcomp._core import barriers, remat3
+from jaxcomp._core import barriers
+from jaxcomp.memory._tracing import CHECKPOINT_PRIMITIVES
 from jaxcomp.transform._builder import flat
 from jaxcomp.transform._in_parts import in_parts
 from jaxcomp.transform._programs import Program, Values, apply, closed, is_variable, read
@@ -51,7 +52,7 @@ def apply_after(
     """
     if cotangent is None or not cotangent.ndim:
         return apply(jaxpr, equation, values)
-    if equation.primitive.name in remat3.PRIMITIVES:
+    if equation.primitive.name in CHECKPOINT_PRIMITIVES:
         if equation.params["prevent_cse"]:
             values = lax.optimization_barrier(values)
         program = flat(closed(equation.params["jaxpr"], ()))
