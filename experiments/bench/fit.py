@@ -30,7 +30,7 @@ from jaxcomp.memory._analyze import analyze_step
 from jaxcomp.memory._compiling import CompileError
 from jaxcomp.memory._targets import resolve
 from jaxcomp.models import steps
-from jaxcomp.planning import FittedPlan, MakeStep, Strategy, fit
+from jaxcomp.planning import DoesNotFitError, FittedPlan, MakeStep, Strategy, fit
 from jaxcomp.planning._probe import seconds_of
 from jaxcomp.planning._watched import trace_step
 
@@ -124,7 +124,7 @@ def fitted(network: str, target: str, fraction: float, rows: dict[str, Any]) -> 
     start = time.perf_counter()
     try:
         plan = fit(make_step, batch=batch, budget=budget, target=target)
-    except ValueError as error:  # nothing fits, or the arguments alone do not
+    except DoesNotFitError as error:
         return row | {"error": str(error), "seconds": time.perf_counter() - start}
     row["seconds"] = time.perf_counter() - start
     context = multiprocessing.get_context("spawn")

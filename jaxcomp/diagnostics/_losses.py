@@ -7,9 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.extend.core import jaxpr_as_fun
 
 from jaxcomp._core.explicit import explicit_axes
 from jaxcomp._core.modules import split_model
+from jaxcomp.transform._exactly import has_codes, without_codes
 
 Loss = Callable[[Any, Any], Any]  # of a model and a batch
 
@@ -74,6 +76,26 @@ def of_parameters(loss: Loss, model: Any, has_aux: bool = False) -> Callable[[An
         return value
 
     return of
+
+
+def exactly(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """The same loss, of which JAX takes its own derivatives: nothing is encoded.
+
+    A call raises a ValueError if codes are where `without_codes` does not find them.
+    """
+
+    def run(*arguments: Any) -> Any:
+        program, shape = jax.make_jaxpr(loss, return_shape=True)(*arguments)
+        exact = without_codes(program)
+        if has_codes(exact):
+            raise ValueError(
+                "loss: there are codes in a while loop or in jax.shard_map, of which the exact "
+                "gradient is not known; expected them elsewhere, as in a scan"
+            )
+        made = jaxpr_as_fun(exact)(*jax.tree.leaves(arguments))
+        return jax.tree.unflatten(jax.tree.structure(shape), made)
+
+    return run
 
 
 def sgd_variance(exact: Callable[[Any, Any], Any], params: Any, batch: Any, parts: int) -> float:

@@ -11,7 +11,7 @@ from jaxcomp.policies._policy import Policy, has_codecs
 
 
 class DoesNotFitError(ValueError):
-    """No strategy that was compiled fits the budget."""
+    """The arguments of a step, or all strategies that were compiled, do not fit the budget."""
 
 
 def answer(search: Search) -> FittedPlan:

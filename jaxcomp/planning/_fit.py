@@ -14,7 +14,7 @@ from jaxcomp.memory._analyze import usable_bytes
 from jaxcomp.memory._declared import takes_gradient
 from jaxcomp.memory._live_bytes import format_bytes
 from jaxcomp.memory._targets import resolve
-from jaxcomp.planning._answer import answer
+from jaxcomp.planning._answer import DoesNotFitError, answer
 from jaxcomp.planning._budget import bytes_of
 from jaxcomp.planning._fitted import FittedPlan
 from jaxcomp.planning._groups import Groups, block_of, coded
@@ -100,9 +100,8 @@ def fit(
 
     Raises:
         TypeError: If an argument has another type.
-        ValueError: If an argument is not what it should be; if the step takes no gradient, or the
-            budget is less than its arguments; or, as `DoesNotFitError`, if nothing that was
-            compiled fits.
+        ValueError: If an argument is not what it should be, or the step takes no gradient; or, as
+            `DoesNotFitError`, if its arguments alone or all that was compiled do not fit.
         ImportError: If the wheel with the target's compiler is not installed.
         CompileError: If the plain step does not compile.
 
@@ -142,7 +141,7 @@ def fit(
     pinned = _pinned(pin or {}, groups, actions, bits)
     given = sum(leaf.size * leaf.dtype.itemsize for leaf in traced.arguments) // where.devices
     if room < given:
-        raise ValueError(
+        raise DoesNotFitError(
             f"budget={format_bytes(room)}: the arguments of the step alone (parameters, state and "
             f"batch) take {format_bytes(given)}"
         )
@@ -203,8 +202,8 @@ def check_noise(noise: float | None, data: Data | None) -> None:
         raise TypeError(f"data={type(data).__name__}: expected a tuple of 3: loss, model, batch")
     loss, model, batch = data
     check_data(loss, batch, PARTS)
-    parameters_of(model)
-    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(nnx.state(model))):
+    leaves = jax.tree.leaves(parameters_of(model))
+    if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
         raise TypeError("data: expected a model with its parameters, not of nnx.eval_shape")
 
 

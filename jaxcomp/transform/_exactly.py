@@ -2,11 +2,11 @@
 
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import JaxprEqn, jaxpr_as_fun
+from jax.extend.core import JaxprEqn
 
 from jaxcomp.memory._tracing import CHECKPOINT_PRIMITIVES, inner_jaxprs, open_jaxpr
 from jaxcomp.transform._programs import CALLS, apply, avals, closed, read, scope_of
@@ -15,17 +15,6 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _CHECKPOINTED = os.path.join(_PACKAGE, "transform") + os.sep  # of `checkpoint`
 _BARRIERS = os.path.join(_PACKAGE, "_core", "barriers.py")  # codes without a derivative
 _BODIES = {"scan": "jaxpr", "cond": "branches"}
-
-
-def exactly(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function of arrays, of which JAX takes its own derivatives: nothing is encoded."""
-
-    def run(*arguments: Any) -> Any:
-        program, shape = jax.make_jaxpr(function, return_shape=True)(*arguments)
-        made = jaxpr_as_fun(without_codes(program))(*jax.tree.leaves(arguments))
-        return jax.tree.unflatten(jax.tree.structure(shape), made)
-
-    return run
 
 
 def without_codes(program: Any) -> Any:

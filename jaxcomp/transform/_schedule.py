@@ -116,7 +116,7 @@ def schedule(
     stored, numbered, coefficients = _complete(
         linearized, graph, choose(graph, decisions, demand, biased=biased), roles, biased
     )
-    if not biased:
+    if not biased and any(decision.codec for decision in decisions.values()):
         exactly = choose(graph, without_codecs(decisions), demand, biased=False)
         if total_bytes(exactly) < total_bytes(stored):
             stored, numbered, coefficients = _complete(linearized, graph, exactly, roles, biased)

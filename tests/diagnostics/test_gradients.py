@@ -172,6 +172,20 @@ def test_any_function_of_parameters_is_compared_with_its_exact_gradient(forward)
         jc.check_gradients(of(_mlp), params, batch)
 
 
+def test_a_parameter_may_be_named_value():
+    params = {"query": normal((16, 16)), "value": normal((16, 16), seed=1)}
+    batch = normal((1024, 16)), jnp.arange(1024) % 16
+
+    @jc.checkpoint
+    def forward(params, x):
+        return jnp.tanh(x @ params["query"]) @ params["value"]
+
+    report = jc.check_gradients(
+        lambda p, b: loss(lambda x: forward(p, x), b), params, batch, draws=3
+    )
+    assert [name for name, _ in report.parameters] == ["query", "value"]
+
+
 def test_codes_whose_exact_gradient_is_not_known_are_an_error():
     mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     specs = {"in_specs": (jax.P(), jax.P("d")), "out_specs": jax.P("d")}
