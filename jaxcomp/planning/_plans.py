@@ -121,7 +121,7 @@ def run(search: Search, models: Sequence[Any], allowed: Allowed) -> None:
 
 
 def _try_if_it_may_fit(search: Search, plain: Probe, spec: str) -> None:
-    """Compiles a strategy that recomputes a part of what the plain step saves, if it may fit.
+    """Compiles a strategy that recomputes a part, if the arguments and what it saves may fit.
 
     "exact" recomputes cheap steps alone, and differentiates attentions in parts.
     """
@@ -129,10 +129,8 @@ def _try_if_it_may_fit(search: Search, plain: Probe, spec: str) -> None:
     declared = _attempt(search, spec, lambda: search.declared(strategy))
     if declared is None or not search.left:
         return
-    before = sum(plain.declared.values())
-    part = sum(declared.values()) / before if before else 1.0
-    more = (part - 1.0) * sum(plain.saved.values())
-    if (plain.report.total_bytes or 0) + more <= search.budget:
+    saved = sum(declared.values()) / search.target.devices
+    if (plain.report.argument_bytes or 0) + saved <= search.budget:
         _tried(search, spec, strategy)
 
 
@@ -222,21 +220,20 @@ def _attempt(search: Search, name: str, run: Callable[[], T]) -> T | None:
 
 
 def _accumulate(search: Search, plain: Probe) -> None:
-    """Compiles the fewest micro-batches that are estimated to fit, and more if that is faster."""
+    """Compiles the fewest micro-batches that are estimated to fit, and more if that was best."""
     given, total = plain.report.argument_bytes or 0, plain.report.total_bytes or 0
-    count, tries, fastest = 2, 2, math.inf
+    count, tries = 2, 2
     if search.batch % count:
         search.notes.append(f"no micro-batches: batch={search.batch} is odd")
     while search.batch % count == 0 and search.left and tries:
         if given + (total - given) / count <= search.budget:
             name = f"accumulate:{count}"
             result = _tried(search, name, Strategy.parse(name))
-            if result is None or (search.fits(result) and result.seconds >= fastest):
+            best = search.best()
+            is_best = best is not None and best.result is result
+            if result is None or (search.fits(result) and not is_best):
                 return
-            if search.fits(result):
-                fastest = result.seconds
-            else:
-                tries -= 1
+            tries -= not search.fits(result)
         count *= 2
 
 
