@@ -96,6 +96,9 @@ def improve(
         if result is None or result.report.total_bytes is None:
             break
         errors.append(variant.learn(assignment, result, budget))
+        for other in variants:  # of the same micro-batches, whose time is as far off
+            if other.micro_batches == variant.micro_batches and not other.tried:
+                other.more_seconds = variant.more_seconds
         if (1 - _SLACK) * budget < result.report.total_bytes <= budget:
             break
     return errors

@@ -82,14 +82,6 @@ def run(search: Search, models: Sequence[Any], allowed: Allowed) -> None:
         recomputed = _tried(search, "remat", remat)
         for spec in ("remat:dots", "exact") if recomputed is not None else ():
             _try_if_it_may_fit(search, plain, spec)
-    if "accumulate" in allowed.actions:
-        if allowed.split_batch_statistics or _have_no_statistics(models):
-            _accumulate(search, plain)
-        else:
-            search.notes.append(
-                "no micro-batches: batch norms would see fewer images (or the model is a function, "
-                "of which that is not known); split_batch_statistics=True allows them"
-            )
     others = {*bits} - {middle} if quantized is not None else ()
     known = Known(
         plain,
@@ -102,10 +94,19 @@ def run(search: Search, models: Sequence[Any], allowed: Allowed) -> None:
         search.noise,
         search.most_noise,
     )
+    kept = _kept_products(search, known, allowed)
+    if "accumulate" in allowed.actions:
+        if allowed.split_batch_statistics or _have_no_statistics(models):
+            _accumulate(search, plain)
+        else:
+            search.notes.append(
+                "no micro-batches: batch norms would see fewer images (or the model is a function, "
+                "of which that is not known); split_batch_statistics=True allows them"
+            )
     may_offload = "offload" in allowed.actions and search.target.link_bandwidth is not None
     if quantized is not None or recomputed is not None:
         reserved = _OF_OFFLOAD if may_offload else 0
-        _improve(search, [known, *_kept_products(search, known, allowed)], allowed, reserved)
+        _improve(search, [known, *kept], allowed, reserved)
     if quantized is not None:
         few = [
             b for b in sorted(bits, reverse=True) if b < middle or (b == middle and allowed.pinned)
