@@ -99,7 +99,8 @@ def improve(
         for other in variants:  # of the same micro-batches, whose time is as far off
             if other.micro_batches == variant.micro_batches and not other.tried:
                 other.more_seconds = variant.more_seconds
-        if (1 - _SLACK) * budget < result.report.total_bytes <= budget:
+        is_full = (1 - _SLACK) * budget < result.report.total_bytes <= budget
+        if is_full and result.seconds < best:
             break
     return errors
 
