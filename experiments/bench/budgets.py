@@ -13,26 +13,13 @@ from typing import Annotated, Any
 
 import typer
 
-from experiments.bench.fit import factory
+from experiments.bench.fit import compiled, factory, name_of
 from experiments.options import TARGET_HELP, Out, usage_errors
 from experiments.record import describe_environment, make_folder, write_json, write_table
-from jaxcomp.memory._analyze import analyze_step
-from jaxcomp.memory._targets import resolve
-from jaxcomp.planning import DoesNotFitError, Strategy, fit
-from jaxcomp.planning._watched import trace_step
+from jaxcomp.planning import DoesNotFitError, fit
 
 FRACTIONS = (0.8, 0.7, 0.6, 0.55, 0.5, 0.45, 0.4, 0.35, 0.3, 0.25)
 HEADER = ("budget / plain", "budget MiB", "chosen", "needs MiB", "estimate, ms", "compilations")
-
-
-def plain_bytes(network: str, target: str) -> int:
-    """Bytes that the plain step needs."""
-    make_step, batch = factory(network)
-    where = resolve(target)
-    traced, _ = trace_step(make_step, Strategy.parse("plain"), batch, where)
-    total = analyze_step(traced, where, None, where.platform == "tpu").report.total_bytes
-    assert total is not None
-    return total
 
 
 def fitted(network: str, target: str, budget: int) -> dict[str, Any]:
@@ -44,7 +31,7 @@ def fitted(network: str, target: str, budget: int) -> dict[str, Any]:
     except DoesNotFitError as error:
         return {"error": str(error), "seconds": time.perf_counter() - start}
     return {
-        "chosen": plan.name if plan.policy is not None else plan.spec,
+        "chosen": name_of(plan),
         "total_bytes": plan.total_bytes,
         "milliseconds": plan.milliseconds,
         "compiled": [[c.name, c.total_bytes, c.milliseconds, c.fits] for c in plan.frontier],
@@ -81,7 +68,8 @@ def main(
 ) -> None:
     """Fit each budget; write budgets.json and budgets.md after every row."""
     make_folder(out)
-    plain = plain_bytes(network, target)
+    plain = compiled(network, target, "plain").total_bytes
+    assert plain is not None
     rows: list[dict[str, Any]] = []
     for fraction in FRACTIONS:
         budget = int(fraction * plain)

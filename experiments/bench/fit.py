@@ -28,6 +28,7 @@ from experiments.record import (
 from experiments.zoo.steps import NETWORKS
 from jaxcomp.memory._analyze import analyze_step
 from jaxcomp.memory._compiling import CompileError
+from jaxcomp.memory._report import MemoryReport
 from jaxcomp.memory._targets import resolve
 from jaxcomp.models import steps
 from jaxcomp.planning import DoesNotFitError, FittedPlan, MakeStep, Strategy, fit
@@ -82,17 +83,23 @@ def factory(network: str) -> tuple[MakeStep, int]:
     return NETWORKS[network].make_step, NETWORKS[network].batch
 
 
+def compiled(network: str, target: str, spec: str) -> MemoryReport:
+    """The memory of a network's step with a strategy, whether or not the target has as much."""
+    make_step, batch = factory(network)
+    where = resolve(target)
+    strategy = Strategy.parse(spec)
+    traced, _ = trace_step(make_step, strategy, batch, where)
+    xla_remat = where.platform == "tpu" or not strategy.is_plain
+    return analyze_step(traced, where, None, xla_remat).report
+
+
 def by_hand(network: str, target: str) -> dict[str, tuple[int, float]]:
     """Bytes and estimated milliseconds of the strategies that one would pick by hand."""
-    make_step, batch = factory(network)
     where = resolve(target)
     found: dict[str, tuple[int, float]] = {}
     for spec in BY_HAND:
-        strategy = Strategy.parse(spec)
         try:
-            traced, _ = trace_step(make_step, strategy, batch, where)
-            xla_remat = where.platform == "tpu" or not strategy.is_plain
-            report = analyze_step(traced, where, None, xla_remat).report
+            report = compiled(network, target, spec)
         except (ValueError, TypeError, CompileError) as error:
             typer.echo(f"{network} {target} {spec}: {str(error).splitlines()[0][:120]}")
             continue
@@ -133,6 +140,11 @@ def fitted(network: str, target: str, fraction: float, rows: dict[str, Any]) -> 
     return row | {"plan": plan.to_json(), "total_bytes": total, "fits": (total or 0) <= budget}
 
 
+def name_of(plan: FittedPlan) -> str:
+    """What was chosen: a plan by its number, a named strategy by its spec."""
+    return plan.name if plan.policy is not None else plan.spec
+
+
 def cells(row: dict[str, Any]) -> list[str]:
     """A row of the table."""
     first = [
@@ -151,7 +163,7 @@ def cells(row: dict[str, Any]) -> list[str]:
     ratio = "" if hand[1] is None else f"{plan.milliseconds / hand[1]:.3f}"
     return [
         *first,
-        plan.name if plan.policy is not None else plan.spec,
+        name_of(plan),
         f"{row['total_bytes'] / 2**20:,.0f}" + ("" if row["fits"] else " (does not fit)"),
         f"{plan.milliseconds:.2f}",
         hand[0],

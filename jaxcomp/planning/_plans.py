@@ -230,11 +230,13 @@ def _accumulate(search: Search, plain: Probe) -> None:
         if given + (total - given) / count <= search.budget:
             name = f"accumulate:{count}"
             result = _tried(search, name, Strategy.parse(name))
-            best = search.best()
-            is_best = best is not None and best.result is result
-            if result is None or (search.fits(result) and not is_best):
+            if result is None:
                 return
-            tries -= not search.fits(result)
+            best = search.best()
+            if not search.fits(result):
+                tries -= 1
+            elif best is None or best.result is not result:
+                return
         count *= 2
 
 
