@@ -165,6 +165,17 @@ def _is_index(key: str) -> bool:
     return key.isascii() and key.isdecimal()
 
 
+def in_blocks(group: str) -> list[tuple[int, int, str]]:
+    """A sort key: blocks by their numbers, and a block before the groups in it.
+
+    Example:
+        >>> sorted(["blocks/10", "blocks/9/mlp", "blocks/9"], key=in_blocks)
+        ['blocks/9', 'blocks/9/mlp', 'blocks/10']
+    """
+    parts = re.split(r"(\d+)", group)
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts]
+
+
 def _natural(text: str) -> list[int]:
     return [int(key) for key in text.split("/")]
 

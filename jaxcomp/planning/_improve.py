@@ -1,16 +1,13 @@
 """Solves for plans, compiles them, corrects the estimates, and solves again."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 
-from jaxcomp.planning._groups import bits_of
 from jaxcomp.planning._probe import Probe
-from jaxcomp.planning._solver import Problem, solve
+from jaxcomp.planning._solver import Choice, Problem, solve
 
 _SLACK = 0.015  # of the budget: less is not worth another compilation
 _MARGIN = 0.002  # of the budget, after a plan that did not fit
-_BITS = (4, 3, 2)  # fewer are used only where there is no other way
 
 Assignment = Mapping[str, str]
 Compile = Callable[[Assignment, int], Probe | None]
@@ -25,6 +22,7 @@ class Variant:
         problem: What is decided.
         more_bytes: What a compiled step takes beyond the estimate.
         more_seconds: The same of its estimated time.
+        tried: What was compiled.
     """
 
     micro_batches: int
@@ -33,34 +31,40 @@ class Variant:
     more_seconds: float = 0.0
     tried: list[Assignment] = dataclasses.field(default_factory=list)
 
-    def propose(self, budget: float, least: int) -> tuple[float, Assignment] | None:
-        """The fastest choices of so many bits or more, and their estimated time."""
-        choices = {
-            group: {
-                name: choice
-                for name, choice in named.items()
-                if (bits_of(name) or least) >= least or len(named) == 1
-            }
-            for group, named in self.problem.choices.items()
-        }
-        if not all(choices.values()):
-            return None
-        problem = dataclasses.replace(self.problem, choices=choices)
-        found = solve(problem, budget - self.more_bytes)
+    def propose(self, budget: float) -> tuple[float, Assignment] | None:
+        """The fastest choices, and their estimated time."""
+        found = solve(self.problem, budget - self.more_bytes)
         if found is None:
             return None
         return self.problem.seconds(found) + self.more_seconds, found
 
     def learn(self, assignment: Assignment, result: Probe, budget: float) -> float:
-        """Corrects the estimates by a compiled plan; the error of its bytes, as a fraction."""
+        """Corrects the estimates by a compiled plan; the error of its bytes, as a fraction.
+
+        The first error is put down to the boundaries, since steps without any are estimated well:
+        the estimates are made of those. A later error is put down to all plans alike.
+        """
         total = result.report.total_bytes
         assert total is not None
+        bytes_, seconds = self._beyond(assignment, result)
+        count = len(self.problem.boundaries(assignment))
+        if count and self.problem.boundary == Choice(0.0, 0.0):
+            self.set_boundary(Choice(max(0.0, bytes_) / count, max(0.0, seconds) / count))
         self.tried.append(assignment)
-        expected, _ = self.problem.peak(assignment)
-        error = (expected + self.more_bytes - total) / total
-        self.more_bytes = total - expected + (_MARGIN * budget if total > budget else 0.0)
-        self.more_seconds = result.seconds - self.problem.seconds(assignment)
-        return error
+        beyond = self._beyond(assignment, result)
+        self.more_bytes += beyond[0] + (_MARGIN * budget if total > budget else 0.0)
+        self.more_seconds += beyond[1]
+        return -bytes_ / total
+
+    def set_boundary(self, boundary: Choice) -> None:
+        """Sets what a pair of neighbours takes more if its choices differ."""
+        self.problem = dataclasses.replace(self.problem, boundary=boundary)
+
+    def _beyond(self, assignment: Assignment, result: Probe) -> tuple[float, float]:
+        """Bytes and seconds that a plan takes beyond the estimate."""
+        total = (result.report.total_bytes or 0) - self.more_bytes
+        seconds = result.seconds - self.more_seconds
+        return total - self.problem.peak(assignment)[0], seconds - self.problem.seconds(assignment)
 
 
 def improve(
@@ -86,7 +90,7 @@ def improve(
     errors: list[float] = []
     while left():
         best = best_seconds()
-        proposed = _proposed(variants, budget, best < math.inf)
+        proposed = _proposed(variants, budget)
         if proposed is None:
             break
         seconds, assignment, variant = proposed
@@ -96,26 +100,31 @@ def improve(
         if result is None or result.report.total_bytes is None:
             break
         errors.append(variant.learn(assignment, result, budget))
-        for other in variants:  # of the same micro-batches, whose time is as far off
-            if other.micro_batches == variant.micro_batches and not other.tried:
-                other.more_seconds = variant.more_seconds
+        for other in variants:
+            if not other.tried:
+                _pass_on(variant, other)
         is_full = (1 - _SLACK) * budget < result.report.total_bytes <= budget
         if is_full and result.seconds < best:
             break
     return errors
 
 
+def _pass_on(learned: Variant, other: Variant) -> None:
+    """Corrects plans of which none was compiled as far as they are like others."""
+    boundary, ratio = learned.problem.boundary, learned.micro_batches / other.micro_batches
+    other.set_boundary(dataclasses.replace(boundary, bytes=ratio * boundary.bytes))
+    if ratio == 1.0:
+        other.more_seconds = learned.more_seconds
+
+
 def _proposed(
-    variants: Sequence[Variant], budget: float, something_fits: bool
+    variants: Sequence[Variant], budget: float
 ) -> tuple[float, Assignment, Variant] | None:
-    """The fastest new plan, of the most bits with which there is one that may fit."""
-    for least in _BITS[:1] if something_fits else _BITS:
-        found = [
-            (*proposal, variant)
-            for variant in variants
-            if (proposal := variant.propose(budget, least)) is not None
-        ]
-        if found:
-            new = [item for item in found if item[1] not in item[2].tried]
-            return min(new, key=lambda item: item[0], default=None)
-    return None
+    """The fastest new plan that may fit."""
+    found = [
+        (*proposal, variant)
+        for variant in variants
+        if (proposal := variant.propose(budget)) is not None
+    ]
+    new = [item for item in found if item[1] not in item[2].tried]
+    return min(new, key=lambda item: item[0], default=None)

@@ -20,6 +20,7 @@ from jaxcomp.policies._policy import Policy
 
 T = TypeVar("T")
 _OF_OFFLOAD = 2  # compilations
+_OF_FEWER_BITS = 2
 
 
 @dataclass(frozen=True)
@@ -82,13 +83,12 @@ def run(search: Search, models: Sequence[Any], allowed: Allowed) -> None:
         recomputed = _tried(search, "remat", remat)
         for spec in ("remat:dots", "exact") if recomputed is not None else ():
             _try_if_it_may_fit(search, plain, spec)
-    others = {*bits} - {middle} if quantized is not None else ()
+    more = [b for b in bits if b > middle] if quantized is not None else ()
     known = Known(
         plain,
-        quantized,
-        middle,
+        {} if quantized is None else {middle: quantized},
         False,
-        {b: search.declared(uniform[b]) for b in others},
+        {b: search.declared(uniform[b]) for b in more},
         recomputed if search.groups.recomputes else None,
         "keep" in allowed.actions,
         search.noise,
@@ -104,14 +104,13 @@ def run(search: Search, models: Sequence[Any], allowed: Allowed) -> None:
                 "of which that is not known); split_batch_statistics=True allows them"
             )
     may_offload = "offload" in allowed.actions and search.target.link_bandwidth is not None
+    few = sorted((b for b in bits if b < middle), reverse=True) if quantized is not None else []
+    reserved = _OF_OFFLOAD if may_offload else 0
     if quantized is not None or recomputed is not None:
-        reserved = _OF_OFFLOAD if may_offload else 0
-        _improve(search, [known, *kept], allowed, reserved)
+        _improve(search, [known, *kept], allowed, reserved + _OF_FEWER_BITS * bool(few))
     if quantized is not None:
-        few = [
-            b for b in sorted(bits, reverse=True) if b < middle or (b == middle and allowed.pinned)
-        ]
-        _fewer_bits(search, {b: uniform[b] for b in few}, groups, allowed)
+        tried = [middle] * bool(allowed.pinned) + few
+        _fewer_bits(search, known, {b: uniform[b] for b in tried}, groups, allowed, reserved)
     if search.best() is None and "offload" in allowed.actions:
         if may_offload:
             _offload(search, known, allowed)
@@ -137,9 +136,9 @@ def _try_if_it_may_fit(search: Search, plain: Probe, spec: str) -> None:
 
 def _kept_products(search: Search, known: Known, allowed: Allowed) -> list[Known]:
     """Compiles codes with products that have to be exact kept, if that is expected to fit."""
-    before = known.quantized
-    if before is None or not search.left or any(map(bits_of, allowed.pinned.values())):
+    if not known.quantized or not search.left or any(map(bits_of, allowed.pinned.values())):
         return []
+    before = known.quantized[known.bits]
     strategy = allowed.uniform(coded(known.bits, True))
     more = sum(search.declared(strategy).values()) - sum(before.declared.values())
     if more <= 0 or (before.report.total_bytes or 0) + more > search.budget:
@@ -148,7 +147,8 @@ def _kept_products(search: Search, known: Known, allowed: Allowed) -> list[Known
     if quantized is None:
         return []
     others = {b: search.declared(allowed.uniform(coded(b, True))) for b in known.declared}
-    return [replace(known, quantized=quantized, keeps_products=True, declared=others)]
+    kept = {known.bits: quantized}
+    return [replace(known, quantized=kept, keeps_products=True, declared=others)]
 
 
 def _improve(search: Search, known: Sequence[Known], allowed: Allowed, reserved: int) -> None:
@@ -174,7 +174,7 @@ def _improve(search: Search, known: Sequence[Known], allowed: Allowed, reserved:
 
 def _offload(search: Search, known: Known, allowed: Allowed) -> None:
     """Compiles the step with all saved values in the host's memory, and plans with that."""
-    choice = "offload" if known.quantized is None else f"offload:{coded(known.bits)}"
+    choice = f"offload:{coded(known.bits)}" if known.quantized else "offload"
     if not search.left:
         return
     offloaded = _tried(search, choice, allowed.uniform(choice))
@@ -183,20 +183,26 @@ def _offload(search: Search, known: Known, allowed: Allowed) -> None:
 
 
 def _fewer_bits(
-    search: Search, uniform: Mapping[int, Strategy], groups: Sequence[str], allowed: Allowed
+    search: Search,
+    known: Known,
+    uniform: Mapping[int, Strategy],
+    groups: Sequence[str],
+    allowed: Allowed,
+    reserved: int,
 ) -> None:
-    """All values but pinned ones in few bits, where no plan fits or the best one has as few."""
+    """While nothing fits: all values but pinned ones in fewer bits, and plans with both."""
     for bits, strategy in uniform.items():
-        best = search.best()
-        choices = {} if best is None else best.assignment or {}
-        if not search.left or (best is not None and bits not in map(bits_of, choices.values())):
-            continue
+        if search.best() is not None or not search.left:
+            return
         if allowed.pinned:
             assignment = {group: allowed.pinned.get(group, coded(bits)) for group in groups}
             pinned = Strategy.of(policy_of(assignment, allowed.biased))
-            _tried(search, f"{coded(bits)} but for pin", pinned, assignment)
+            result = _tried(search, f"{coded(bits)} but for pin", pinned, assignment)
         else:
-            _tried(search, coded(bits), strategy)
+            result = _tried(search, coded(bits), strategy)
+        if result is not None and bits not in known.quantized:
+            known = replace(known, quantized={**known.quantized, bits: result})
+            _improve(search, [known], allowed, reserved)
 
 
 def _tried(

@@ -1,13 +1,14 @@
 """The integer program of a plan, from steps that were compiled."""
 
 import collections
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from jaxcomp.memory._targets import Target
-from jaxcomp.planning._groups import block_of, coded
+from jaxcomp.planning._groups import block_of, coded, in_blocks
 from jaxcomp.planning._noise import Noise
 from jaxcomp.planning._probe import Probe, bandwidth_of
 from jaxcomp.planning._solver import Choice, Moment, Problem
@@ -21,10 +22,9 @@ class Known:
 
     Attributes:
         plain: The plain step.
-        quantized: The step with all values quantized to `bits`; None if that is not allowed.
-        bits: The bits of `quantized`.
+        quantized: The steps with all values quantized, by their bits; empty if that is not allowed.
         keeps_products: Whether the quantized steps keep products that have to be exact.
-        declared: Bytes that the step intends to save with other bits, by bits and group.
+        declared: Bytes that steps which are not compiled intend to save, by bits and group.
         recomputed: The step with each block recomputed; None if that is not allowed.
         keeps: Whether a group may be kept that could be quantized.
         noise: Of the codes; None if it was not measured.
@@ -34,8 +34,7 @@ class Known:
     """
 
     plain: Probe
-    quantized: Probe | None
-    bits: int
+    quantized: Mapping[int, Probe]
     keeps_products: bool
     declared: Mapping[int, Mapping[str, int]]
     recomputed: Probe | None
@@ -43,6 +42,11 @@ class Known:
     noise: Noise | None = None
     most_noise: float = math.inf
     offloaded: tuple[str, Probe] | None = None
+
+    @property
+    def bits(self) -> int:
+        """The most bits of a compiled step."""
+        return max(self.quantized)
 
 
 def make_problem(known: Known, pinned: Mapping[str, str], target: Target) -> Problem:
@@ -56,7 +60,8 @@ def make_problem(known: Known, pinned: Mapping[str, str], target: Target) -> Pro
     Raises:
         ValueError: If a group cannot have the choice that is given.
     """
-    probes = [p for p in (known.plain, known.quantized, known.recomputed) if p is not None]
+    recomputed = [] if known.recomputed is None else [known.recomputed]
+    probes = [known.plain, *known.quantized.values(), *recomputed]
     names = sorted({g for p in probes for g in (*p.saved, *p.seconds_of, *p.declared)})
     blocks: dict[str, list[str]] = collections.defaultdict(list)
     for group in names:
@@ -65,9 +70,8 @@ def make_problem(known: Known, pinned: Mapping[str, str], target: Target) -> Pro
 
     def choices(group: str) -> dict[str, Choice]:
         found = {"keep": _kept(known, group)}
-        if known.quantized is not None:
-            for bits in {known.bits, *known.declared}:
-                found[coded(bits, known.keeps_products)] = _of_bits(known, group, bits, target)
+        for bits in {*known.quantized, *known.declared}:
+            found[coded(bits, known.keeps_products)] = _of_bits(known, group, bits, target)
         if known.recomputed is not None and block_of(group):
             found["recompute"] = _choice(known.recomputed, group)
         if known.offloaded is not None:
@@ -89,9 +93,11 @@ def make_problem(known: Known, pinned: Mapping[str, str], target: Target) -> Pro
     for group, named in options.items():
         if not any(group in b for b in free):
             named.pop("recompute", None)
-    of_plain = [p for p in (known.plain, known.quantized) if p is not None]
+    of_plain = [known.plain, *known.quantized.values()]
     moments = [m for p in of_plain for m in _with_all_groups(p.moments, names)]
-    return Problem(options, moments, {"recompute": free}, known.most_noise**2)
+    in_order = sorted(names, key=in_blocks)
+    neighbours = [pair for pair in itertools.pairwise(in_order) if all(map(block_of, pair))]
+    return Problem(options, moments, {"recompute": free}, known.most_noise**2, neighbours)
 
 
 def _choice(probe: Probe, group: str) -> Choice:
@@ -104,21 +110,26 @@ def _kept(known: Known, group: str) -> Choice:
     Where the plain step was rejected for lack of memory, the bytes are in proportion to those that
     it declares, and the time is that of the quantized step.
     """
-    plain, quantized = known.plain, known.quantized
-    if plain.moments or quantized is None:
+    plain = known.plain
+    if plain.moments or not known.quantized:
         return _choice(plain, group)
+    quantized = known.quantized[known.bits]
     declared = sum(quantized.declared.values())
     ratio = sum(quantized.saved.values()) / declared if declared else 1.0
     return Choice(ratio * plain.declared.get(group, 0), quantized.seconds_of.get(group, 0.0))
 
 
 def _of_bits(known: Known, group: str, bits: int, target: Target) -> Choice:
-    """What other bits make of a group: bytes in proportion to those that the program declares."""
-    quantized = known.quantized
-    assert quantized is not None
+    """What bits make of a group.
+
+    Where no step of so many was compiled, the bytes are in proportion to those that it declares.
+    """
+    if bits in known.quantized:
+        return _choice(known.quantized[bits], group)
+    quantized = known.quantized[known.bits]
     choice = _choice(quantized, group)
     before = quantized.declared.get(group, 0)
-    if bits == known.bits or not before:
+    if not before:
         return choice
     size = choice.bytes * known.declared[bits].get(group, 0) / before
     moved = 2 * (size - choice.bytes)  # a code is written once and read once

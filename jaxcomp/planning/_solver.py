@@ -26,6 +26,9 @@ class Choice:
     noise: float = 0.0
 
 
+_FREE = Choice(0.0, 0.0)
+
+
 @dataclass(frozen=True)
 class Moment:
     """A point of a compiled step at which much memory is alive.
@@ -40,6 +43,10 @@ class Moment:
     rest: float
     alive: Mapping[str, float]
 
+    def of_either(self, pair: tuple[str, str]) -> float:
+        """The larger of two groups' fractions."""
+        return max(self.alive.get(group, 0.0) for group in pair)
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -50,22 +57,33 @@ class Problem:
         moments: Where memory may not exceed the budget.
         together: Groups that have a choice of this name all or none.
         most_noise: The largest sum of the variances.
+        neighbours: Pairs of groups, one of which reads what the other computes.
+        boundary: What each pair takes more if its choices differ: a value that both read is then
+            saved in two ways.
     """
 
     choices: Mapping[str, Mapping[str, Choice]]
     moments: Sequence[Moment]
     together: Mapping[str, Sequence[Collection[str]]]
     most_noise: float = np.inf
+    neighbours: Sequence[tuple[str, str]] = ()
+    boundary: Choice = _FREE
+
+    def boundaries(self, assignment: Mapping[str, str]) -> list[tuple[str, str]]:
+        """The neighbours whose choices differ."""
+        return [(a, b) for a, b in self.neighbours if assignment[a] != assignment[b]]
 
     def peak(self, assignment: Mapping[str, str]) -> tuple[float, Moment]:
         """The most bytes at a moment, and the moment."""
+        boundaries = self.boundaries(assignment)
 
         def alive(moment: Moment) -> float:
             saved = (
                 fraction * self.choices[group][assignment[group]].bytes
                 for group, fraction in moment.alive.items()
             )
-            return moment.rest + sum(saved)
+            twice = (moment.of_either(pair) * self.boundary.bytes for pair in boundaries)
+            return moment.rest + sum(saved) + sum(twice)
 
         most = max(self.moments, key=alive)
         return alive(most), most
@@ -86,7 +104,8 @@ class Problem:
 
     def seconds(self, assignment: Mapping[str, str]) -> float:
         """The sum of the estimated times."""
-        return sum(self.choices[group][name].seconds for group, name in assignment.items())
+        chosen = sum(self.choices[group][name].seconds for group, name in assignment.items())
+        return chosen + self.boundary.seconds * len(self.boundaries(assignment))
 
 
 def solve(problem: Problem, budget: float) -> dict[str, str] | None:
@@ -100,8 +119,9 @@ def solve(problem: Problem, budget: float) -> dict[str, str] | None:
         >>> solve(problem, 5.0), solve(problem, 2.0), solve(problem, 1.0)
         ({'a': 'keep'}, {'a': 'code'}, None)
     """
-    columns = [(group, name) for group, named in problem.choices.items() for name in named]
-    number = {column: i for i, column in enumerate(columns)}
+    chosen = [(group, name) for group, named in problem.choices.items() for name in named]
+    pairs = list(problem.neighbours) if problem.boundary != _FREE else []
+    number = {column: i for i, column in enumerate([*chosen, *pairs])}
     rows: list[dict[int, float]] = []
     low: list[float] = []
     high: list[float] = []
@@ -123,7 +143,15 @@ def solve(problem: Problem, budget: float) -> dict[str, str] | None:
             for group, fraction in moment.alive.items()
             for name, choice in problem.choices[group].items()
         }
+        twice = problem.boundary.bytes / _MIB
+        row |= {number[pair]: twice * moment.of_either(pair) for pair in pairs}
         add(row, -np.inf, (budget - moment.rest) / _MIB)
+    for first, second in pairs:  # 1 if a choice of the first is not that of the second
+        for name in problem.choices[first]:
+            row = {number[first, second]: 1.0, number[first, name]: -1.0}
+            if name in problem.choices[second]:
+                row[number[second, name]] = 1.0
+            add(row, 0.0, np.inf)
     if problem.most_noise < np.inf:
         noise = {
             number[group, name]: choice.noise
@@ -131,20 +159,21 @@ def solve(problem: Problem, budget: float) -> dict[str, str] | None:
             for name, choice in named.items()
         }
         add(noise, -np.inf, problem.most_noise)
-    matrix = sparse.lil_matrix((len(rows), len(columns)))
+    matrix = sparse.lil_matrix((len(rows), len(number)))
     for i, row in enumerate(rows):
         for column, value in row.items():
             matrix[i, column] = value
-    seconds = np.array([problem.choices[group][name].seconds for group, name in columns])
+    times = [problem.choices[group][name].seconds for group, name in chosen]
+    seconds = np.array([*times, *[problem.boundary.seconds] * len(pairs)])
     scale = max(np.abs(seconds).max(), 1e-30)
     result = optimize.milp(
         seconds / scale,
-        integrality=np.ones(len(columns)),
+        integrality=np.ones(len(number)),
         bounds=optimize.Bounds(0, 1),
         constraints=optimize.LinearConstraint(matrix.tocsr(), np.array(low), np.array(high)),
         options={"mip_rel_gap": _GAP, "time_limit": _SECONDS},
     )
     if result.x is None:
         return None
-    chosen = np.round(result.x).astype(bool)
-    return {columns[i][0]: columns[i][1] for i in np.flatnonzero(chosen)}
+    taken = np.round(result.x[: len(chosen)]).astype(bool)
+    return {group: name for (group, name), is_taken in zip(chosen, taken, strict=True) if is_taken}

@@ -69,7 +69,7 @@ def test_what_is_kept_is_estimated_where_the_plain_step_is_rejected():
     rejected = Probe(report, 2.0, {"a": 1000}, {}, {}, ())
     moments = (Moment("backward pass", 10.0, {"a": 1.0}),)
     coded = Probe(report, 1.0, {"a": 100}, {"a": 110}, {"a": 1.0}, moments)
-    known = Known(rejected, coded, 4, False, {4: {"a": 100}, 2: {"a": 50}}, None, True)
+    known = Known(rejected, {4: coded}, False, {2: {"a": 50}}, None, True)
     choices = make_problem(known, {}, resolve("cpu")).choices["a"]
     assert choices["keep"].bytes == pytest.approx(1100)
     assert choices["bits=2"].bytes == pytest.approx(55)

@@ -8,32 +8,35 @@ import pytest
 from jaxcomp.planning._solver import Choice, Moment, Problem, solve
 
 MIB = 2**20
+FREE = Choice(0.0, 0.0)
+GROUPS = [f"blocks/{i // 2}/{i % 2}" for i in range(6)]
+NEIGHBOURS = list(itertools.pairwise(GROUPS))
 
 
 def _problem(rng):
     names = ["keep", "code", "recompute"]
-    groups = [f"blocks/{i // 2}/{i % 2}" for i in range(6)]
     choices = {
         group: {
             name: Choice(rng.uniform(0, 10) * MIB, rng.uniform())
             for name in names[: rng.integers(1, 4)]
         }
-        for group in groups
+        for group in GROUPS
     }
-    pairs = [groups[i : i + 2] for i in range(0, 6, 2)]
+    pairs = [GROUPS[i : i + 2] for i in range(0, 6, 2)]
     free = [pair for pair in pairs if all("recompute" in choices[group] for group in pair)]
-    for group in groups:
+    for group in GROUPS:
         if not any(group in pair for pair in free):
             choices[group].pop("recompute", None)
     moments = [
         Moment(
             str(i),
             rng.uniform(0, 5) * MIB,
-            {g: rng.uniform() for g in groups if rng.uniform() < 0.7},
+            {g: rng.uniform() for g in GROUPS if rng.uniform() < 0.7},
         )
         for i in range(4)
     ]
-    return Problem(choices, moments, {"recompute": free})
+    boundary = Choice(rng.uniform(0, 2) * MIB, rng.uniform(0, 0.5)) if rng.uniform() < 0.7 else FREE
+    return Problem(choices, moments, {"recompute": free}, np.inf, NEIGHBOURS, boundary)
 
 
 def _allowed(problem, assignment):
