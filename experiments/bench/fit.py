@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Annotated, Any
 
+import jax
 import typer
 
 from experiments import transformers
@@ -109,7 +110,8 @@ def by_hand(network: str, target: str) -> dict[str, tuple[int, float]]:
 
 
 def again(network: str, target: str, plan: str) -> int | None:
-    """The bytes of a plan, compiled from its JSON text."""
+    """The bytes of a plan, compiled from its JSON text and not read from a cache."""
+    jax.config.update("jax_compilation_cache_dir", None)
     make_step, batch = factory(network)
     return FittedPlan.from_json(plan).verify(make_step, batch=batch, target=target).total_bytes
 

@@ -83,12 +83,13 @@ def run(search: Search, models: Sequence[Any], allowed: Allowed) -> None:
         recomputed = _tried(search, "remat", remat)
         for spec in ("remat:dots", "exact") if recomputed is not None else ():
             _try_if_it_may_fit(search, plain, spec)
-    more = [b for b in bits if b > middle] if quantized is not None else ()
+    pinned_bits = {*map(bits_of, allowed.pinned.values())}
+    others = [b for b in bits if b > middle or b in pinned_bits] if quantized is not None else ()
     known = Known(
         plain,
         {} if quantized is None else {middle: quantized},
         False,
-        {b: search.declared(uniform[b]) for b in more},
+        {b: search.declared(uniform[b]) for b in others if b != middle},
         recomputed if search.groups.recomputes else None,
         "keep" in allowed.actions,
         search.noise,
@@ -165,10 +166,13 @@ def _improve(search: Search, known: Sequence[Known], allowed: Allowed, reserved:
         return math.inf if best is None else best.result.seconds
 
     def left() -> int:
-        return search.left - (reserved if search.best() is None else 0)
+        return max(0, search.left - (reserved if search.best() is None else 0))
 
-    problems = [make_problem(each, allowed.pinned, search.target) for each in known]
-    variants = [variant for problem in problems for variant in _variants(search, problem)]
+    variants = [
+        variant
+        for each in known
+        for variant in _variants(search, each, make_problem(each, allowed.pinned, search.target))
+    ]
     search.errors += improve(variants, search.budget, compile_plan, left, best_seconds)
 
 
@@ -246,11 +250,23 @@ def _accumulate(search: Search, plain: Probe) -> None:
         count *= 2
 
 
-def _variants(search: Search, problem: Problem) -> list[Variant]:
+def _beyond_estimate(search: Search, known: Known, problem: Problem) -> float:
+    """What the step of one choice that is nearest to the budget needs beyond its estimated peak."""
+    names = {coded(bits, known.keeps_products): p for bits, p in known.quantized.items()}
+    found = [
+        (total, total - problem.peak(dict.fromkeys(problem.choices, name))[0])
+        for name, probe in [("keep", known.plain), *names.items()]
+        if (total := probe.report.total_bytes)
+        and all(name in named for named in problem.choices.values())
+    ]
+    return min(found, key=lambda item: abs(item[0] - search.budget), default=(0, 0.0))[1]
+
+
+def _variants(search: Search, known: Known, problem: Problem) -> list[Variant]:
     """Plans for the whole batch, and for as many micro-batches as were the fastest, or fewer."""
     plain, *others = search.found
     split = [c for c in others if c.strategy.micro_batches > 1]
-    found = [Variant(1, problem)]
+    found = [Variant(1, problem, _beyond_estimate(search, known, problem))]
     if not split:
         return found
     given = plain.result.report.argument_bytes or 0

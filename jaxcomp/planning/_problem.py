@@ -105,15 +105,19 @@ def _choice(probe: Probe, group: str) -> Choice:
 
 
 def _kept(known: Known, group: str) -> Choice:
-    """What a group saves as it is.
+    """What a group saves as it is: at least what its codes take.
 
-    Where the plain step was rejected for lack of memory, the bytes are in proportion to those that
-    it declares, and the time is that of the quantized step.
+    In the plain step another group may save the same value. Where that step was rejected for lack
+    of memory, the bytes are in proportion to those that it declares, and the time is that of the
+    quantized step.
     """
     plain = known.plain
-    if plain.moments or not known.quantized:
+    if not known.quantized:
         return _choice(plain, group)
     quantized = known.quantized[known.bits]
+    if plain.moments:
+        kept = _choice(plain, group)
+        return replace(kept, bytes=max(kept.bytes, quantized.saved.get(group, 0)))
     declared = sum(quantized.declared.values())
     ratio = sum(quantized.saved.values()) / declared if declared else 1.0
     return Choice(ratio * plain.declared.get(group, 0), quantized.seconds_of.get(group, 0.0))

@@ -1,6 +1,7 @@
 """Plans that are compiled one after the other, against a compiler that is made up."""
 
 import contextlib
+import itertools
 from types import SimpleNamespace
 
 from jaxcomp.planning import _plans
@@ -50,6 +51,32 @@ def test_micro_batches_are_doubled_only_as_long_as_they_are_the_fastest_that_fit
     assert names == ["accumulate:2", "accumulate:4", "accumulate:8"]
 
 
-def made_up(seconds):
-    report = SimpleNamespace(total_bytes=2 * MIB, argument_bytes=MIB)
+def made_up(seconds, total=2 * MIB):
+    report = SimpleNamespace(total_bytes=total, argument_bytes=MIB)
     return SimpleNamespace(report=report, seconds=seconds, moments=("backward",))
+
+
+def test_the_first_error_is_put_down_to_neighbours_whose_choices_differ():
+    groups = [f"blocks/{i}" for i in range(6)]
+    seconds = {group: 1.0 + 0.01 * (i % 2) for i, group in enumerate(groups)}
+    choices = {
+        group: {"keep": Choice(4 * MIB, 0.0), "bits=4": Choice(MIB, seconds[group])}
+        for group in groups
+    }
+    moments = [Moment("backward", MIB, dict.fromkeys(groups, 1.0))]
+    neighbours = list(itertools.pairwise(groups))
+    plans = Variant(1, Problem(choices, moments, {}, neighbours=neighbours))
+    compiled = []
+
+    def compile_plan(assignment, _):
+        count = sum(assignment[a] != assignment[b] for a, b in neighbours)
+        compiled.append(count)
+        chosen = [choices[group][name] for group, name in assignment.items()]
+        total = MIB + sum(choice.bytes for choice in chosen)
+        return made_up(sum(c.seconds for c in chosen) + 0.5 * count, total + MIB * count)
+
+    errors = improve([plans], 17.5 * MIB, compile_plan, lambda: 3, lambda: 10.0)
+    assert compiled[0] == 5
+    assert compiled[1] == 1
+    assert errors[0] < -0.2
+    assert abs(errors[1]) < 0.003
