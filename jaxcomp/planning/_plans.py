@@ -20,7 +20,7 @@ from jaxcomp.policies._policy import Policy
 
 T = TypeVar("T")
 _OF_OFFLOAD = 2  # compilations
-_OF_FEWER_BITS = 2
+_OF_FEWER_BITS = 1
 
 
 @dataclass(frozen=True)
