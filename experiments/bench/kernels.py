@@ -28,7 +28,7 @@ from jaxcomp.planning import Strategy
 STRATEGIES = "plain", "automatic"
 STEPS = 5  # steps of a profile
 SLOWEST = 60  # kernels of a step that kernels.json lists
-CODES = {"s4", "u2", "u4", "s8", "u8", "u16"}
+CODES = {"s4", "u2", "u4", "s8", "u8", "u16", "u32"}
 KINDS = "products", "kernels that read or write codes", "other fused kernels"
 
 
