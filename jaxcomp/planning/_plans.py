@@ -251,7 +251,10 @@ def _accumulate(search: Search, plain: Probe) -> None:
 
 
 def _beyond_estimate(search: Search, known: Known, problem: Problem) -> float:
-    """What the step of one choice that is nearest to the budget needs beyond its estimated peak."""
+    """What the step of one choice that is nearest to the budget needs beyond its estimated peak.
+
+    It is 0 where the estimate is too high: that is of the moments of another step.
+    """
     names = {coded(bits, known.keeps_products): p for bits, p in known.quantized.items()}
     found = [
         (total, total - problem.peak(dict.fromkeys(problem.choices, name))[0])
@@ -259,7 +262,8 @@ def _beyond_estimate(search: Search, known: Known, problem: Problem) -> float:
         if (total := probe.report.total_bytes)
         and all(name in named for named in problem.choices.values())
     ]
-    return min(found, key=lambda item: abs(item[0] - search.budget), default=(0, 0.0))[1]
+    nearest = min(found, key=lambda item: abs(item[0] - search.budget), default=(0, 0.0))
+    return max(0.0, nearest[1])
 
 
 def _variants(search: Search, known: Known, problem: Problem) -> list[Variant]:
