@@ -140,7 +140,7 @@ def pattern_of(groups: Collection[str]) -> str:
         start, number = _split(block)
         indices.setdefault(start, []).append(number)
     found = [
-        f"{re.escape(start)}({'|'.join(sorted(numbers, key=_natural))})"
+        f"{re.escape(start)}({'|'.join(sorted(numbers, key=in_blocks))})"
         for start, numbers in sorted(indices.items())
     ]
     return f"({'|'.join(found)}){re.escape(rest)}"
@@ -165,19 +165,15 @@ def _is_index(key: str) -> bool:
     return key.isascii() and key.isdecimal()
 
 
-def in_blocks(group: str) -> list[tuple[int, int, str]]:
+def in_blocks(group: str) -> list[int | str]:
     """A sort key: blocks by their numbers, and a block before the groups in it.
 
     Example:
         >>> sorted(["blocks/10", "blocks/9/mlp", "blocks/9"], key=in_blocks)
         ['blocks/9', 'blocks/9/mlp', 'blocks/10']
     """
-    parts = re.split(r"(\d+)", group)
-    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in parts]
-
-
-def _natural(text: str) -> list[int]:
-    return [int(key) for key in text.split("/")]
+    parts = re.split(r"(\d+)", group)  # text and numbers in turns
+    return [int(part) if part.isdecimal() else part for part in parts]
 
 
 def coded(bits: int, keeps_products: bool = False) -> str:

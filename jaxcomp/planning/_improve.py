@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 from jaxcomp.planning._probe import Probe
-from jaxcomp.planning._solver import Choice, Problem, solve
+from jaxcomp.planning._solver import FREE, Choice, Problem, solve
 
 _SLACK = 0.015  # of the budget: less is not worth another compilation
 _MARGIN = 0.002  # of the budget, after a plan that did not fit
@@ -48,7 +48,7 @@ class Variant:
         assert total is not None
         bytes_, seconds = self._beyond(assignment, result)
         count = len(self.problem.boundaries(assignment))
-        if count and self.problem.boundary == Choice(0.0, 0.0):
+        if count and self.problem.boundary == FREE:
             self.set_boundary(Choice(max(0.0, bytes_) / count, max(0.0, seconds) / count))
         self.tried.append(assignment)
         beyond = self._beyond(assignment, result)

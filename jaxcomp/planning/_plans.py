@@ -84,12 +84,12 @@ def run(search: Search, models: Sequence[Any], allowed: Allowed) -> None:
         for spec in ("remat:dots", "exact") if recomputed is not None else ():
             _try_if_it_may_fit(search, plain, spec)
     pinned_bits = {*map(bits_of, allowed.pinned.values())}
-    others = [b for b in bits if b > middle or b in pinned_bits] if quantized is not None else ()
+    estimated = {b for b in bits if b > middle} | ({*bits} & pinned_bits - {middle})
     known = Known(
         plain,
         {} if quantized is None else {middle: quantized},
         False,
-        {b: search.declared(uniform[b]) for b in others if b != middle},
+        {} if quantized is None else {b: search.declared(uniform[b]) for b in estimated},
         recomputed if search.groups.recomputes else None,
         "keep" in allowed.actions,
         search.noise,

@@ -52,6 +52,9 @@ class Known:
 def make_problem(known: Known, pinned: Mapping[str, str], target: Target) -> Problem:
     """The choices of each group, and the moments of the compiled steps.
 
+    Fewer bits than those of compiled steps are only for groups that are pinned to them: their time
+    is not known.
+
     Args:
         known: What was compiled.
         pinned: Choices that are given, by group.
@@ -71,7 +74,9 @@ def make_problem(known: Known, pinned: Mapping[str, str], target: Target) -> Pro
     def choices(group: str) -> dict[str, Choice]:
         found = {"keep": _kept(known, group)}
         for bits in {*known.quantized, *known.declared}:
-            found[coded(bits, known.keeps_products)] = _of_bits(known, group, bits, target)
+            name = coded(bits, known.keeps_products)
+            if bits in known.quantized or bits > known.bits or pinned.get(group) == name:
+                found[name] = _of_bits(known, group, bits, target)
         if known.recomputed is not None and block_of(group):
             found["recompute"] = _choice(known.recomputed, group)
         if known.offloaded is not None:

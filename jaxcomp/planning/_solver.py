@@ -26,7 +26,7 @@ class Choice:
     noise: float = 0.0
 
 
-_FREE = Choice(0.0, 0.0)
+FREE = Choice(0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Problem:
     together: Mapping[str, Sequence[Collection[str]]]
     most_noise: float = np.inf
     neighbours: Sequence[tuple[str, str]] = ()
-    boundary: Choice = _FREE
+    boundary: Choice = FREE
 
     def boundaries(self, assignment: Mapping[str, str]) -> list[tuple[str, str]]:
         """The neighbours whose choices differ."""
@@ -120,7 +120,7 @@ def solve(problem: Problem, budget: float) -> dict[str, str] | None:
         ({'a': 'keep'}, {'a': 'code'}, None)
     """
     chosen = [(group, name) for group, named in problem.choices.items() for name in named]
-    pairs = list(problem.neighbours) if problem.boundary != _FREE else []
+    pairs = list(problem.neighbours) if problem.boundary != FREE else []
     number = {column: i for i, column in enumerate([*chosen, *pairs])}
     rows: list[dict[int, float]] = []
     low: list[float] = []

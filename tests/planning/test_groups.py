@@ -9,7 +9,7 @@ from jaxcomp.planning import fit
 from jaxcomp.planning._groups import Groups, pattern_of, policy_of
 from jaxcomp.planning._probe import Probe
 from jaxcomp.planning._problem import Known, make_problem
-from jaxcomp.planning._solver import Moment
+from jaxcomp.planning._solver import Moment, solve
 from tests.planning.small import BATCH, Net, make_step, of_linen, total_bytes
 
 
@@ -71,6 +71,24 @@ def test_what_is_kept_is_estimated_where_the_plain_step_is_rejected():
     coded = Probe(report, 1.0, {"a": 100}, {"a": 110}, {"a": 1.0}, moments)
     known = Known(rejected, {4: coded}, False, {2: {"a": 50}}, None, True)
     choices = make_problem(known, {}, resolve("cpu")).choices["a"]
+    pinned = make_problem(known, {"a": "bits=2"}, resolve("cpu")).choices["a"]
     assert choices["keep"].bytes == pytest.approx(1100)
-    assert choices["bits=2"].bytes == pytest.approx(55)
+    assert pinned["bits=2"].bytes == pytest.approx(55)
     assert choices["keep"].seconds == 1.0
+    assert set(choices) == {"keep", "bits=4"}
+
+
+def test_fewer_bits_are_for_as_few_groups_as_the_budget_asks_for():
+    step, arguments = make_step(jc.planning.Strategy.parse("plain"), 8)
+    report = jc.memory.analyze(step, *arguments, target="cpu")
+    blocks = [f"blocks/{i}" for i in range(4)]
+
+    def probe(saved, seconds):
+        sizes, times = dict.fromkeys(blocks, saved), dict.fromkeys(blocks, seconds)
+        moments = (Moment("backward pass", 0.0, dict.fromkeys(blocks, 1.0)),)
+        return Probe(report, 4 * seconds, sizes, sizes, times, moments)
+
+    quantized = {4: probe(4 * 2**20, 2.0), 3: probe(3 * 2**20, 3.0)}  # 3 bits take longer
+    known = Known(probe(16 * 2**20, 1.0), quantized, False, {}, None, True)
+    found = solve(make_problem(known, {}, resolve("cpu")), 15 * 2**20)
+    assert sorted(found.values()) == ["bits=3", "bits=4", "bits=4", "bits=4"]

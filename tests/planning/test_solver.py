@@ -5,10 +5,9 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxcomp.planning._solver import Choice, Moment, Problem, solve
+from jaxcomp.planning._solver import FREE, Choice, Moment, Problem, solve
 
 MIB = 2**20
-FREE = Choice(0.0, 0.0)
 GROUPS = [f"blocks/{i // 2}/{i % 2}" for i in range(6)]
 NEIGHBOURS = list(itertools.pairwise(GROUPS))
 
