@@ -226,6 +226,8 @@ def scanned_lm(strategy: Strategy, batch: int) -> Step:
     """Makes the step of the same model under `scan`; `remat` is applied to the loop's body."""
     if strategy.block_codec is not None:
         raise ValueError(f"strategy={strategy.spec!r}: expected none that encodes blocks' inputs")
+    if strategy.first_blocks is not None:
+        raise ValueError(f"strategy={strategy.spec!r}: expected one that treats all blocks alike")
     tokens = jax.ShapeDtypeStruct((1024,), jnp.int32)
 
     def around(body: Body) -> Body:

@@ -2,15 +2,36 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from jaxcomp.planning._probe import Probe
 from jaxcomp.planning._solver import FREE, Choice, Problem, solve
 
 _SLACK = 0.015  # of the budget: less is not worth another compilation
-_MARGIN = 0.002  # of the budget, after a plan that did not fit
+MARGIN = 0.002  # of the budget, after a plan that did not fit
 
 Assignment = Mapping[str, str]
-Compile = Callable[[Assignment, int], Probe | None]
+Compile = Callable[[Any, int], Probe | None]
+
+
+class Plans(Protocol):
+    """Plans of a kind, one of which is the fastest.
+
+    Attributes:
+        micro_batches: Into how many the batch is split.
+        tried: What was compiled.
+    """
+
+    micro_batches: int
+    tried: list[Any]
+
+    def propose(self, budget: float) -> tuple[float, Any] | None:
+        """The fastest one that may fit: its estimated time, and what it does; None if none may."""
+        ...
+
+    def learn(self, plan: Any, result: Probe, budget: float) -> float:
+        """Corrects the estimates by a compiled plan; the error of its bytes, as a fraction."""
+        ...
 
 
 @dataclasses.dataclass
@@ -52,7 +73,7 @@ class Variant:
             self.set_boundary(Choice(max(0.0, bytes_) / count, max(0.0, seconds) / count))
         self.tried.append(assignment)
         beyond = self._beyond(assignment, result)
-        self.more_bytes += beyond[0] + (_MARGIN * budget if total > budget else 0.0)
+        self.more_bytes += beyond[0] + (MARGIN * budget if total > budget else 0.0)
         self.more_seconds += beyond[1]
         return -bytes_ / total
 
@@ -68,7 +89,7 @@ class Variant:
 
 
 def improve(
-    variants: Sequence[Variant],
+    kinds: Sequence[Plans],
     budget: float,
     compile_plan: Compile,
     left: Callable[[], int],
@@ -76,11 +97,13 @@ def improve(
 ) -> list[float]:
     """Compiles plans as long as one is estimated to be faster than all that fit.
 
+    Plans of a kind are done with when one fails, or fills the budget and is the fastest so far.
+
     Args:
-        variants: The plans to choose from.
+        kinds: The plans to choose from.
         budget: In bytes.
-        compile_plan: Compiles the choices for each group, with a number of micro-batches; None if
-            that fails.
+        compile_plan: Compiles what was proposed, with a number of micro-batches; None if that
+            fails.
         left: How many more may be compiled.
         best_seconds: The least estimated time of what was compiled and fits.
 
@@ -88,24 +111,26 @@ def improve(
         The error of the estimated bytes of each plan.
     """
     errors: list[float] = []
+    open_kinds = list(kinds)
     while left():
         best = best_seconds()
-        proposed = _proposed(variants, budget)
+        proposed = _proposed(open_kinds, budget)
         if proposed is None:
             break
-        seconds, assignment, variant = proposed
+        seconds, plan, plans = proposed
         if seconds >= best:
             break
-        result = compile_plan(assignment, variant.micro_batches)
+        result = compile_plan(plan, plans.micro_batches)
         if result is None or result.report.total_bytes is None:
-            break
-        errors.append(variant.learn(assignment, result, budget))
-        for other in variants:
-            if not other.tried:
-                _pass_on(variant, other)
+            open_kinds.remove(plans)
+            continue
+        errors.append(plans.learn(plan, result, budget))
+        for other in open_kinds:
+            if isinstance(plans, Variant) and isinstance(other, Variant) and not other.tried:
+                _pass_on(plans, other)
         is_full = (1 - _SLACK) * budget < result.report.total_bytes <= budget
         if is_full and result.seconds < best:
-            break
+            open_kinds.remove(plans)
     return errors
 
 
@@ -117,14 +142,10 @@ def _pass_on(learned: Variant, other: Variant) -> None:
         other.more_seconds = learned.more_seconds
 
 
-def _proposed(
-    variants: Sequence[Variant], budget: float
-) -> tuple[float, Assignment, Variant] | None:
+def _proposed(kinds: Sequence[Plans], budget: float) -> tuple[float, Any, Plans] | None:
     """The fastest new plan that may fit."""
     found = [
-        (*proposal, variant)
-        for variant in variants
-        if (proposal := variant.propose(budget)) is not None
+        (*proposal, plans) for plans in kinds if (proposal := plans.propose(budget)) is not None
     ]
     new = [item for item in found if item[1] not in item[2].tried]
     return min(new, key=lambda item: item[0], default=None)

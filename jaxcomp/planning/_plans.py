@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 import jax
 from flax import nnx
 
+from jaxcomp.planning._blocks import FirstBlocks, first_blocks, parts_of
 from jaxcomp.planning._groups import bits_of, coded, policy_of, rules_of
-from jaxcomp.planning._improve import Variant, improve
+from jaxcomp.planning._improve import Plans, Variant, improve
 from jaxcomp.planning._noise import Data, measure
 from jaxcomp.planning._probe import Probe
 from jaxcomp.planning._problem import Action, Known, make_problem
@@ -21,6 +22,7 @@ from jaxcomp.policies._policy import Policy
 T = TypeVar("T")
 _OF_OFFLOAD = 2  # compilations
 _OF_FEWER_BITS = 1
+_PART = 1 / 3  # of the blocks: to keep the products of fewer is not worth a compilation
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,11 @@ def run(search: Search, models: Sequence[Any], allowed: Allowed) -> None:
         )
     if recomputes and search.left:
         recomputed = _tried(search, "remat", remat)
-        for spec in ("remat:dots", "exact") if recomputed is not None else ():
-            _try_if_it_may_fit(search, plain, spec)
+    parts = parts_of(models, plain) if {"keep", "recompute"} <= {*allowed.actions} else []
+    if recomputed is not None:
+        least = recomputed.report.total_bytes if parts else None
+        _try_if_it_may_fit(search, plain, "remat:dots", least)
+        _try_if_it_may_fit(search, plain, "exact")
     pinned_bits = {*map(bits_of, allowed.pinned.values())}
     estimated = {b for b in bits if b > middle} | ({*bits} & pinned_bits - {middle})
     known = Known(
@@ -108,7 +113,8 @@ def run(search: Search, models: Sequence[Any], allowed: Allowed) -> None:
     few = sorted((b for b in bits if b < middle), reverse=True) if quantized is not None else []
     reserved = _OF_OFFLOAD if may_offload else 0
     if quantized is not None or recomputed is not None:
-        _improve(search, [known, *kept], allowed, reserved + _OF_FEWER_BITS * bool(few))
+        exact = first_blocks(search.found, plain, recomputed, [] if allowed.pinned else parts)
+        _improve(search, [known, *kept], allowed, reserved + _OF_FEWER_BITS * bool(few), exact)
     if quantized is not None:
         tried = [middle] * bool(allowed.pinned) + few
         _fewer_bits(search, known, {b: uniform[b] for b in tried}, groups, allowed, reserved)
@@ -121,17 +127,26 @@ def run(search: Search, models: Sequence[Any], allowed: Allowed) -> None:
             )
 
 
-def _try_if_it_may_fit(search: Search, plain: Probe, spec: str) -> None:
+def _try_if_it_may_fit(search: Search, plain: Probe, spec: str, least: int | None = None) -> None:
     """Compiles a strategy that recomputes a part, if the arguments and what it saves may fit.
 
     "exact" recomputes cheap steps alone, and differentiates attentions in parts.
+
+    Args:
+        search: Where it is compiled.
+        plain: The plain step.
+        spec: The strategy.
+        least: What the step needs that recomputes all blocks. With it, it is enough that the
+            strategy may fit for a part of the blocks.
     """
     strategy = Strategy.parse(spec)
     declared = _attempt(search, spec, lambda: search.declared(strategy))
     if declared is None or not search.left:
         return
-    saved = sum(declared.values()) / search.target.devices
-    if (plain.report.argument_bytes or 0) + saved <= search.budget:
+    needed = (plain.report.argument_bytes or 0) + sum(declared.values()) / search.target.devices
+    if least is not None:
+        needed = least + _PART * (needed - least)
+    if needed <= search.budget:
         _tried(search, spec, strategy)
 
 
@@ -152,10 +167,19 @@ def _kept_products(search: Search, known: Known, allowed: Allowed) -> list[Known
     return [replace(known, quantized=kept, keeps_products=True, declared=others)]
 
 
-def _improve(search: Search, known: Sequence[Known], allowed: Allowed, reserved: int) -> None:
+def _improve(
+    search: Search,
+    known: Sequence[Known],
+    allowed: Allowed,
+    reserved: int,
+    exact: Sequence[FirstBlocks] = (),
+) -> None:
     """Solves and compiles plans; while nothing fits, so many compilations are left over."""
 
-    def compile_plan(assignment: Mapping[str, str], micro_batches: int) -> Probe | None:
+    def compile_plan(assignment: Mapping[str, str] | str, micro_batches: int) -> Probe | None:
+        if isinstance(assignment, str):
+            split = f"accumulate:{micro_batches}:" * (micro_batches > 1)
+            return _tried(search, split + assignment, Strategy.parse(split + assignment))
         number = sum(candidate.assignment is not None for candidate in search.found) + 1
         name = f"plan {number}" + (f", accumulate:{micro_batches}" if micro_batches > 1 else "")
         strategy = Strategy.of(policy_of(assignment, allowed.biased))
@@ -173,7 +197,8 @@ def _improve(search: Search, known: Sequence[Known], allowed: Allowed, reserved:
         for each in known
         for variant in _variants(search, each, make_problem(each, allowed.pinned, search.target))
     ]
-    search.errors += improve(variants, search.budget, compile_plan, left, best_seconds)
+    kinds: list[Plans] = [*variants, *exact]
+    search.errors += improve(kinds, search.budget, compile_plan, left, best_seconds)
 
 
 def _offload(search: Search, known: Known, allowed: Allowed) -> None:

@@ -1,5 +1,6 @@
 """Strategies for the activations of a training step, which tables compare."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -30,6 +31,7 @@ _REMAT: dict[str, Callable[..., Any] | None] = {
     "remat:dots": jax.checkpoint_policies.checkpoint_dots,
     "offload": _offload,
 }
+_FIRST_BLOCKS = re.compile(r"remat:(?:([1-9]\d*)|(?:([1-9]\d*)\+)?dots:([1-9]\d*))", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,8 @@ class Strategy:
         remat: Whether each block of the model is recomputed in the backward pass.
         remat_policy: What of a block is kept or offloaded, as `jax.checkpoint` takes it.
         block_codec: Encodes the inputs of recomputed blocks; None saves them as they are.
+        first_blocks: If not all blocks are recomputed: how many of the first ones are, and of how
+            many of the next ones all is recomputed but products and convolutions.
         micro_batches: Number of parts that the batch is split into; their gradients are averaged.
             A batch norm then normalises by the statistics of its part.
 
@@ -55,6 +59,7 @@ class Strategy:
     remat: bool = False
     remat_policy: Callable[..., Any] | None = None
     block_codec: Codec | None = None
+    first_blocks: tuple[int, int] | None = None
     micro_batches: int = 1
 
     @classmethod
@@ -84,6 +89,9 @@ class Strategy:
                 - `plain`: the model as it is;
                 - `remat`: each block is recomputed;
                 - `remat:dots`: the same, but results of products and convolutions are kept;
+                - `remat:N`, `remat:dots:N`: the same for the first N blocks alone, in the order of
+                  their paths;
+                - `remat:N+dots:M`: `remat` for the first N blocks, `remat:dots` for M more;
                 - `remat:CODEC`: the input of a block is saved by a codec, such as
                   `remat:quantize:bits=8`, and the block is recomputed from it (biased);
                 - `offload`: results of products and convolutions are kept in the host's memory;
@@ -103,6 +111,9 @@ class Strategy:
             return cls(spec)
         if spec in _REMAT:
             return cls(spec, remat=True, remat_policy=_REMAT[spec])
+        if match := _FIRST_BLOCKS.fullmatch(spec):
+            alone, first, of_dots = (int(number or 0) for number in match.groups())
+            return cls(spec, remat=True, first_blocks=(alone or first, of_dots))
         if name == "accumulate":
             count, _, inner = argument.partition(":")
             is_number = count.isascii() and count.isdecimal() and len(count) <= 9
@@ -146,14 +157,20 @@ class Strategy:
 
         Raises:
             TypeError: If it is a Linen module.
-            ValueError: If the model has no blocks to recompute, or the policy does not fit it; if
-                inputs of a function's blocks are to be encoded.
+            ValueError: If the model has no blocks to recompute, or fewer than are named, or the
+                policy does not fit it; if inputs of a function's blocks are to be encoded, or some
+                of its blocks are to be recomputed.
         """
         if not isinstance(model, nnx.Module):
             return self._of_function(model)
         if self.policy is not None:
             compress(model, self.policy)
-        if self.remat:
+        if self.first_blocks is not None:
+            first, of_dots = self.first_blocks
+            remat_blocks(model, part=slice(first))
+            dots = slice(first, first + of_dots)
+            remat_blocks(model, jax.checkpoint_policies.checkpoint_dots, part=dots)
+        elif self.remat:
             remat_blocks(model, self.remat_policy, self.block_codec)
         return model
 
@@ -163,7 +180,7 @@ class Strategy:
                 f"model of type {type(fn).__name__}: expected a function of its variables, such as "
                 "model.apply"
             )
-        if self.block_codec is not None:
+        if self.block_codec is not None or self.first_blocks is not None:
             raise ValueError(f"strategy={self.spec!r}: expected a Flax NNX model, not a function")
         return fn if self.policy is None else checkpoint(fn, self.policy)
 

@@ -51,6 +51,11 @@ class _Watched(Strategy):
                 "make_step is expected to apply jax.checkpoint to its blocks where transform.remat "
                 "is true: it called transform with no Flax NNX model"
             )
+        if asked.first_blocks is not None and not of_nnx:
+            raise ValueError(
+                f"strategy={asked.spec!r}: expected make_step to call transform with a Flax NNX "
+                "model, of which some blocks can be recomputed"
+            )
         if asked.micro_batches > 1 and not has_read("micro_batches"):
             raise ValueError(
                 "make_step is expected to split the batch into transform.micro_batches parts; it "

@@ -16,9 +16,12 @@ from jaxcomp.transform._late_constants import evaluate_after
 
 
 def remat_blocks(
-    model: nnx.Module, policy: Callable[..., Any] | None = None, codec: Codec | None = None
+    model: nnx.Module,
+    policy: Callable[..., Any] | None = None,
+    codec: Codec | None = None,
+    part: slice = slice(None),
 ) -> nnx.Module:
-    """Recomputes each block of a model in the backward pass.
+    """Recomputes each block of a model in the backward pass, or a part of the blocks.
 
     A block is a module with a call of its own in a list of modules (`nnx.List`, `nnx.Sequential`,
     a tuple), in lists inside of lists, too. Of blocks inside of blocks the outermost count.
@@ -32,13 +35,14 @@ def remat_blocks(
         model: The model, which is changed.
         policy: What of a block is kept, as `jax.checkpoint` takes it; None keeps nothing.
         codec: Encodes the arguments of a block; None saves them as they are. Not with a policy.
+        part: Which blocks, in the order of their paths.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: If the model has no blocks, or there are both a policy and a codec; in the call,
-            if the codec cannot store an argument.
+        ValueError: If the model has no blocks, or fewer than `part` names, or there are both a
+            policy and a codec; in the call, if the codec cannot store an argument.
 
     Example:
         >>> model = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
@@ -47,19 +51,29 @@ def remat_blocks(
     """
     if policy is not None and codec is not None:
         raise ValueError(f"codec={codec}: expected None with a policy")
-    called = {path: m for path, m in nnx.iter_modules(model) if path and callable(m)}
-    in_lists = [path for path in called if any(isinstance(key, int) for key in path)]
-    blocks = {id(called[path]): called[path] for path in _outermost(in_lists)}
+    blocks = blocks_of(model)
     if not blocks:
+        called = [path for path, module in nnx.iter_modules(model) if path and callable(module)]
         others = ", ".join("/".join(map(str, path)) for path in _outermost(called)) or "none"
         raise ValueError(
             f"model={type(model).__name__}: expected one with its blocks in a list (nnx.List, "
             f"nnx.Sequential or a tuple), for each to be recomputed; its modules are {others}. Put "
             "the blocks in a list, or nnx.remat around what calls them"
         )
-    for block in blocks.values():
+    if part.stop is not None and part.stop > len(blocks):
+        raise ValueError(
+            f"model={type(model).__name__}: expected {part.stop} blocks or more, not {len(blocks)}"
+        )
+    for block in list(blocks.values())[part]:
         set_class(block, derived(type(block), _recomputed, policy, codec))
     return model
+
+
+def blocks_of(model: nnx.Module) -> dict[str, nnx.Module]:
+    """The blocks of a model by their paths, in the order of these."""
+    called = {path: m for path, m in nnx.iter_modules(model) if path and callable(m)}
+    in_lists = [path for path in called if any(isinstance(key, int) for key in path)]
+    return {"/".join(map(str, path)): called[path] for path in _outermost(in_lists)}
 
 
 def _outermost(paths: Collection[tuple[Any, ...]]) -> list[tuple[Any, ...]]:

@@ -269,7 +269,7 @@ def test_what_fails_is_told_and_the_rest_is_tried():
 
     budget = int(0.6 * plain_bytes())
     plan = fit(methods, batch=BATCH, budget=budget, target="cpu")
-    assert plan.spec == "remat"
+    assert plan.spec == "remat:2"
     assert any("bits=4 failed: TypeError" in note for note in plan.notes)
 
 

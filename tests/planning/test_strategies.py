@@ -23,6 +23,9 @@ from jaxcomp.policies import recipes
             "remat:quantize:bits=8",
             Strategy("remat:quantize:bits=8", remat=True, block_codec=jc.Quantize(bits=8)),
         ),
+        ("remat:3", Strategy("remat:3", remat=True, first_blocks=(3, 0))),
+        ("remat:dots:12", Strategy("remat:dots:12", remat=True, first_blocks=(0, 12))),
+        ("remat:3+dots:1", Strategy("remat:3+dots:1", remat=True, first_blocks=(3, 1))),
         ("accumulate:4", Strategy("accumulate:4", micro_batches=4)),
         (
             "accumulate:2:transformer:bits=2",
@@ -69,6 +72,11 @@ def test_parse_wrong_accumulate(spec):
         "plane",
         "plain:2",
         "remat:conv",
+        "remat:0",
+        "remat:-1",
+        "remat:dots:0",
+        "remat:dots:1:2",
+        "remat:\u0664",
         "remat:fused",
         "quantize:bits=5",
         "compress:fused",
@@ -129,14 +137,32 @@ def test_any_model_is_compressed():
     assert value.decision.startswith("Quantize(bits=2")
 
 
-@pytest.mark.parametrize(("spec", "stored"), [("plain", 2), ("remat", 1), ("remat:dots", 2)])
-def test_what_of_a_block_waits(spec, stored):
+@pytest.mark.parametrize(
+    ("spec", "stored", "changed"),
+    [
+        ("plain", 2, [False, False]),
+        ("remat", 1, [True, True]),
+        ("remat:dots", 2, [True, True]),
+        ("remat:1", 1, [True, False]),
+        ("remat:dots:1", 2, [True, False]),
+        ("remat:1+dots:1", 1, [True, True]),
+    ],
+)
+def test_what_of_a_block_waits(spec, stored, changed):
     """Of two blocks: both cosines; the second's input, the first's being given; both products."""
     model = Strategy.parse(spec)(mlp())
+    assert [type(block) is not nnx.Sequential for block in model.layers] == changed
     x = jax.ShapeDtypeStruct((64, 16), jnp.float32)
     step = nnx.grad(lambda model, x: model(x).sum(), argnums=1)
     residuals = jc.memory.declared_residuals(jax.make_jaxpr(step)(model, x))
     assert [r.shape for r in residuals].count((64, 16)) == stored
+
+
+def test_blocks_that_are_not_there_are_an_error():
+    with pytest.raises(ValueError, match="model=Sequential: expected 3 blocks or more, not 2"):
+        Strategy.parse("remat:1+dots:2")(mlp())
+    with pytest.raises(ValueError, match="strategy='remat:1': expected a Flax NNX model"):
+        Strategy.parse("remat:1")(jnp.sin)
 
 
 def test_plain_is_told_from_others():
