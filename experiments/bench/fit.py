@@ -41,6 +41,7 @@ BY_HAND = (
     "plain",
     "remat",
     "remat:dots",
+    "remat:weights",
     "exact",
     "accumulate:4",
     "automatic",

@@ -35,16 +35,18 @@ class Level:
 
 @dataclasses.dataclass
 class FirstBlocks:
-    """The plans that recompute the first blocks, keep products of the next ones, and all of others.
+    """Plans that recompute the first blocks, and keep products with weights of the next ones.
 
-    A block's part of the bytes and of the time is its part of what the plain step saves.
+    All of the others is kept. A block's part of the bytes and of the time is its part of what the
+    plain step saves.
 
     Attributes:
         micro_batches: Their number.
         parts: The part of each block, in order.
         plain: The step that keeps all.
         remat: The step that recomputes all blocks.
-        dots: The step that keeps the products of all blocks; None if it was not compiled.
+        weights: The step that keeps the products with weights of all blocks; None if it was not
+            compiled.
         more_bytes: What a compiled step takes beyond the estimate.
         more_seconds: The same of its estimated time.
         tried: The specs of what was compiled.
@@ -54,7 +56,7 @@ class FirstBlocks:
     parts: Sequence[float]
     plain: Level
     remat: Level
-    dots: Level | None = None
+    weights: Level | None = None
     more_bytes: float = 0.0
     more_seconds: float = 0.0
     tried: list[str] = dataclasses.field(default_factory=list)
@@ -82,34 +84,34 @@ class FirstBlocks:
         until = [0.0, *itertools.accumulate(self.parts)]
         count = len(self.parts)
         for first in range(count + 1):
-            for of_dots in range(count - first + 1 if self.dots is not None else 1):
-                shares = until[first], until[first + of_dots] - until[first]
-                yield _spec(first, of_dots, count), self._level(*shares)
+            for of_weights in range(count - first + 1 if self.weights is not None else 1):
+                shares = until[first], until[first + of_weights] - until[first]
+                yield _spec(first, of_weights, count), self._level(*shares)
 
-    def _level(self, remat: float, dots: float) -> Level:
+    def _level(self, remat: float, weights: float) -> Level:
         """What a plan takes that recomputes such parts of the blocks."""
-        kept = self.dots or self.plain
+        kept = self.weights or self.plain
 
         def of(name: str) -> float:
             plain, less, least = (getattr(x, name) for x in (self.plain, kept, self.remat))
-            return float(plain + dots * (less - plain) + remat * (least - plain))
+            return float(plain + weights * (less - plain) + remat * (least - plain))
 
         return Level(of("bytes") + self.more_bytes, of("seconds") + self.more_seconds)
 
 
-def _spec(first: int, of_dots: int, count: int) -> str:
+def _spec(first: int, of_weights: int, count: int) -> str:
     """The strategy that recomputes so many of the blocks.
 
     Example:
         >>> _spec(2, 0, 8), _spec(0, 3, 8), _spec(2, 6, 8), _spec(8, 0, 8), _spec(0, 0, 8)
-        ('remat:2', 'remat:dots:3', 'remat:2+dots:6', 'remat', 'plain')
+        ('remat:2', 'remat:weights:3', 'remat:2+weights:6', 'remat', 'plain')
     """
-    whole = {(0, 0): "plain", (count, 0): "remat", (0, count): "remat:dots"}
-    if (first, of_dots) in whole:
-        return whole[first, of_dots]
-    if not of_dots:
+    whole = {(0, 0): "plain", (count, 0): "remat", (0, count): "remat:weights"}
+    if (first, of_weights) in whole:
+        return whole[first, of_weights]
+    if not of_weights:
         return f"remat:{first}"
-    return f"remat:{first}+dots:{of_dots}" if first else f"remat:dots:{of_dots}"
+    return f"remat:{first}+weights:{of_weights}" if first else f"remat:weights:{of_weights}"
 
 
 def parts_of(models: Sequence[Any], plain: Probe) -> list[float]:
@@ -129,10 +131,10 @@ def first_blocks(
     """The exact plans that treat blocks in more than one way, for each number of micro-batches."""
     if not parts or recomputed is None or not (plain.moments and recomputed.moments):
         return []
-    of_dots = [c.result for c in found if c.name == "remat:dots" and c.result.moments]
+    of_weights = [c.result for c in found if c.name == "remat:weights" and c.result.moments]
     kept, least = Level.of(plain), Level.of(recomputed)
-    dots = Level.of(of_dots[0]) if of_dots else None
-    plans = [FirstBlocks(1, parts, kept, least, dots, tried=["plain", "remat", "remat:dots"])]
+    weights = Level.of(of_weights[0]) if of_weights else None
+    plans = [FirstBlocks(1, parts, kept, least, weights, tried=["plain", "remat", "remat:weights"])]
     for candidate in found:
         count = candidate.strategy.micro_batches
         if count > 1 and candidate.result.moments:
@@ -142,6 +144,6 @@ def first_blocks(
                 less = (level.bytes - kept.bytes) / count
                 return Level(split.bytes + less, split.seconds + level.seconds - kept.seconds)
 
-            levels = split, of_part(least), None if dots is None else of_part(dots)
+            levels = split, of_part(least), None if weights is None else of_part(weights)
             plans.append(FirstBlocks(count, parts, *levels, tried=["plain"]))
     return plans

@@ -86,7 +86,7 @@ def run(search: Search, models: Sequence[Any], allowed: Allowed) -> None:
     parts = parts_of(models, plain) if {"keep", "recompute"} <= {*allowed.actions} else []
     if recomputed is not None:
         least = recomputed.report.total_bytes if parts else None
-        _try_if_it_may_fit(search, plain, "remat:dots", least)
+        _try_if_it_may_fit(search, plain, "remat:weights", least)
         _try_if_it_may_fit(search, plain, "exact")
     pinned_bits = {*map(bits_of, allowed.pinned.values())}
     estimated = {b for b in bits if b > middle} | ({*bits} & pinned_bits - {middle})

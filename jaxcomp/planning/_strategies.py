@@ -26,12 +26,23 @@ def _offload(primitive: Any, *avals: Any, **params: Any) -> Any:
     return dots(primitive, *avals, **params)
 
 
+def _products_with_weights(primitive: Any, *avals: Any, **params: Any) -> bool:
+    """A `jax.checkpoint` policy: keeps the results of convolutions and unbatched products."""
+    unbatched = jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims
+    is_convolution = primitive.name == "conv_general_dilated"
+    return is_convolution or bool(unbatched(primitive, *avals, **params))
+
+
 _REMAT: dict[str, Callable[..., Any] | None] = {
     "remat": None,
     "remat:dots": jax.checkpoint_policies.checkpoint_dots,
+    "remat:weights": _products_with_weights,
     "offload": _offload,
 }
-_FIRST_BLOCKS = re.compile(r"remat:(?:([1-9]\d*)|(?:([1-9]\d*)\+)?dots:([1-9]\d*))", re.ASCII)
+_NUMBER = r"([1-9]\d*)"
+_FIRST_BLOCKS = re.compile(
+    rf"remat:(?:{_NUMBER}|(?:{_NUMBER}\+)?(dots|weights):{_NUMBER})", re.ASCII
+)
 
 
 @dataclass(frozen=True)
@@ -44,8 +55,8 @@ class Strategy:
         remat: Whether each block of the model is recomputed in the backward pass.
         remat_policy: What of a block is kept or offloaded, as `jax.checkpoint` takes it.
         block_codec: Encodes the inputs of recomputed blocks; None saves them as they are.
-        first_blocks: If not all blocks are recomputed: how many of the first ones are, and of how
-            many of the next ones all is recomputed but products and convolutions.
+        first_blocks: If blocks are treated differently: how many of the first ones are recomputed,
+            and for how many of the next ones `remat_policy` holds. All others are left as they are.
         micro_batches: Number of parts that the batch is split into; their gradients are averaged.
             A batch norm then normalises by the statistics of its part.
 
@@ -89,9 +100,12 @@ class Strategy:
                 - `plain`: the model as it is;
                 - `remat`: each block is recomputed;
                 - `remat:dots`: the same, but results of products and convolutions are kept;
-                - `remat:N`, `remat:dots:N`: the same for the first N blocks alone, in the order of
-                  their paths;
-                - `remat:N+dots:M`: `remat` for the first N blocks, `remat:dots` for M more;
+                - `remat:weights`: the same, but products of two activations, such as attention
+                  scores, are recomputed, too;
+                - `remat:N`, `remat:dots:N`, `remat:weights:N`: the same for the first N blocks
+                  alone, in the order of their paths;
+                - `remat:N+dots:M`, `remat:N+weights:M`: `remat` for the first N blocks, and
+                  `remat:dots` or `remat:weights` for M more;
                 - `remat:CODEC`: the input of a block is saved by a codec, such as
                   `remat:quantize:bits=8`, and the block is recomputed from it (biased);
                 - `offload`: results of products and convolutions are kept in the host's memory;
@@ -112,8 +126,11 @@ class Strategy:
         if spec in _REMAT:
             return cls(spec, remat=True, remat_policy=_REMAT[spec])
         if match := _FIRST_BLOCKS.fullmatch(spec):
-            alone, first, of_dots = (int(number or 0) for number in match.groups())
-            return cls(spec, remat=True, first_blocks=(alone or first, of_dots))
+            alone, first, kept, count = match.groups()
+            blocks = int(alone or first or 0), int(count or 0)
+            return cls(
+                spec, remat=True, remat_policy=_REMAT.get(f"remat:{kept}"), first_blocks=blocks
+            )
         if name == "accumulate":
             count, _, inner = argument.partition(":")
             is_number = count.isascii() and count.isdecimal() and len(count) <= 9
@@ -166,10 +183,9 @@ class Strategy:
         if self.policy is not None:
             compress(model, self.policy)
         if self.first_blocks is not None:
-            first, of_dots = self.first_blocks
+            first, others = self.first_blocks
             remat_blocks(model, part=slice(first))
-            dots = slice(first, first + of_dots)
-            remat_blocks(model, jax.checkpoint_policies.checkpoint_dots, part=dots)
+            remat_blocks(model, self.remat_policy, part=slice(first, first + others))
         elif self.remat:
             remat_blocks(model, self.remat_policy, self.block_codec)
         return model

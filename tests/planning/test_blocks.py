@@ -13,12 +13,12 @@ from jaxcomp.planning._blocks import FirstBlocks, Level
 from jaxcomp.planning._improve import improve
 from tests.planning.small import BATCH, WIDTH, step_of
 
-PLAIN, DOTS, REMAT = Level(900.0, 1.0), Level(500.0, 1.2), Level(100.0, 2.0)
+PLAIN, WEIGHTS, REMAT = Level(900.0, 1.0), Level(500.0, 1.2), Level(100.0, 2.0)
 QUARTERS = [0.25] * 4
 
 
 def plans(**kwargs):
-    given = {"parts": QUARTERS, "plain": PLAIN, "remat": REMAT, "dots": DOTS}
+    given = {"parts": QUARTERS, "plain": PLAIN, "remat": REMAT, "weights": WEIGHTS}
     return FirstBlocks(1, **(given | kwargs))
 
 
@@ -26,10 +26,10 @@ def plans(**kwargs):
     ("budget", "spec", "seconds"),
     [
         (900, "plain", 1.0),
-        (899, "remat:dots:1", 1.05),
-        (500, "remat:dots", 1.2),
-        (499, "remat:1+dots:3", 1.4),
-        (300, "remat:2+dots:2", 1.6),
+        (899, "remat:weights:1", 1.05),
+        (500, "remat:weights", 1.2),
+        (499, "remat:1+weights:3", 1.4),
+        (300, "remat:2+weights:2", 1.6),
         (100, "remat", 2.0),
     ],
 )
@@ -39,23 +39,23 @@ def test_the_fastest_that_fits_is_proposed(budget, spec, seconds):
 
 def test_nothing_is_proposed_below_the_least_or_twice():
     assert plans().propose(99) is None
-    tried = ["plain", "remat", "remat:dots"]
+    tried = ["plain", "remat", "remat:weights"]
     assert plans(tried=tried, parts=[1.0]).propose(900) is None
 
 
 def test_products_are_kept_only_where_that_pays():
     slow = Level(500.0, 2.5)
-    assert plans(dots=slow).propose(700)[1] == "remat:1"
-    assert plans(dots=None).propose(500)[1] == "remat:2"
+    assert plans(weights=slow).propose(700)[1] == "remat:1"
+    assert plans(weights=None).propose(500)[1] == "remat:2"
 
 
 def test_blocks_count_by_what_they_save():
-    assert plans(dots=None, parts=[0.6, 0.2, 0.1, 0.1]).propose(420)[1] == "remat:1"
-    assert plans(dots=None, parts=[0.1, 0.1, 0.2, 0.6]).propose(580)[1] == "remat:3"
+    assert plans(weights=None, parts=[0.6, 0.2, 0.1, 0.1]).propose(420)[1] == "remat:1"
+    assert plans(weights=None, parts=[0.1, 0.1, 0.2, 0.6]).propose(580)[1] == "remat:3"
 
 
 def test_a_plan_that_does_not_fit_corrects_the_estimate():
-    blocks = plans(dots=None, tried=["plain", "remat"])
+    blocks = plans(weights=None, tried=["plain", "remat"])
     compiled = []
 
     def compile_plan(spec, micro_batches):
@@ -70,17 +70,17 @@ def test_a_plan_that_does_not_fit_corrects_the_estimate():
 
 
 def test_a_kind_that_fails_or_fills_the_budget_ends_no_other():
-    without_dots = [plans(dots=None, plain=Level(900.0, seconds)) for seconds in (0.9, 1.0)]
+    without_weights = [plans(weights=None, plain=Level(900.0, seconds)) for seconds in (0.9, 1.0)]
     compiled = []
 
     def compile_plan(spec, micro_batches):
         compiled.append(spec)
-        if spec == "remat:dots":
+        if spec == "remat:weights":
             return None
         return SimpleNamespace(report=SimpleNamespace(total_bytes=500), seconds=1.6)
 
-    improve([plans(), *without_dots], 500, compile_plan, lambda: 3, lambda: 3.0)
-    assert compiled == ["remat:dots", "remat:2", "remat:2"]
+    improve([plans(), *without_weights], 500, compile_plan, lambda: 3, lambda: 3.0)
+    assert compiled == ["remat:weights", "remat:2", "remat:2"]
 
 
 def of_coded_layers(transform, batch):
@@ -100,7 +100,7 @@ def test_some_blocks_are_recomputed():
     plain = fit(of_coded_layers, budget="1GiB", **given).total_bytes
     budget = int(0.8 * plain)
     plan = fit(of_coded_layers, budget=budget, **given, **exact)
-    assert {point.name for point in plan.frontier} >= {"plain", "remat", "remat:dots"}
+    assert {point.name for point in plan.frontier} >= {"plain", "remat", "remat:weights"}
     assert plan.spec == plan.name
     assert plan.strategy.first_blocks is not None
     assert FittedPlan.from_json(plan.to_json()).strategy == Strategy.parse(plan.spec)

@@ -40,7 +40,7 @@ def test_plans_fit_and_take_longer_within_less():
         assert len(plan.frontier) <= 8
         assert (plan.name == "plain") == (fraction > 1)
         exact = {c.name for c in plan.frontier if c.is_exact}
-        assert exact == {"plain"} if fraction > 1 else exact >= {"plain", "remat", "remat:dots"}
+        assert exact == {"plain"} if fraction > 1 else exact >= {"plain", "remat", "remat:weights"}
 
 
 def test_a_plan_is_mixed_saved_and_verified(tmp_path):

@@ -24,8 +24,25 @@ from jaxcomp.policies import recipes
             Strategy("remat:quantize:bits=8", remat=True, block_codec=jc.Quantize(bits=8)),
         ),
         ("remat:3", Strategy("remat:3", remat=True, first_blocks=(3, 0))),
-        ("remat:dots:12", Strategy("remat:dots:12", remat=True, first_blocks=(0, 12))),
-        ("remat:3+dots:1", Strategy("remat:3+dots:1", remat=True, first_blocks=(3, 1))),
+        (
+            "remat:dots:12",
+            Strategy(
+                "remat:dots:12",
+                remat=True,
+                remat_policy=jax.checkpoint_policies.checkpoint_dots,
+                first_blocks=(0, 12),
+            ),
+        ),
+        (
+            "accumulate:2:remat:3+weights:1",
+            Strategy(
+                "accumulate:2:remat:3+weights:1",
+                remat=True,
+                remat_policy=Strategy.parse("remat:weights").remat_policy,
+                first_blocks=(3, 1),
+                micro_batches=2,
+            ),
+        ),
         ("accumulate:4", Strategy("accumulate:4", micro_batches=4)),
         (
             "accumulate:2:transformer:bits=2",
