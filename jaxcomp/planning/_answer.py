@@ -5,9 +5,9 @@ import math
 from jaxcomp.memory._live_bytes import format_bytes
 from jaxcomp.planning._compiled import Compiled
 from jaxcomp.planning._fitted import FittedPlan, Part
-from jaxcomp.planning._search import Search
-from jaxcomp.planning._strategies import Strategy
-from jaxcomp.policies._policy import Policy, has_codecs
+from jaxcomp.planning._groups import Groups
+from jaxcomp.planning._search import Candidate, Search
+from jaxcomp.policies._policy import Policy
 
 
 class DoesNotFitError(ValueError):
@@ -27,13 +27,13 @@ def answer(search: Search) -> FittedPlan:
     policy = strategy.policy if isinstance(strategy.policy, Policy) else None
     notes = list(search.notes)
     noise = search.noise_of(best)
-    if _is_noisy(strategy) and noise is None:
+    if best.is_noisy and noise is None:
         notes.append(
             "the gradient is noisier than the plain one; data=(loss, model, batch) measures it"
         )
     where, saved, rest = result.peak()
     known = {*result.saved, *result.seconds_of}
-    assignment = best.assignment or dict.fromkeys(known, best.name)
+    assignment = best.assignment or {group: _action(best, group, search.groups) for group in known}
     total = result.report.total_bytes
     assert total is not None
     return FittedPlan(
@@ -62,7 +62,7 @@ def answer(search: Search) -> FittedPlan:
                 c.result.report.total_bytes or 0,
                 1e3 * c.result.seconds,
                 search.fits(c.result),
-                not _is_noisy(c.strategy),
+                not c.is_noisy,
                 search.noise_of(c),
                 None if c.measured is None else 1e3 * c.measured,
             )
@@ -78,9 +78,16 @@ def answer(search: Search) -> FittedPlan:
     )
 
 
-def _is_noisy(strategy: Strategy) -> bool:
-    """Whether a strategy encodes values, so that its gradient has noise."""
-    return strategy.policy is not None and has_codecs(strategy.policy)
+def _action(candidate: Candidate, group: str, groups: Groups) -> str:
+    """What a named strategy does with a group."""
+    if candidate.strategy.first_blocks is None:
+        return candidate.name
+    first, others = candidate.strategy.first_blocks
+    actions = ["remat"] * first + ["remat:weights"] * others
+    for block, action in zip(groups.blocks, actions, strict=False):  # all others are kept
+        if group == block or group.startswith(f"{block}/"):
+            return action
+    return "keep"
 
 
 def _does_not_fit(search: Search) -> DoesNotFitError:

@@ -1,23 +1,18 @@
 """Exact plans that recompute the first blocks of a model and keep more of the others."""
 
-import collections
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
 
-from flax import nnx
-
-from jaxcomp.planning._groups import block_of
+from jaxcomp.planning._groups import Groups
 from jaxcomp.planning._improve import MARGIN
 from jaxcomp.planning._probe import Probe
 from jaxcomp.planning._search import Candidate
-from jaxcomp.transform._remat import blocks_of
 
 
 @dataclasses.dataclass(frozen=True)
 class Level:
-    """A step whose blocks are all treated alike.
+    """Bytes and time of a step.
 
     Attributes:
         bytes: What it needs.
@@ -35,25 +30,24 @@ class Level:
 
 @dataclasses.dataclass
 class FirstBlocks:
-    """Plans that recompute the first blocks, and keep products with weights of the next ones.
+    """Plans that apply `remat` to the first blocks, and `remat:weights` to the next ones.
 
-    All of the others is kept. A block's part of the bytes and of the time is its part of what the
-    plain step saves.
+    The other blocks stay as in `plain`. A block's share of the bytes and of the time is its share
+    of what the plain step declares as saved.
 
     Attributes:
         micro_batches: Their number.
-        parts: The part of each block, in order.
-        plain: The step that keeps all.
-        remat: The step that recomputes all blocks.
-        weights: The step that keeps the products with weights of all blocks; None if it was not
-            compiled.
-        more_bytes: What a compiled step takes beyond the estimate.
-        more_seconds: The same of its estimated time.
+        shares: The share of each block, in order.
+        plain: The step `plain`.
+        remat: The step `remat`.
+        weights: The step `remat:weights`; None if it was not compiled.
+        more_bytes: Correction that is added to the estimated bytes.
+        more_seconds: Correction that is added to the estimated time.
         tried: The specs of what was compiled.
     """
 
     micro_batches: int
-    parts: Sequence[float]
+    shares: Sequence[float]
     plain: Level
     remat: Level
     weights: Level | None = None
@@ -81,15 +75,15 @@ class FirstBlocks:
 
     def _plans(self) -> Iterator[tuple[str, Level]]:
         """All plans, with what they are estimated to take."""
-        until = [0.0, *itertools.accumulate(self.parts)]
-        count = len(self.parts)
+        until = [0.0, *itertools.accumulate(self.shares)]
+        count = len(self.shares)
         for first in range(count + 1):
             for of_weights in range(count - first + 1 if self.weights is not None else 1):
-                shares = until[first], until[first + of_weights] - until[first]
-                yield _spec(first, of_weights, count), self._level(*shares)
+                next_ones = until[first + of_weights] - until[first]
+                yield _spec(first, of_weights, count), self._level(until[first], next_ones)
 
     def _level(self, remat: float, weights: float) -> Level:
-        """What a plan takes that recomputes such parts of the blocks."""
+        """The estimate for the shares of the blocks under `remat` and under `remat:weights`."""
         kept = self.weights or self.plain
 
         def of(name: str) -> float:
@@ -100,7 +94,7 @@ class FirstBlocks:
 
 
 def _spec(first: int, of_weights: int, count: int) -> str:
-    """The strategy that recomputes so many of the blocks.
+    """The spec for the first of `count` blocks under `remat` and the next under `remat:weights`.
 
     Example:
         >>> _spec(2, 0, 8), _spec(0, 3, 8), _spec(2, 6, 8), _spec(8, 0, 8), _spec(0, 0, 8)
@@ -114,27 +108,35 @@ def _spec(first: int, of_weights: int, count: int) -> str:
     return f"remat:{first}+weights:{of_weights}" if first else f"remat:weights:{of_weights}"
 
 
-def parts_of(models: Sequence[Any], plain: Probe) -> list[float]:
-    """Of what the blocks of a model save the part of each; empty if it has no blocks."""
-    if len(models) != 1 or not isinstance(models[0], nnx.Module):
-        return []
-    saved: collections.Counter[str] = collections.Counter()
-    for group, size in plain.declared.items():
-        saved[block_of(group)] += size
-    sizes = [saved[path] for path in blocks_of(models[0])]
-    return [size / sum(sizes) for size in sizes] if any(sizes) else []
+def shares_of(groups: Groups, plain: Probe) -> list[float]:
+    """Each block's share of the bytes that the plain step declares as saved in blocks.
+
+    They are equal where the bytes of a block are not known, and empty without blocks.
+    """
+    sizes = [
+        sum(
+            size
+            for group, size in plain.declared.items()
+            if group == block or group.startswith(f"{block}/")
+        )
+        for block in groups.blocks
+    ]
+    sizes = sizes if all(sizes) else [1] * len(sizes)
+    return [size / sum(sizes) for size in sizes]
 
 
 def first_blocks(
-    found: Sequence[Candidate], plain: Probe, recomputed: Probe | None, parts: Sequence[float]
+    found: Sequence[Candidate], plain: Probe, recomputed: Probe | None, shares: Sequence[float]
 ) -> list[FirstBlocks]:
     """The exact plans that treat blocks in more than one way, for each number of micro-batches."""
-    if not parts or recomputed is None or not (plain.moments and recomputed.moments):
+    if not shares or recomputed is None or not (plain.moments and recomputed.moments):
         return []
     of_weights = [c.result for c in found if c.name == "remat:weights" and c.result.moments]
     kept, least = Level.of(plain), Level.of(recomputed)
     weights = Level.of(of_weights[0]) if of_weights else None
-    plans = [FirstBlocks(1, parts, kept, least, weights, tried=["plain", "remat", "remat:weights"])]
+    plans = [
+        FirstBlocks(1, shares, kept, least, weights, tried=["plain", "remat", "remat:weights"])
+    ]
     for candidate in found:
         count = candidate.strategy.micro_batches
         if count > 1 and candidate.result.moments:
@@ -145,5 +147,5 @@ def first_blocks(
                 return Level(split.bytes + less, split.seconds + level.seconds - kept.seconds)
 
             levels = split, of_part(least), None if weights is None else of_part(weights)
-            plans.append(FirstBlocks(count, parts, *levels, tried=["plain"]))
+            plans.append(FirstBlocks(count, shares, *levels, tried=["plain"]))
     return plans

@@ -52,11 +52,12 @@ def fit(
 
     The budget is for all that XLA needs on the target: arguments, outputs and temporary memory. The
     step is compiled as it is, with all values quantized, with its blocks recomputed, and, if that
-    may fit, with all but the results of products recomputed. From these an integer program chooses
-    what to do with each group of modules, so that the estimated time is least and no moment of the
-    step exceeds the budget. Its plan is compiled, the estimate is corrected, and the program is
-    solved again. Only what was compiled and fits is returned, and an exact strategy wins where it
-    is estimated to be as fast.
+    may fit, with all but the results of products with weights recomputed. From these an integer
+    program chooses what to do with each group of modules, so that the estimated time is least and
+    no moment of the step exceeds the budget. Its plan is compiled, the estimate is corrected, and
+    the program is solved again. For a model with its blocks in a list, exact plans that recompute
+    some of the blocks are considered, too. Only what was compiled and fits is returned, and an
+    exact strategy wins where it is estimated to be as fast.
 
     Compiled steps are remembered, so that further budgets for the same step take less time. Those
     for absent targets are also kept in the folder of JAX's compilation cache, if there is one

@@ -34,8 +34,8 @@ class Part:
         group: The path of the group, "" for what no module computes.
         action: "keep", "recompute", "bits=N", the same with ":products=keep" (what a
             product of an attention reads is kept, not computed again), or one that moves what is
-            saved to the host, "offload" or "offload:bits=N"; for a strategy of all values
-            alike its name.
+            saved to the host, "offload" or "offload:bits=N"; "remat" or "remat:weights" of the
+            blocks of such a strategy; for a strategy of all values alike its name.
         saved_bytes: Estimated bytes that wait for the backward pass.
         milliseconds: Its estimated part of the step time.
         noise: Standard deviation that it adds to the gradient, as a part of that of SGD; None if it
@@ -58,9 +58,9 @@ class FittedPlan:
         batch: The batch size.
         budget_bytes: The budget.
         name: The name of the chosen one among `frontier`.
-        policy: What `compress` and `checkpoint` take; None if an exact strategy is chosen.
-        spec: The spec of the exact strategy that is chosen, such as "plain" or "remat"; ""
-            for a policy.
+        policy: What `compress` and `checkpoint` take; None if another strategy is chosen.
+        spec: The spec of a strategy that is no policy, such as "plain" or "remat:14"; "" for a
+            policy.
         micro_batches: The number of parts that the batch is split into.
         total_bytes: What XLA needs on the target, arguments included.
         milliseconds: The estimated step time.

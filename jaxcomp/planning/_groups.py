@@ -15,6 +15,7 @@ from jaxcomp.nn._coded import coded_modules
 from jaxcomp.policies import recipes
 from jaxcomp.policies._policy import Policy
 from jaxcomp.policies._rule import Action, Rule
+from jaxcomp.transform._remat import blocks_of
 
 _ATTENTION = "attention"
 _UNIT = "norm_act"
@@ -39,12 +40,14 @@ class Groups:
         whole: The blocks with a batch norm.
         has_layers: Whether the model has layers of `jaxcomp.nn`.
         of_scopes: Whether the paths are those of a function's named scopes.
+        blocks: The blocks that `remat` recomputes, in its order; empty for several models.
     """
 
     paths: frozenset[str]
     whole: frozenset[str] = frozenset()
     has_layers: bool = False
     of_scopes: bool = False
+    blocks: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, models: Sequence[object], traced: TracedStep) -> "Groups":
@@ -66,7 +69,11 @@ class Groups:
                 for path, _ in nnx.to_flat_state(nnx.state(model, nnx.BatchStat)):
                     whole.add(block_of("/".join(map(str, path))))
                 has_layers = has_layers or bool(coded_modules(model))
-        return cls(frozenset(paths - {""}), frozenset(whole - {""}), has_layers)
+        (model, *others) = models
+        blocks = blocks_of(model) if isinstance(model, nnx.Module) and not others else ()
+        return cls(
+            frozenset(paths - {""}), frozenset(whole - {""}), has_layers, blocks=tuple(blocks)
+        )
 
     @property
     def recomputes(self) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import jax
 from flax import nnx
 
-from jaxcomp.planning._blocks import FirstBlocks, first_blocks, parts_of
+from jaxcomp.planning._blocks import FirstBlocks, first_blocks, shares_of
 from jaxcomp.planning._groups import bits_of, coded, policy_of, rules_of
 from jaxcomp.planning._improve import Plans, Variant, improve
 from jaxcomp.planning._noise import Data, measure
@@ -83,9 +83,9 @@ def run(search: Search, models: Sequence[Any], allowed: Allowed) -> None:
         )
     if recomputes and search.left:
         recomputed = _tried(search, "remat", remat)
-    parts = parts_of(models, plain) if {"keep", "recompute"} <= {*allowed.actions} else []
+    shares = shares_of(search.groups, plain) if {"keep", "recompute"} <= {*allowed.actions} else []
     if recomputed is not None:
-        least = recomputed.report.total_bytes if parts else None
+        least = recomputed.report.total_bytes if shares else None
         _try_if_it_may_fit(search, plain, "remat:weights", least)
         _try_if_it_may_fit(search, plain, "exact")
     pinned_bits = {*map(bits_of, allowed.pinned.values())}
@@ -113,7 +113,7 @@ def run(search: Search, models: Sequence[Any], allowed: Allowed) -> None:
     few = sorted((b for b in bits if b < middle), reverse=True) if quantized is not None else []
     reserved = _OF_OFFLOAD if may_offload else 0
     if quantized is not None or recomputed is not None:
-        exact = first_blocks(search.found, plain, recomputed, [] if allowed.pinned else parts)
+        exact = first_blocks(search.found, plain, recomputed, [] if allowed.pinned else shares)
         _improve(search, [known, *kept], allowed, reserved + _OF_FEWER_BITS * bool(few), exact)
     if quantized is not None:
         tried = [middle] * bool(allowed.pinned) + few

@@ -17,6 +17,7 @@ from jaxcomp.planning._noise import Noise
 from jaxcomp.planning._probe import Probe, declared_bytes, probe, trace_scoped
 from jaxcomp.planning._strategies import Strategy
 from jaxcomp.planning._watched import MakeStep
+from jaxcomp.policies._policy import has_codecs
 
 _CORES = 2  # of a compilation
 _MOST = 64
@@ -40,6 +41,11 @@ class Candidate:
     result: Probe
     assignment: Mapping[str, str] | None = None
     measured: float | None = None
+
+    @property
+    def is_noisy(self) -> bool:
+        """Whether it encodes values, so that its gradient has noise."""
+        return self.strategy.policy is not None and has_codecs(self.strategy.policy)
 
 
 @dataclass
@@ -145,7 +151,7 @@ class Search:
             and (c.assignment is not None or self.admits(c.strategy))
             and self.is_quiet(c)
         ]
-        return sorted(found, key=lambda c: c.result.seconds)
+        return sorted(found, key=lambda c: (c.result.seconds, c.is_noisy))
 
     def best(self) -> Candidate | None:
         """The fastest that fits: by its measured time if some were run, else by the estimate."""

@@ -52,11 +52,11 @@ class Strategy:
     Attributes:
         spec: Its text, which names the row of a table.
         policy: What `jaxcomp.compress` takes; None leaves the model as it is.
-        remat: Whether each block of the model is recomputed in the backward pass.
+        remat: Whether blocks of the model are recomputed in the backward pass.
         remat_policy: What of a block is kept or offloaded, as `jax.checkpoint` takes it.
         block_codec: Encodes the inputs of recomputed blocks; None saves them as they are.
-        first_blocks: If blocks are treated differently: how many of the first ones are recomputed,
-            and for how many of the next ones `remat_policy` holds. All others are left as they are.
+        first_blocks: (N, M): the first N blocks are recomputed as a whole, and the next M ones by
+            `remat_policy`. The other blocks are unchanged. None treats all blocks alike.
         micro_batches: Number of parts that the batch is split into; their gradients are averaged.
             A batch norm then normalises by the statistics of its part.
 
@@ -99,13 +99,16 @@ class Strategy:
 
                 - `plain`: the model as it is;
                 - `remat`: each block is recomputed;
-                - `remat:dots`: the same, but results of products and convolutions are kept;
-                - `remat:weights`: the same, but products of two activations, such as attention
-                  scores, are recomputed, too;
+                - `remat:dots`: the same, but results of matrix products and convolutions are kept
+                  (`jax.checkpoint_policies.dots_saveable`);
+                - `remat:weights`: the same, but results of matrix products without batch
+                  dimensions, such as those with weights, and of convolutions are kept
+                  (`jax.checkpoint_policies.dots_with_no_batch_dims_saveable`);
                 - `remat:N`, `remat:dots:N`, `remat:weights:N`: the same for the first N blocks
-                  alone, in the order of their paths;
+                  alone. Their order is that of `nnx.iter_modules`: attributes by their names, items
+                  of a list by their indices;
                 - `remat:N+dots:M`, `remat:N+weights:M`: `remat` for the first N blocks, and
-                  `remat:dots` or `remat:weights` for M more;
+                  `remat:dots` or `remat:weights` for the next M ones;
                 - `remat:CODEC`: the input of a block is saved by a codec, such as
                   `remat:quantize:bits=8`, and the block is recomputed from it (biased);
                 - `offload`: results of products and convolutions are kept in the host's memory;
@@ -148,7 +151,8 @@ class Strategy:
             return cls(spec, policy=from_spec(spec))
         except ValueError as error:
             raise ValueError(
-                f"strategy={spec!r}: expected plain, {', '.join(_REMAT)}, accumulate:N, or the "
+                f"strategy={spec!r}: expected plain, {', '.join(_REMAT)}, remat:N (N=1 or more "
+                "blocks), remat:N+weights:M, accumulate:N, or the "
                 f"spec of a recipe or codec: {error}"
             ) from error
 

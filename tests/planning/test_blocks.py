@@ -18,7 +18,7 @@ QUARTERS = [0.25] * 4
 
 
 def plans(**kwargs):
-    given = {"parts": QUARTERS, "plain": PLAIN, "remat": REMAT, "weights": WEIGHTS}
+    given = {"shares": QUARTERS, "plain": PLAIN, "remat": REMAT, "weights": WEIGHTS}
     return FirstBlocks(1, **(given | kwargs))
 
 
@@ -40,7 +40,7 @@ def test_the_fastest_that_fits_is_proposed(budget, spec, seconds):
 def test_nothing_is_proposed_below_the_least_or_twice():
     assert plans().propose(99) is None
     tried = ["plain", "remat", "remat:weights"]
-    assert plans(tried=tried, parts=[1.0]).propose(900) is None
+    assert plans(tried=tried, shares=[1.0]).propose(900) is None
 
 
 def test_products_are_kept_only_where_that_pays():
@@ -50,8 +50,8 @@ def test_products_are_kept_only_where_that_pays():
 
 
 def test_blocks_count_by_what_they_save():
-    assert plans(weights=None, parts=[0.6, 0.2, 0.1, 0.1]).propose(420)[1] == "remat:1"
-    assert plans(weights=None, parts=[0.1, 0.1, 0.2, 0.6]).propose(580)[1] == "remat:3"
+    assert plans(weights=None, shares=[0.6, 0.2, 0.1, 0.1]).propose(420)[1] == "remat:1"
+    assert plans(weights=None, shares=[0.1, 0.1, 0.2, 0.6]).propose(580)[1] == "remat:3"
 
 
 def test_a_plan_that_does_not_fit_corrects_the_estimate():
@@ -103,6 +103,10 @@ def test_some_blocks_are_recomputed():
     assert {point.name for point in plan.frontier} >= {"plain", "remat", "remat:weights"}
     assert plan.spec == plan.name
     assert plan.strategy.first_blocks is not None
+    first, others = plan.strategy.first_blocks
+    shown = {part.group: part.action for part in plan.parts}
+    expected = ["remat"] * first + ["remat:weights"] * others + ["keep"] * (6 - first - others)
+    assert [shown[f"layers/{i}"] for i in range(6)] == expected
     assert FittedPlan.from_json(plan.to_json()).strategy == Strategy.parse(plan.spec)
     assert plan.verify(of_coded_layers).total_bytes == plan.total_bytes <= budget
     with pytest.raises(DoesNotFitError):
