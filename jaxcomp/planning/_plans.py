@@ -256,7 +256,10 @@ def _attempt(search: Search, name: str, run: Callable[[], T]) -> T | None:
 
 
 def _accumulate(search: Search, plain: Probe) -> None:
-    """Compiles the fewest micro-batches that are estimated to fit, and more if that was best."""
+    """Compiles the fewest micro-batches that are estimated to fit.
+
+    More are compiled as long as they are the fastest that fits, and not slower than the plain step.
+    """
     given, total = plain.report.argument_bytes or 0, plain.report.total_bytes or 0
     count, tries = 2, 2
     if search.batch % count:
@@ -270,7 +273,7 @@ def _accumulate(search: Search, plain: Probe) -> None:
             best = search.best()
             if not search.fits(result):
                 tries -= 1
-            elif best is None or best.result is not result:
+            elif best is None or best.result is not result or result.seconds > plain.seconds:
                 return
         count *= 2
 

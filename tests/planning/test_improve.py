@@ -46,9 +46,12 @@ def test_micro_batches_are_doubled_only_as_long_as_they_are_the_fastest_that_fit
         return result
 
     monkeypatch.setattr(_plans, "_tried", compile_strategy)
-    _plans._accumulate(search, made_up(1.0))
+    _plans._accumulate(search, made_up(3.0))
     names = [candidate.name for candidate in search.found]
     assert names == ["accumulate:2", "accumulate:4", "accumulate:8"]
+    search.found.clear()
+    _plans._accumulate(search, made_up(2.9))
+    assert [candidate.name for candidate in search.found] == ["accumulate:2"]
 
 
 def made_up(seconds, total=2 * MIB):
