@@ -137,15 +137,42 @@ def first_blocks(
     plans = [
         FirstBlocks(1, shares, kept, least, weights, tried=["plain", "remat", "remat:weights"])
     ]
-    for candidate in found:
-        count = candidate.strategy.micro_batches
-        if count > 1 and candidate.result.moments:
-            split = Level.of(candidate.result)
+    for count, split in _splits(found, kept, plain.report.argument_bytes or 0).items():
 
-            def of_part(level: Level, count: int = count, split: Level = split) -> Level:
-                less = (level.bytes - kept.bytes) / count
-                return Level(split.bytes + less, split.seconds + level.seconds - kept.seconds)
+        def of_part(level: Level, count: int = count, split: Level = split) -> Level:
+            less = (level.bytes - kept.bytes) / count
+            return Level(split.bytes + less, split.seconds + level.seconds - kept.seconds)
 
-            levels = split, of_part(least), None if weights is None else of_part(weights)
-            plans.append(FirstBlocks(count, shares, *levels, tried=["plain"]))
+        levels = split, of_part(least), None if weights is None else of_part(weights)
+        plans.append(FirstBlocks(count, shares, *levels, tried=["plain"]))
     return plans
+
+
+def _splits(found: Sequence[Candidate], plain: Level, given: float) -> dict[int, Level]:
+    """The plain step in micro-batches, by their number.
+
+    For fewer than were compiled it is estimated: each micro-batch takes as much time more.
+
+    Args:
+        found: What was compiled.
+        plain: The plain step.
+        given: Bytes of the arguments, which are not split.
+    """
+    splits = {
+        c.strategy.micro_batches: Level.of(c.result)
+        for c in found
+        if c.strategy.micro_batches > 1 and c.result.moments
+    }
+    if not splits:
+        return {}
+    least = min(splits)
+    more_bytes = splits[least].bytes - given - (plain.bytes - given) / least
+    more_seconds = (splits[least].seconds - plain.seconds) / (least - 1)
+    fewer = {
+        count: Level(
+            given + (plain.bytes - given) / count + more_bytes,
+            plain.seconds + more_seconds * (count - 1),
+        )
+        for count in itertools.takewhile(lambda n: n < least, (2**i for i in itertools.count(1)))
+    }
+    return fewer | splits

@@ -9,8 +9,9 @@ from flax import nnx
 
 import jaxcomp as jc
 from jaxcomp.planning import DoesNotFitError, FittedPlan, Strategy, fit
-from jaxcomp.planning._blocks import FirstBlocks, Level
+from jaxcomp.planning._blocks import FirstBlocks, Level, first_blocks
 from jaxcomp.planning._improve import improve
+from jaxcomp.planning._search import Candidate
 from tests.planning.small import BATCH, WIDTH, step_of
 
 PLAIN, WEIGHTS, REMAT = Level(900.0, 1.0), Level(500.0, 1.2), Level(100.0, 2.0)
@@ -81,6 +82,31 @@ def test_a_kind_that_fails_or_fills_the_budget_ends_no_other():
 
     improve([plans(), *without_weights], 500, compile_plan, lambda: 3, lambda: 3.0)
     assert compiled == ["remat:weights", "remat:2", "remat:2"]
+
+
+def test_micro_batches_are_split_further_and_less():
+    """Four were compiled, and take 0.6 s and 50 bytes more than a quarter of the plain step's."""
+    found = [
+        candidate("plain", PLAIN),
+        candidate("remat", REMAT),
+        candidate("accumulate:4", Level(50 + 100 + 200.0, 1.6)),
+    ]
+    plain, recomputed, _ = (c.result for c in found)
+    one, two, four = first_blocks(found, plain, recomputed, QUARTERS)
+    assert [kind.micro_batches for kind in (one, two, four)] == [1, 2, 4]
+    assert one.propose(900) == (pytest.approx(1.25), "remat:1")
+    assert four.plain == Level(350.0, 1.6)
+    assert (four.remat.bytes, four.remat.seconds) == pytest.approx((150.0, 2.6))
+    assert (two.plain.bytes, two.plain.seconds) == pytest.approx((550.0, 1.2))
+    assert (two.remat.bytes, two.remat.seconds) == pytest.approx((150.0, 2.2))
+    assert two.propose(450) == (pytest.approx(1.45), "remat:1")
+    assert two.propose(550)[1] == "remat:1"
+
+
+def candidate(spec, level):
+    report = SimpleNamespace(total_bytes=level.bytes, argument_bytes=100)
+    result = SimpleNamespace(report=report, seconds=level.seconds, moments=("backward",))
+    return Candidate(spec, Strategy.parse(spec), result)
 
 
 def of_coded_layers(transform, batch):
