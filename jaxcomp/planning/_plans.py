@@ -22,6 +22,7 @@ from jaxcomp.policies._policy import Policy
 T = TypeVar("T")
 _OF_OFFLOAD = 2  # compilations
 _OF_FEWER_BITS = 1
+_NEAR = 0.03  # of the budget: a plan that needs so much more is worth another compilation
 _PART = 1 / 3  # of the blocks: to keep the products of fewer is not worth a compilation
 
 
@@ -174,7 +175,7 @@ def _improve(
     reserved: int,
     exact: Sequence[FirstBlocks] = (),
 ) -> None:
-    """Solves and compiles plans; while nothing fits, so many compilations are left over."""
+    """Solves and compiles plans; while none nearly fits, so many compilations are left over."""
 
     def compile_plan(assignment: Mapping[str, str] | str, micro_batches: int) -> Probe | None:
         if isinstance(assignment, str):
@@ -190,7 +191,7 @@ def _improve(
         return math.inf if best is None else best.result.seconds
 
     def left() -> int:
-        return max(0, search.left - (reserved if search.best() is None else 0))
+        return max(0, search.left - (0 if _nearly_fits(search) else reserved))
 
     variants = [
         variant
@@ -199,6 +200,16 @@ def _improve(
     ]
     kinds: list[Plans] = [*variants, *exact]
     search.errors += improve(kinds, search.budget, compile_plan, left, best_seconds)
+
+
+def _nearly_fits(search: Search) -> bool:
+    """Whether something fits, or a plan would with a small correction."""
+    nearly = (1 + _NEAR) * search.budget
+    return search.best() is not None or any(
+        0 < (c.result.report.total_bytes or 0) <= nearly
+        for c in search.found
+        if c.assignment is not None
+    )
 
 
 def _offload(search: Search, known: Known, allowed: Allowed) -> None:

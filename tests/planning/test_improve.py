@@ -8,6 +8,7 @@ from jaxcomp.planning import _plans
 from jaxcomp.planning._improve import Variant, improve
 from jaxcomp.planning._search import Candidate, Search
 from jaxcomp.planning._solver import Choice, Moment, Problem
+from jaxcomp.planning._strategies import Strategy
 
 MIB = 2**20
 
@@ -52,6 +53,20 @@ def test_micro_batches_are_doubled_only_as_long_as_they_are_the_fastest_that_fit
     search.found.clear()
     _plans._accumulate(search, made_up(2.9))
     assert [candidate.name for candidate in search.found] == ["accumulate:2"]
+
+
+def test_a_plan_that_nearly_fits_is_worth_the_compilations_that_are_left_over():
+    progress = contextlib.nullcontext
+    search = Search(None, 64, None, 4 * MIB, 8, progress, None, lambda strategy: True)
+    strategy = Strategy.parse("quantize:bits=4")
+    for total, assignment, nearly in (
+        (4.1, None, False),  # all values alike: there is nothing to correct
+        (4.2, {"": "bits=4"}, False),
+        (4.1, {"": "bits=4"}, True),
+        (4.0, None, True),
+    ):
+        search.found[:] = [Candidate("", strategy, made_up(1.0, int(total * MIB)), assignment)]
+        assert _plans._nearly_fits(search) == nearly
 
 
 def made_up(seconds, total=2 * MIB):
