@@ -5,7 +5,7 @@ import math
 from jaxcomp.memory._live_bytes import format_bytes
 from jaxcomp.planning._compiled import Compiled
 from jaxcomp.planning._fitted import FittedPlan, Part
-from jaxcomp.planning._groups import Groups
+from jaxcomp.planning._groups import Groups, is_in
 from jaxcomp.planning._search import Candidate, Search
 from jaxcomp.policies._policy import Policy
 
@@ -85,7 +85,7 @@ def _action(candidate: Candidate, group: str, groups: Groups) -> str:
     first, others = candidate.strategy.first_blocks
     actions = ["remat"] * first + ["remat:weights"] * others
     for block, action in zip(groups.blocks, actions, strict=False):  # all others are kept
-        if group == block or group.startswith(f"{block}/"):
+        if is_in(group, block):
             return action
     return "keep"
 

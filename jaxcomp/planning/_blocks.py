@@ -4,8 +4,8 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
-from jaxcomp.planning._groups import Groups
-from jaxcomp.planning._improve import MARGIN
+from jaxcomp.planning._groups import Groups, is_in
+from jaxcomp.planning._improve import margin
 from jaxcomp.planning._probe import Probe
 from jaxcomp.planning._search import Candidate
 
@@ -68,8 +68,7 @@ class FirstBlocks:
         """Corrects the estimates by a compiled plan; the error of its bytes, as a fraction."""
         level, expected = Level.of(result), dict(self._plans())[spec]
         self.tried.append(spec)
-        self.more_bytes += level.bytes - expected.bytes
-        self.more_bytes += MARGIN * budget if level.bytes > budget else 0.0
+        self.more_bytes += level.bytes - expected.bytes + margin(level.bytes, budget)
         self.more_seconds += level.seconds - expected.seconds
         return (expected.bytes - level.bytes) / level.bytes
 
@@ -114,11 +113,7 @@ def shares_of(groups: Groups, plain: Probe) -> list[float]:
     They are equal where the bytes of a block are not known, and empty without blocks.
     """
     sizes = [
-        sum(
-            size
-            for group, size in plain.declared.items()
-            if group == block or group.startswith(f"{block}/")
-        )
+        sum(size for group, size in plain.declared.items() if is_in(group, block))
         for block in groups.blocks
     ]
     sizes = sizes if all(sizes) else [1] * len(sizes)
@@ -138,14 +133,16 @@ def first_blocks(
         FirstBlocks(1, shares, kept, least, weights, tried=["plain", "remat", "remat:weights"])
     ]
     for count, split in _splits(found, kept, plain.report.argument_bytes or 0).items():
-
-        def of_part(level: Level, count: int = count, split: Level = split) -> Level:
-            less = (level.bytes - kept.bytes) / count
-            return Level(split.bytes + less, split.seconds + level.seconds - kept.seconds)
-
-        levels = split, of_part(least), None if weights is None else of_part(weights)
-        plans.append(FirstBlocks(count, shares, *levels, tried=["plain"]))
+        split_least = _in_parts(least, kept, split, count)
+        split_weights = None if weights is None else _in_parts(weights, kept, split, count)
+        plans.append(FirstBlocks(count, shares, split, split_least, split_weights, tried=["plain"]))
     return plans
+
+
+def _in_parts(level: Level, plain: Level, split: Level, count: int) -> Level:
+    """The estimate of a step in `count` micro-batches; `split` is the plain step in as many."""
+    less = (level.bytes - plain.bytes) / count
+    return Level(split.bytes + less, split.seconds + level.seconds - plain.seconds)
 
 
 def _splits(found: Sequence[Candidate], plain: Level, given: float) -> dict[int, Level]:

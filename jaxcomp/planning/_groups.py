@@ -136,6 +136,16 @@ def block_of(path: str) -> str:
     return "/".join(keys[: end + 1])
 
 
+def is_in(group: str, block: str) -> bool:
+    """Whether a group is a block or a part of it.
+
+    Example:
+        >>> is_in("blocks/1/mlp", "blocks/1"), is_in("blocks/10", "blocks/1")
+        (True, False)
+    """
+    return group == block or group.startswith(f"{block}/")
+
+
 def pattern_of(groups: Collection[str]) -> str:
     """A regular expression for groups that differ in their indices alone."""
     blocks = {group: block_of(group) for group in groups}

@@ -8,7 +8,7 @@ from jaxcomp.planning._probe import Probe
 from jaxcomp.planning._solver import FREE, Choice, Problem, solve
 
 _SLACK = 0.015  # of the budget: less is not worth another compilation
-MARGIN = 0.002  # of the budget, after a plan that did not fit
+_MARGIN = 0.002  # of the budget, after a plan that did not fit
 
 Assignment = Mapping[str, str]
 Compile = Callable[[Any, int], Probe | None]
@@ -19,19 +19,25 @@ class Plans(Protocol):
 
     Attributes:
         micro_batches: Into how many the batch is split.
-        tried: What was compiled.
     """
 
     micro_batches: int
-    tried: list[Any]
 
     def propose(self, budget: float) -> tuple[float, Any] | None:
-        """The fastest one that may fit: its estimated time, and what it does; None if none may."""
+        """The fastest one that may fit: its estimated time, and what it does.
+
+        None if none may, or it was compiled already.
+        """
         ...
 
     def learn(self, plan: Any, result: Probe, budget: float) -> float:
         """Corrects the estimates by a compiled plan; the error of its bytes, as a fraction."""
         ...
+
+
+def margin(total: float, budget: float) -> float:
+    """Bytes to leave free after a plan that needs `total`."""
+    return _MARGIN * budget if total > budget else 0.0
 
 
 @dataclasses.dataclass
@@ -53,9 +59,9 @@ class Variant:
     tried: list[Assignment] = dataclasses.field(default_factory=list)
 
     def propose(self, budget: float) -> tuple[float, Assignment] | None:
-        """The fastest choices, and their estimated time."""
+        """The fastest choices, and their estimated time; None if they were compiled already."""
         found = solve(self.problem, budget - self.more_bytes)
-        if found is None:
+        if found is None or found in self.tried:
             return None
         return self.problem.seconds(found) + self.more_seconds, found
 
@@ -73,7 +79,7 @@ class Variant:
             self.set_boundary(Choice(max(0.0, bytes_) / count, max(0.0, seconds) / count))
         self.tried.append(assignment)
         beyond = self._beyond(assignment, result)
-        self.more_bytes += beyond[0] + (MARGIN * budget if total > budget else 0.0)
+        self.more_bytes += beyond[0] + margin(total, budget)
         self.more_seconds += beyond[1]
         return -bytes_ / total
 
@@ -147,5 +153,4 @@ def _proposed(kinds: Sequence[Plans], budget: float) -> tuple[float, Any, Plans]
     found = [
         (*proposal, plans) for plans in kinds if (proposal := plans.propose(budget)) is not None
     ]
-    new = [item for item in found if item[1] not in item[2].tried]
-    return min(new, key=lambda item: item[0], default=None)
+    return min(found, key=lambda item: item[0], default=None)

@@ -102,7 +102,8 @@ class Search:
         refuse.
         """
         xla_remat = not strategy.is_plain or self.target.platform == "tpu"
-        return self._traced(strategy), xla_remat
+        traced, _ = trace_scoped(self.make_step, strategy, self.batch, self.target)
+        return traced, xla_remat
 
     def _probe(self, traced: TracedStep, xla_remat: bool) -> Probe:
         key = fingerprint(traced, self.target), self.groups, xla_remat
@@ -114,11 +115,10 @@ class Search:
         return _remembered[key]
 
     def declared(self, strategy: Strategy) -> Mapping[str, int]:
-        """Bytes that a step intends to save, by group."""
-        return declared_bytes(self._traced(strategy), self.groups)
-
-    def _traced(self, strategy: Strategy) -> TracedStep:
-        return trace_scoped(self.make_step, strategy, self.batch, self.target)[0]
+        """Bytes that a step intends to save, by group; it is traced for its compilation, too."""
+        ready = self._traced_for(strategy)
+        self.ready[strategy.spec] = ready
+        return declared_bytes(ready[0], self.groups)
 
     @property
     def left(self) -> int:
