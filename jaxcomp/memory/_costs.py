@@ -16,6 +16,8 @@ class Cost(NamedTuple):
     Attributes:
         computation: The computation that holds it.
         instruction: The instruction.
+        calls: The loops and other calls that it lies in, the outermost first. XLA merges equal
+            computations, which then have the names of one of their callers.
         hbm: Its HBM traffic in bytes.
         host: Bytes that it copies to or from the host.
         cycles: XLA's estimate of its cycles.
@@ -25,6 +27,7 @@ class Cost(NamedTuple):
 
     computation: Computation
     instruction: Instruction
+    calls: tuple[Instruction, ...]
     hbm: int
     host: int
     cycles: int
@@ -42,19 +45,21 @@ def costs(hlo_text: str) -> Iterator[Cost]:
         hlo_text: the text of a compiled module, `compiled.as_text()`.
     """
     module = parse(hlo_text)
-    yield from _costs(module, module.entry, 1)
+    yield from _costs(module, module.entry, 1, ())
 
 
-def _costs(module: Module, computation: Computation, times: int) -> Iterator[Cost]:
+def _costs(
+    module: Module, computation: Computation, times: int, calls: tuple[Instruction, ...]
+) -> Iterator[Cost]:
     for instruction in computation.instructions.values():
         called = [module.computations[c] for names in instruction.called.values() for c in names]
         if instruction.opcode == "while":
             count = trip_count(module, computation, instruction) or 1
             for inner in called:
-                yield from _costs(module, inner, times * count)
+                yield from _costs(module, inner, times * count, (*calls, instruction))
         elif instruction.opcode == "conditional" or instruction.opcode in CALLS:
             for inner in called:
-                yield from _costs(module, inner, times)
+                yield from _costs(module, inner, times, (*calls, instruction))
         else:
             hbm, host, cycles, vector, started = (
                 times * count
@@ -66,4 +71,4 @@ def _costs(module: Module, computation: Computation, times: int) -> Iterator[Cos
                     is_kernel(instruction),
                 )
             )
-            yield Cost(computation, instruction, hbm, host, cycles, vector, started)
+            yield Cost(computation, instruction, calls, hbm, host, cycles, vector, started)

@@ -1,6 +1,7 @@
 """A compiled step as a plan sees it: bytes and seconds of each group, and its moments."""
 
 from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,14 +12,15 @@ from jaxcomp._core.modules import set_class
 from jaxcomp.memory import declared_residuals
 from jaxcomp.memory._analyze import analyze_step
 from jaxcomp.memory._buffer import Buffer
-from jaxcomp.memory._costs import costs
+from jaxcomp.memory._costs import Cost, costs
 from jaxcomp.memory._estimate import host_seconds, kernel_seconds
+from jaxcomp.memory._hlo import Instruction
 from jaxcomp.memory._live_bytes import Timeline
 from jaxcomp.memory._origin import Origin, split_op_name
 from jaxcomp.memory._report import MemoryReport
 from jaxcomp.memory._targets import Target
 from jaxcomp.memory._tracing import TracedStep
-from jaxcomp.planning._groups import Groups
+from jaxcomp.planning._groups import Groups, is_in
 from jaxcomp.planning._solver import Moment
 from jaxcomp.planning._strategies import Strategy
 from jaxcomp.planning._watched import MakeStep, trace_step
@@ -102,10 +104,12 @@ def probe(
         CompileError: If the compilation fails for another reason than lack of memory.
     """
     report, timeline, hlo_text = analyze_step(traced, target, capacity, xla_remat, True)
+    found = list(_with_groups(hlo_text, groups)) if hlo_text else []
     saved: dict[str, int] = {}
     moments: tuple[Moment, ...] = ()
     if timeline is not None and timeline.backward_start is not None:
-        saved, moments = _moments(timeline, groups)
+        group_at = {cost.instruction.name: group for cost, group in found}
+        saved, moments = _moments(timeline, groups, group_at)
     seconds = seconds_of(report, target)
     copying = host_seconds(report.host_traffic_bytes, target)
     return Probe(
@@ -113,7 +117,7 @@ def probe(
         seconds,
         declared_bytes(traced, groups),
         saved,
-        _seconds_of(hlo_text, seconds - copying, copying, groups, target),
+        _seconds_of(found, seconds - copying, copying, target),
         moments,
     )
 
@@ -131,47 +135,77 @@ def bandwidth_of(target: Target) -> float:
     return target.bandwidth or _ANY_BANDWIDTH
 
 
+def _with_groups(hlo_text: str, groups: Groups) -> Iterator[tuple[Cost, str]]:
+    """What each instruction of a compiled step costs, and its group."""
+    group_of: dict[str, str] = {}
+    for cost in costs(hlo_text):
+        instruction, where = cost.instruction, cost.computation.name
+        group = _group_in((*cost.calls, instruction), groups)
+        if not group:  # that of what it reads
+            names = (f"{where}/{operand}" for operand in instruction.operands)
+            group = next(filter(None, (group_of.get(name, "") for name in names)), "")
+        group_of[f"{where}/{instruction.name}"] = group
+        yield cost, group
+
+
 def _seconds_of(
-    hlo_text: str, seconds: float, copying: float, groups: Groups, target: Target
+    found: Iterable[tuple[Cost, str]], seconds: float, copying: float, target: Target
 ) -> dict[str, float]:
     """Divides the time of a step among groups.
 
     Each has the part of its kernels' traffic and elementwise operations; on a TPU, of their cycles.
 
     Args:
-        hlo_text: The compiled step.
-        seconds: Its estimated time, without the copies to and from the host.
+        found: What each instruction costs, and its group.
+        seconds: The step's estimated time, without the copies to and from the host.
         copying: The time of these.
-        groups: The model's groups.
         target: What it is compiled for.
     """
     in_kernels, host, cycles = (defaultdict[str, float](float) for _ in range(3))
-    group_of: dict[str, str] = {}
-    for cost in costs(hlo_text) if hlo_text else ():
-        instruction, where = cost.instruction, cost.computation.name
-        scope = split_op_name(instruction.op_name)[0] if "/" in instruction.op_name else ""
-        group = groups.group_in(scope) if scope else ""
-        if not group:  # that of what it reads
-            names = (f"{where}/{operand}" for operand in instruction.operands)
-            group = next(filter(None, (group_of.get(name, "") for name in names)), "")
-        group_of[f"{where}/{instruction.name}"] = group
+    for cost, group in found:
         in_kernels[group] += cost.hbm / bandwidth_of(target)
         in_kernels[group] += kernel_seconds(cost.vector, cost.kernels, target)
         host[group] += cost.host
         cycles[group] += cost.cycles
-    found: dict[str, float] = defaultdict(float)
+    shares: dict[str, float] = defaultdict(float)
     for whole, parts in (
         (seconds, cycles if any(cycles.values()) else in_kernels),
         (copying, host),
     ):
         if total := sum(parts.values()):
             for group, part in parts.items():
-                found[group] += whole * part / total
-    return dict(found)
+                shares[group] += whole * part / total
+    return dict(shares)
 
 
-def _moments(timeline: Timeline, groups: Groups) -> tuple[dict[str, int], tuple[Moment, ...]]:
-    """Saved bytes by group; and for each number of saved buffers alive the highest point."""
+def _group_in(path: Iterable[Instruction], groups: Groups) -> str:
+    """The group of an instruction: that of its call, or the instruction's own one within that.
+
+    Args:
+        path: The calls that it lies in, the outermost first, and the instruction.
+        groups: The model's groups.
+    """
+    found = ""
+    for instruction in path:
+        scope = split_op_name(instruction.op_name)[0] if "/" in instruction.op_name else ""
+        own = groups.group_in(scope) if scope else ""
+        if own and (not found or is_in(own, found)):
+            found = own
+    return found
+
+
+def _moments(
+    timeline: Timeline, groups: Groups, group_at: Mapping[str, str]
+) -> tuple[dict[str, int], tuple[Moment, ...]]:
+    """Saved bytes by group, and the highest points.
+
+    There is one for each group that computes and each number of saved buffers alive.
+
+    Args:
+        timeline: Of the compiled step.
+        groups: The model's groups.
+        group_at: The group of an instruction, by its name.
+    """
     start = timeline.backward_start
     assert start is not None
 
@@ -192,7 +226,7 @@ def _moments(timeline: Timeline, groups: Groups) -> tuple[dict[str, int], tuple[
         begins[buffer.start].append(buffer)
         ends[buffer.end + 1].append(buffer)
     alive: Counter[str] = Counter()
-    highest: dict[tuple[bool, int], tuple[int, int, dict[str, int]]] = {}
+    highest: dict[tuple[bool, int, str], tuple[int, int, dict[str, int]]] = {}
     count = 0
     for point, live in enumerate(timeline.live_bytes):
         for buffer in begins[point]:
@@ -201,7 +235,7 @@ def _moments(timeline: Timeline, groups: Groups) -> tuple[dict[str, int], tuple[
             alive[group_of[id(buffer)]] -= buffer.bytes
         count += len(begins[point]) - len(ends[point])
         rest = live - sum(alive.values())
-        key = point >= start, count
+        key = point >= start, count, group_at.get(timeline.points[point], "")
         if key not in highest or highest[key][0] < rest:
             highest[key] = rest, point, dict(alive)
     moments = [
@@ -209,7 +243,8 @@ def _moments(timeline: Timeline, groups: Groups) -> tuple[dict[str, int], tuple[
             f"{'backward' if is_backward else 'forward'} pass, point {point}",
             rest,
             {group: alive / totals[group] for group, alive in counts.items() if alive},
+            computing,
         )
-        for (is_backward, _), (rest, point, counts) in highest.items()
+        for (is_backward, _, computing), (rest, point, counts) in highest.items()
     ]
     return dict(totals), tuple(moments)

@@ -3,7 +3,7 @@
 import collections
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -98,11 +98,33 @@ def make_problem(known: Known, pinned: Mapping[str, str], target: Target) -> Pro
     for group, named in options.items():
         if not any(group in b for b in free):
             named.pop("recompute", None)
-    of_plain = [known.plain, *known.quantized.values()]
-    moments = [m for p in of_plain for m in _with_all_groups(p.moments, names)]
+    moments = [
+        replace(moment, names=moment.group and [n for n in options[moment.group] if n in like])
+        for probe, like in _examples(known)
+        for moment in _with_all_groups(probe.moments, names)
+    ]
+    moments = [moment for moment in moments if moment.names or not moment.group]
     in_order = sorted(names, key=in_blocks)
     neighbours = [pair for pair in itertools.pairwise(in_order) if all(map(block_of, pair))]
     return Problem(options, moments, {"recompute": free}, known.most_noise**2, neighbours)
+
+
+def _examples(known: Known) -> Iterator[tuple[Probe, set[str]]]:
+    """The compiled steps, and the choices of which each is an example.
+
+    Bits of which no step was compiled are computed with as those of the step of the most bits. So
+    is what is kept, where the plain step was rejected for lack of memory.
+    """
+    if known.plain.moments:
+        yield known.plain, {"keep"}
+    for bits, probe in known.quantized.items():
+        like = {bits} | ({*known.declared} if bits == known.bits else set())
+        others = {"keep"} if bits == known.bits and not known.plain.moments else set()
+        yield probe, {coded(b, known.keeps_products) for b in like} | others
+    if known.recomputed is not None:
+        yield known.recomputed, {"recompute"}
+    if known.offloaded is not None:
+        yield known.offloaded[1], {known.offloaded[0]}
 
 
 def _choice(probe: Probe, group: str) -> Choice:

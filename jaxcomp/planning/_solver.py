@@ -37,11 +37,16 @@ class Moment:
         where: What computes there.
         rest: Bytes alive besides saved activations.
         alive: The fraction of its saved bytes that is alive, by group; 0 for other groups.
+        group: The group that computes there; "" if that is not known.
+        names: The choices of that group of which the compiled step is an example. With another
+            choice the group computes otherwise, and `rest` does not count; empty: it always counts.
     """
 
     where: str
     rest: float
     alive: Mapping[str, float]
+    group: str = ""
+    names: Collection[str] = ()
 
     def of_either(self, pair: tuple[str, str]) -> float:
         """The larger of two groups' fractions."""
@@ -76,17 +81,24 @@ class Problem:
     def peak(self, assignment: Mapping[str, str]) -> tuple[float, Moment]:
         """The most bytes at a moment, and the moment."""
         boundaries = self.boundaries(assignment)
+        least = self.least_rest
 
         def alive(moment: Moment) -> float:
+            counts = not moment.names or assignment[moment.group] in moment.names
             saved = (
                 fraction * self.choices[group][assignment[group]].bytes
                 for group, fraction in moment.alive.items()
             )
             twice = (moment.of_either(pair) * self.boundary.bytes for pair in boundaries)
-            return moment.rest + sum(saved) + sum(twice)
+            return (moment.rest if counts else least) + sum(saved) + sum(twice)
 
         most = max(self.moments, key=alive)
         return alive(most), most
+
+    @property
+    def least_rest(self) -> float:
+        """The bytes besides saved activations that are alive at any moment."""
+        return min((moment.rest for moment in self.moments), default=0.0)
 
     def split(self, count: int, given: float) -> "Problem":
         """The same for a part of the batch; `given` are bytes of arguments, which stay."""
@@ -137,6 +149,7 @@ def solve(problem: Problem, budget: float) -> dict[str, str] | None:
         for first, *others in map(sorted, sets):
             for other in others:
                 add({number[first, name]: 1.0, number[other, name]: -1.0}, 0.0, 0.0)
+    least_rest = problem.least_rest
     for moment in problem.moments:
         row = {
             number[group, name]: fraction * choice.bytes / _MIB
@@ -145,7 +158,11 @@ def solve(problem: Problem, budget: float) -> dict[str, str] | None:
         }
         twice = problem.boundary.bytes / _MIB
         row |= {number[pair]: twice * moment.of_either(pair) for pair in pairs}
-        add(row, -np.inf, (budget - moment.rest) / _MIB)
+        rest = least_rest if moment.names else moment.rest
+        for name in moment.names:  # one of which the group has, or the rest does not count
+            column = number[moment.group, name]
+            row[column] = row.get(column, 0.0) + (moment.rest - least_rest) / _MIB
+        add(row, -np.inf, (budget - rest) / _MIB)
     for first, second in pairs:  # 1 if a choice of the first is not that of the second
         for name in problem.choices[first]:
             row = {number[first, second]: 1.0, number[first, name]: -1.0}

@@ -18,7 +18,15 @@ from jaxcomp._core import barriers
 from jaxcomp.memory._tracing import CHECKPOINT_PRIMITIVES
 from jaxcomp.transform._builder import flat
 from jaxcomp.transform._in_parts import in_parts
-from jaxcomp.transform._programs import Program, Values, apply, closed, is_variable, read
+from jaxcomp.transform._programs import (
+    Program,
+    Values,
+    apply,
+    closed,
+    is_variable,
+    read,
+    scope_of,
+)
 
 _LARGE = 2**14  # elements
 
@@ -56,8 +64,9 @@ def apply_after(
         if equation.params["prevent_cse"]:
             values = lax.optimization_barrier(values)
         program = flat(closed(equation.params["jaxpr"], ()))
-        evaluate = in_parts(program, functools.partial(evaluate_after, program), largest)
-        return evaluate(cotangent, values)
+        with scope_of(equation):
+            evaluate = in_parts(program, functools.partial(evaluate_after, program), largest)
+            return evaluate(cotangent, values)
     if _waits(equation, cotangent):
         (value,), (out,) = values, equation.outvars
         kind: Any = out.aval
