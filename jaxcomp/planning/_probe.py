@@ -240,7 +240,8 @@ def _moments(
             highest[key] = rest, point, dict(alive)
     moments = [
         Moment(
-            f"{'backward' if is_backward else 'forward'} pass, point {point}",
+            f"{'backward' if is_backward else 'forward'} pass{computing and f' of {computing}'}, "
+            f"point {point}",
             rest,
             {group: alive / totals[group] for group, alive in counts.items() if alive},
             computing,

@@ -31,8 +31,10 @@ def _problem(rng):
             str(i),
             rng.uniform(0, 5) * MIB,
             {g: rng.uniform() for g in GROUPS if rng.uniform() < 0.7},
+            group,
+            [name for name in choices[group] if rng.uniform() < 0.5],
         )
-        for i in range(4)
+        for i, group in enumerate([*GROUPS[:3], GROUPS[0]])
     ]
     boundary = Choice(rng.uniform(0, 2) * MIB, rng.uniform(0, 0.5)) if rng.uniform() < 0.7 else FREE
     return Problem(choices, moments, {"recompute": free}, np.inf, NEIGHBOURS, boundary)

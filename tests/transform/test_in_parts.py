@@ -1,6 +1,7 @@
 """Inner `jax.checkpoint`s and attentions, whose backward passes are evaluated in parts."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +69,18 @@ def test_gradients(attend, length):
     assert _has_loop(coded, x, W)
     assert not _has_loop(loss, x, W)
     assert_close(_gradient(coded, x, W), _gradient(loss, x, W), 1e-5)
+
+
+def test_a_loop_has_the_name_scope_of_its_attention():
+    @functools.partial(jc.checkpoint, policy=jc.Exact())
+    def loss(x, w):
+        with jax.named_scope("layer"):
+            return _loss(_stock, x, w)
+
+    text = jax.jit(jax.grad(loss)).lower(X, W).compile().as_text()
+    names = re.findall(r'op_name="([^"]*while/body[^"]*dot_general)"', text)
+    assert names
+    assert all("layer" in name for name in names)
 
 
 def test_recognized_attentions_and_codes():
