@@ -22,7 +22,7 @@ from jaxcomp.policies._policy import Policy
 T = TypeVar("T")
 _OF_OFFLOAD = 2  # compilations
 _OF_FEWER_BITS = 1
-_NEAR = 0.03  # of the budget: a plan that needs so much more is worth another compilation
+_NEAR = 0.03  # of the budget: a step that needs so much more is worth another compilation
 _PART = 1 / 3  # of the blocks: to keep the products of fewer is not worth a compilation
 
 
@@ -112,20 +112,43 @@ def run(search: Search, models: Sequence[Any], allowed: Allowed) -> None:
             )
     may_offload = "offload" in allowed.actions and search.target.link_bandwidth is not None
     few = sorted((b for b in bits if b < middle), reverse=True) if quantized is not None else []
+    fewest_fit = bool(allowed.pinned) or (
+        bool(few) and _may_fit(search, quantized, few[-1], uniform)
+    )
     reserved = _OF_OFFLOAD if may_offload else 0
     if quantized is not None or recomputed is not None:
         exact = first_blocks(search.found, plain, recomputed, [] if allowed.pinned else shares)
-        _improve(search, [known, *kept], allowed, reserved + _OF_FEWER_BITS * bool(few), exact)
-    if quantized is not None:
-        tried = [middle] * bool(allowed.pinned) + few
-        _fewer_bits(search, known, {b: uniform[b] for b in tried}, groups, allowed, reserved)
-    if search.best() is None and "offload" in allowed.actions:
-        if may_offload:
+        _improve(search, [known, *kept], allowed, reserved + _OF_FEWER_BITS * fewest_fit, exact)
+
+    def fewer_bits() -> None:
+        if quantized is not None:
+            tried = [middle] * bool(allowed.pinned) + few
+            _fewer_bits(search, known, {b: uniform[b] for b in tried}, groups, allowed, reserved)
+
+    def offload() -> None:
+        if search.best() is None and may_offload:
             _offload(search, known, allowed)
-        else:
-            search.notes.append(
-                f"no offload: the bandwidth between {search.target.name} and its host is not known"
-            )
+
+    for attempt in (fewer_bits, offload) if fewest_fit else (offload, fewer_bits):
+        attempt()
+    if search.best() is None and "offload" in allowed.actions and not may_offload:
+        search.notes.append(
+            f"no offload: the bandwidth between {search.target.name} and its host is not known"
+        )
+
+
+def _may_fit(
+    search: Search, quantized: Probe | None, bits: int, uniform: Mapping[int, Strategy]
+) -> bool:
+    """Whether a step in fewer bits may fit, by the bytes that it saves less than a compiled one."""
+    if quantized is None or search.best() is not None:
+        return False
+    declared = _attempt(search, coded(bits), lambda: search.declared(uniform[bits]))
+    if declared is None:
+        return False
+    less = sum(quantized.declared.values()) - sum(declared.values())
+    needed = (quantized.report.total_bytes or 0) - less / search.target.devices
+    return needed <= (1 + _NEAR) * search.budget
 
 
 def _try_if_it_may_fit(search: Search, plain: Probe, spec: str, least: int | None = None) -> None:
@@ -203,12 +226,10 @@ def _improve(
 
 
 def _nearly_fits(search: Search) -> bool:
-    """Whether something fits, or a plan would with a small correction."""
+    """Whether something fits, or a plan would that differs little from what was compiled."""
     nearly = (1 + _NEAR) * search.budget
     return search.best() is not None or any(
-        0 < (c.result.report.total_bytes or 0) <= nearly
-        for c in search.found
-        if c.assignment is not None
+        0 < (c.result.report.total_bytes or 0) <= nearly for c in search.found
     )
 
 
