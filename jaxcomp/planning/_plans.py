@@ -22,7 +22,7 @@ from jaxcomp.policies._policy import Policy
 T = TypeVar("T")
 _OF_OFFLOAD = 2  # compilations
 _OF_FEWER_BITS = 1
-_NEAR = 0.03  # of the budget: a step that needs so much more is worth another compilation
+_NEAR = 0.03  # of the budget: a plan that needs so much more is worth another compilation
 _PART = 1 / 3  # of the blocks: to keep the products of fewer is not worth a compilation
 
 
@@ -226,10 +226,12 @@ def _improve(
 
 
 def _nearly_fits(search: Search) -> bool:
-    """Whether something fits, or a plan would that differs little from what was compiled."""
+    """Whether something fits, or a plan would with a small correction."""
     nearly = (1 + _NEAR) * search.budget
     return search.best() is not None or any(
-        0 < (c.result.report.total_bytes or 0) <= nearly for c in search.found
+        0 < (c.result.report.total_bytes or 0) <= nearly
+        for c in search.found
+        if c.assignment is not None or c.strategy.first_blocks is not None
     )
 
 
