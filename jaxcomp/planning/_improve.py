@@ -1,6 +1,7 @@
 """Solves for plans, compiles them, corrects the estimates, and solves again."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -104,8 +105,9 @@ def improve(
 ) -> list[float]:
     """Compiles plans as long as one is estimated to be faster than all that fit.
 
-    The first plan of a class is taken to be 3% faster than estimated. Plans of a kind are done
-    with when one fails, or fills the budget and is the fastest so far.
+    The first plan of a class is taken to be 3% faster than estimated. While nothing fits, it comes
+    before a second plan of another class. Plans of a kind are done with when one fails, or fills
+    the budget and is the fastest so far.
 
     Args:
         kinds: The plans to choose from.
@@ -132,7 +134,10 @@ def improve(
         ]
         if not proposed:
             break
-        _, plan, plans = min(proposed, key=lambda item: item[0])
+        _, plan, plans = min(
+            proposed,
+            key=lambda item: (best == math.inf and type(item[2]) in compiled, item[0]),
+        )
         compiled.add(type(plans))
         result = compile_plan(plan, plans.micro_batches)
         if result is None or result.report.total_bytes is None:
