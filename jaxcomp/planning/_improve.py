@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from jaxcomp.planning._probe import Probe
@@ -125,19 +125,10 @@ def improve(
     compiled: set[type] = set()
     while left():
         best = best_seconds()
-        proposed = [
-            (least, plan, plans)
-            for plans in open_kinds
-            if (proposal := plans.propose(budget)) is not None
-            for seconds, plan in [proposal]
-            if (least := seconds / (1.0 if type(plans) in compiled else _FIRST)) < best
-        ]
-        if not proposed:
+        proposed = _proposed(open_kinds, budget, best, compiled)
+        if proposed is None:
             break
-        _, plan, plans = min(
-            proposed,
-            key=lambda item: (best == math.inf and type(item[2]) in compiled, item[0]),
-        )
+        plan, plans = proposed
         compiled.add(type(plans))
         result = compile_plan(plan, plans.micro_batches)
         if result is None or result.report.total_bytes is None:
@@ -159,3 +150,29 @@ def _pass_on(learned: Variant, other: Variant) -> None:
     other.set_boundary(dataclasses.replace(boundary, bytes=ratio * boundary.bytes))
     if ratio == 1.0:
         other.more_seconds = learned.more_seconds
+
+
+def _proposed(
+    kinds: Sequence[Plans], budget: float, best: float, compiled: Collection[type]
+) -> tuple[Any, Plans] | None:
+    """The plan to compile next, and its kind; None if none may be faster than the best.
+
+    Args:
+        kinds: The plans to choose from.
+        budget: In bytes.
+        best: The least estimated time of what fits; infinite if nothing does.
+        compiled: The classes of which a plan was compiled.
+    """
+    found = []
+    for plans in kinds:
+        proposal = plans.propose(budget)
+        if proposal is not None:
+            seconds, plan = proposal
+            is_first = type(plans) not in compiled
+            least = seconds / _FIRST if is_first else seconds
+            waits = best == math.inf and not is_first
+            found += [(waits, least, plan, plans)] if least < best else []
+    if not found:
+        return None
+    *_, plan, plans = min(found, key=lambda item: item[:2])
+    return plan, plans

@@ -112,25 +112,18 @@ def run(search: Search, models: Sequence[Any], allowed: Allowed) -> None:
             )
     may_offload = "offload" in allowed.actions and search.target.link_bandwidth is not None
     few = sorted((b for b in bits if b < middle), reverse=True) if quantized is not None else []
-    fewest_fit = bool(allowed.pinned) or (
-        bool(few) and _may_fit(search, quantized, few[-1], uniform)
-    )
+    is_near = bool(allowed.pinned) or (bool(few) and _may_fit(search, quantized, few[-1], uniform))
     reserved = _OF_OFFLOAD if may_offload else 0
     if quantized is not None or recomputed is not None:
         exact = first_blocks(search.found, plain, recomputed, [] if allowed.pinned else shares)
-        _improve(search, [known, *kept], allowed, reserved + _OF_FEWER_BITS * fewest_fit, exact)
-
-    def fewer_bits() -> None:
-        if quantized is not None:
-            tried = [middle] * bool(allowed.pinned) + few
-            _fewer_bits(search, known, {b: uniform[b] for b in tried}, groups, allowed, reserved)
-
-    def offload() -> None:
-        if search.best() is None and may_offload:
-            _offload(search, known, allowed)
-
-    for attempt in (fewer_bits, offload) if fewest_fit else (offload, fewer_bits):
-        attempt()
+        _improve(search, [known, *kept], allowed, reserved + _OF_FEWER_BITS * is_near, exact)
+    tried = {b: uniform[b] for b in [*([middle] if allowed.pinned and quantized else []), *few]}
+    if is_near:
+        _fewer_bits(search, known, tried, groups, allowed, reserved)
+    if may_offload:
+        _offload(search, known, allowed)
+    if not is_near:
+        _fewer_bits(search, known, tried, groups, allowed, reserved=0)
     if search.best() is None and "offload" in allowed.actions and not may_offload:
         search.notes.append(
             f"no offload: the bandwidth between {search.target.name} and its host is not known"
@@ -236,10 +229,10 @@ def _nearly_fits(search: Search) -> bool:
 
 
 def _offload(search: Search, known: Known, allowed: Allowed) -> None:
-    """Compiles the step with all saved values in the host's memory, and plans with that."""
-    choice = f"offload:{coded(known.bits)}" if known.quantized else "offload"
-    if not search.left:
+    """If nothing fits: all saved values in the host's memory, and plans with that."""
+    if search.best() is not None or not search.left:
         return
+    choice = f"offload:{coded(known.bits)}" if known.quantized else "offload"
     offloaded = _tried(search, choice, allowed.uniform(choice))
     if offloaded is not None:
         _improve(search, [replace(known, offloaded=(choice, offloaded))], allowed, reserved=0)

@@ -3,7 +3,7 @@
 import collections
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -98,15 +98,25 @@ def make_problem(known: Known, pinned: Mapping[str, str], target: Target) -> Pro
     for group, named in options.items():
         if not any(group in b for b in free):
             named.pop("recompute", None)
-    moments = [
-        replace(moment, names=moment.group and [n for n in options[moment.group] if n in like])
-        for probe, like in _examples(known)
-        for moment in _with_all_groups(probe.moments, names)
-    ]
-    moments = [moment for moment in moments if moment.names or not moment.group]
+    moments = list(_moments(known, options))
     in_order = sorted(names, key=in_blocks)
     neighbours = [pair for pair in itertools.pairwise(in_order) if all(map(block_of, pair))]
     return Problem(options, moments, {"recompute": free}, known.most_noise**2, neighbours)
+
+
+def _moments(known: Known, options: Mapping[str, Collection[str]]) -> Iterator[Moment]:
+    """The moments of the compiled steps, with the choices for which each counts.
+
+    Args:
+        known: What was compiled.
+        options: The names of the choices of each group.
+    """
+    for probe, like in _examples(known):
+        for moment in _with_all_groups(probe.moments, options):
+            names = options.get(moment.group, ()) if moment.group else ()
+            alike = [name for name in names if name in like]
+            if alike or not names:
+                yield replace(moment, names=alike)
 
 
 def _examples(known: Known) -> Iterator[tuple[Probe, set[str]]]:
