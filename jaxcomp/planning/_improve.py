@@ -166,12 +166,15 @@ def _proposed(
     found = []
     for plans in kinds:
         proposal = plans.propose(budget)
-        if proposal is not None:
-            seconds, plan = proposal
-            is_first = type(plans) not in compiled
-            least = seconds / _FIRST if is_first else seconds
+        if proposal is None:
+            continue
+        seconds, plan = proposal
+        is_first = type(plans) not in compiled
+        if is_first:
+            seconds /= _FIRST
+        if seconds < best:
             waits = best == math.inf and not is_first
-            found += [(waits, least, plan, plans)] if least < best else []
+            found.append((waits, seconds, plan, plans))
     if not found:
         return None
     *_, plan, plans = min(found, key=lambda item: item[:2])

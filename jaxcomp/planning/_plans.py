@@ -11,7 +11,7 @@ from flax import nnx
 from jaxcomp.planning._blocks import FirstBlocks, first_blocks, shares_of
 from jaxcomp.planning._groups import bits_of, coded, policy_of, rules_of
 from jaxcomp.planning._improve import Plans, Variant, improve
-from jaxcomp.planning._noise import Data, measure
+from jaxcomp.planning._noise import Data, Noise, measure
 from jaxcomp.planning._probe import Probe
 from jaxcomp.planning._problem import Action, Known, make_problem
 from jaxcomp.planning._search import Candidate, Search
@@ -76,12 +76,7 @@ def run(search: Search, models: Sequence[Any], allowed: Allowed) -> None:
         quantized = _tried(search, coded(middle), uniform[middle])
     groups = [] if quantized is None else sorted({*quantized.declared, *plain.declared})
     if quantized is not None and allowed.data is not None:
-        measured = {middle, *({2} & {*bits})}  # 2 bits: batch norms have 3
-        size = jax.tree.leaves(allowed.data[2])[0].shape[0]
-        part = min(1.0, size / search.batch)
-        search.noise = measure(
-            allowed.data, groups, measured, allowed.biased, part, search.progress
-        )
+        search.noise = _measured(search, allowed.data, groups, middle, allowed)
     if recomputes and search.left:
         recomputed = _tried(search, "remat", remat)
     shares = shares_of(search.groups, plain) if {"keep", "recompute"} <= {*allowed.actions} else []
@@ -110,24 +105,36 @@ def run(search: Search, models: Sequence[Any], allowed: Allowed) -> None:
                 "no micro-batches: batch norms would see fewer images (or the model is a function, "
                 "of which that is not known); split_batch_statistics=True allows them"
             )
+    fewer = sorted((b for b in bits if b < middle), reverse=True) if quantized is not None else []
+    tried = [*([middle] if allowed.pinned and quantized else []), *fewer]
+    fewer_first = bool(allowed.pinned) or (
+        bool(fewer) and _may_fit(search, quantized, fewer[-1], uniform)
+    )
     may_offload = "offload" in allowed.actions and search.target.link_bandwidth is not None
-    few = sorted((b for b in bits if b < middle), reverse=True) if quantized is not None else []
-    is_near = bool(allowed.pinned) or (bool(few) and _may_fit(search, quantized, few[-1], uniform))
     reserved = _OF_OFFLOAD if may_offload else 0
     if quantized is not None or recomputed is not None:
         exact = first_blocks(search.found, plain, recomputed, [] if allowed.pinned else shares)
-        _improve(search, [known, *kept], allowed, reserved + _OF_FEWER_BITS * is_near, exact)
-    tried = {b: uniform[b] for b in [*([middle] if allowed.pinned and quantized else []), *few]}
-    if is_near:
-        _fewer_bits(search, known, tried, groups, allowed, reserved)
+        _improve(search, [known, *kept], allowed, reserved + _OF_FEWER_BITS * fewer_first, exact)
+    if fewer_first:
+        _fewer_bits(search, known, {b: uniform[b] for b in tried}, groups, allowed, reserved)
     if may_offload:
         _offload(search, known, allowed)
-    if not is_near:
-        _fewer_bits(search, known, tried, groups, allowed, reserved=0)
+    if not fewer_first:
+        _fewer_bits(search, known, {b: uniform[b] for b in tried}, groups, allowed, reserved=0)
     if search.best() is None and "offload" in allowed.actions and not may_offload:
         search.notes.append(
             f"no offload: the bandwidth between {search.target.name} and its host is not known"
         )
+
+
+def _measured(
+    search: Search, data: Data, groups: Sequence[str], middle: int, allowed: Allowed
+) -> Noise:
+    """The noise of codes on the user's data."""
+    bits = {middle, *({2} & {*allowed.bits})}  # 2 bits: batch norms have 3
+    size = jax.tree.leaves(data[2])[0].shape[0]
+    part = min(1.0, size / search.batch)
+    return measure(data, groups, bits, allowed.biased, part, search.progress)
 
 
 def _may_fit(
@@ -285,23 +292,30 @@ def _attempt(search: Search, name: str, run: Callable[[], T]) -> T | None:
 def _accumulate(search: Search, plain: Probe) -> None:
     """Compiles the fewest micro-batches that are estimated to fit.
 
-    More are compiled as long as they are the fastest that fits, and not slower than the plain step.
+    Twice as many are compiled as long as nothing that fits is faster than they. Their time is
+    extrapolated from that of the plain step and of the last one.
     """
     given, total = plain.report.argument_bytes or 0, plain.report.total_bytes or 0
     count, tries = 2, 2
+    expected = 0.0  # seconds; nothing is known of the first
     if search.batch % count:
         search.notes.append(f"no micro-batches: batch={search.batch} is odd")
     while search.batch % count == 0 and search.left and tries:
+        best = search.best()
+        if best is not None and expected > best.result.seconds:
+            return
         if given + (total - given) / count <= search.budget:
             name = f"accumulate:{count}"
             result = _tried(search, name, Strategy.parse(name))
             if result is None:
                 return
             best = search.best()
-            if not search.fits(result):
-                tries -= 1
-            elif best is None or best.result is not result or result.seconds > plain.seconds:
+            is_best = best is not None and best.result is result
+            if search.fits(result) and not is_best:
                 return
+            tries -= not is_best
+            more = (result.seconds - plain.seconds) / (count - 1)
+            expected = plain.seconds + more * (2 * count - 1)
         count *= 2
 
 

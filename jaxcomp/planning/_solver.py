@@ -1,5 +1,6 @@
 """The integer program of a plan: a choice for each group, within budgets of bytes and of noise."""
 
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -48,6 +49,11 @@ class Moment:
     group: str = ""
     names: Collection[str] = ()
 
+    @property
+    def groups(self) -> set[str]:
+        """The groups whose choices change the bytes that are alive."""
+        return {*self.alive, *([self.group] if self.names else [])}
+
     def of_either(self, pair: tuple[str, str]) -> float:
         """The larger of two groups' fractions."""
         return max(self.alive.get(group, 0.0) for group in pair)
@@ -81,24 +87,29 @@ class Problem:
     def peak(self, assignment: Mapping[str, str]) -> tuple[float, Moment]:
         """The most bytes at a moment, and the moment."""
         boundaries = self.boundaries(assignment)
-        least = self.least_rest
 
         def alive(moment: Moment) -> float:
-            counts = not moment.names or assignment[moment.group] in moment.names
-            saved = (
-                fraction * self.choices[group][assignment[group]].bytes
-                for group, fraction in moment.alive.items()
-            )
+            chosen = (self.bytes_of(moment, group, assignment[group]) for group in moment.groups)
             twice = (moment.of_either(pair) * self.boundary.bytes for pair in boundaries)
-            return (moment.rest if counts else least) + sum(saved) + sum(twice)
+            return self.fixed_bytes(moment) + sum(chosen) + sum(twice)
 
         most = max(self.moments, key=alive)
         return alive(most), most
 
-    @property
+    @functools.cached_property
     def least_rest(self) -> float:
         """The bytes besides saved activations that are alive at any moment."""
         return min((moment.rest for moment in self.moments), default=0.0)
+
+    def fixed_bytes(self, moment: Moment) -> float:
+        """Bytes that are alive at a moment with any choices."""
+        return self.least_rest if moment.names else moment.rest
+
+    def bytes_of(self, moment: Moment, group: str, name: str) -> float:
+        """Bytes that are alive at a moment because a group has a choice."""
+        saved = moment.alive.get(group, 0.0) * self.choices[group][name].bytes
+        is_example = group == moment.group and name in moment.names
+        return saved + (moment.rest - self.least_rest if is_example else 0.0)
 
     def split(self, count: int, given: float) -> "Problem":
         """The same for a part of the batch; `given` are bytes of arguments, which stay."""
@@ -149,20 +160,15 @@ def solve(problem: Problem, budget: float) -> dict[str, str] | None:
         for first, *others in map(sorted, sets):
             for other in others:
                 add({number[first, name]: 1.0, number[other, name]: -1.0}, 0.0, 0.0)
-    least_rest = problem.least_rest
+    twice = problem.boundary.bytes / _MIB
     for moment in problem.moments:
         row = {
-            number[group, name]: fraction * choice.bytes / _MIB
-            for group, fraction in moment.alive.items()
-            for name, choice in problem.choices[group].items()
+            number[group, name]: problem.bytes_of(moment, group, name) / _MIB
+            for group in moment.groups
+            for name in problem.choices[group]
         }
-        twice = problem.boundary.bytes / _MIB
         row |= {number[pair]: twice * moment.of_either(pair) for pair in pairs}
-        rest = least_rest if moment.names else moment.rest
-        for name in moment.names:  # one of which the group has, or the rest does not count
-            column = number[moment.group, name]
-            row[column] = row.get(column, 0.0) + (moment.rest - least_rest) / _MIB
-        add(row, -np.inf, (budget - rest) / _MIB)
+        add(row, -np.inf, (budget - problem.fixed_bytes(moment)) / _MIB)
     for first, second in pairs:  # 1 if a choice of the first is not that of the second
         for name in problem.choices[first]:
             row = {number[first, second]: 1.0, number[first, name]: -1.0}

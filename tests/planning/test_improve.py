@@ -36,13 +36,14 @@ def test_a_slow_plan_corrects_all_plans_of_as_many_micro_batches_and_ends_nothin
     assert errors == [0.0, 0.0]
 
 
-def test_micro_batches_are_doubled_only_as_long_as_they_are_the_fastest_that_fits(monkeypatch):
+def test_micro_batches_are_doubled_as_long_as_they_may_be_the_fastest_that_fits(monkeypatch):
     seconds = {"accumulate:2": 3.0, "accumulate:4": 2.0, "accumulate:8": 4.0, "accumulate:16": 1.0}
+    total: dict[str, int] = {}
     progress = contextlib.nullcontext
     search = Search(None, 64, None, 4 * MIB, 8, progress, None, lambda strategy: True)
 
     def compile_strategy(search, name, strategy):
-        result = made_up(seconds[name])
+        result = made_up(seconds[name], total.get(name, 2 * MIB))
         search.found.append(Candidate(name, strategy, result))
         return result
 
@@ -53,6 +54,11 @@ def test_micro_batches_are_doubled_only_as_long_as_they_are_the_fastest_that_fit
     search.found.clear()
     _plans._accumulate(search, made_up(2.9))
     assert [candidate.name for candidate in search.found] == ["accumulate:2"]
+    total["accumulate:2"] = 5 * MIB  # does not fit, and 4 are expected to take 3.2
+    for other, names in ((3.1, ["accumulate:2"]), (3.3, [*seconds][:3])):
+        search.found[:] = [Candidate("remat", Strategy.parse("remat"), made_up(other))]
+        _plans._accumulate(search, made_up(2.9, 5 * MIB))
+        assert [candidate.name for candidate in search.found[1:]] == names
 
 
 def test_a_plan_that_nearly_fits_is_worth_the_compilations_that_are_left_over():
