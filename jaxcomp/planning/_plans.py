@@ -336,7 +336,10 @@ def _beyond_estimate(search: Search, known: Known, problem: Problem) -> float:
 
 
 def _variants(search: Search, known: Known, problem: Problem) -> list[Variant]:
-    """Plans for the whole batch, and for as many micro-batches as were the fastest, or fewer."""
+    """Plans for the whole batch, and for as many micro-batches as were the fastest, or fewer.
+
+    Where micro-batches fit as they are, other plans with as many are hardly faster.
+    """
     plain, *others = search.found
     split = [c for c in others if c.strategy.micro_batches > 1]
     found = [Variant(1, problem, _beyond_estimate(search, known, problem))]
@@ -353,7 +356,7 @@ def _variants(search: Search, known: Known, problem: Problem) -> list[Variant]:
     expected, _ = problem.split(count, given).peak(most_bytes)
     more_bytes = (most.result.report.total_bytes or 0) - expected
     number = 2
-    while number <= count:
+    while number < count or (number == count and not search.fits(most.result)):
         part = problem.split(number, given)
         found.append(Variant(number, part, more_bytes, more_seconds * (number - 1)))
         number *= 2
