@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
+from jaxcomp.planning._corrections import Ratios, corrected, ratios_of
 from jaxcomp.planning._probe import Probe
 from jaxcomp.planning._solver import FREE, Choice, Problem, solve
 
@@ -52,6 +53,7 @@ class Variant:
         more_bytes: What a compiled step takes beyond the estimate.
         more_seconds: The same of its estimated time.
         tried: What was compiled.
+        ratios: Of the last one.
     """
 
     micro_batches: int
@@ -59,6 +61,7 @@ class Variant:
     more_bytes: float = 0.0
     more_seconds: float = 0.0
     tried: list[Assignment] = dataclasses.field(default_factory=list)
+    ratios: Ratios = dataclasses.field(default_factory=dict)
 
     def propose(self, budget: float) -> tuple[float, Assignment] | None:
         """The fastest choices, and their estimated time; None if they were compiled already."""
@@ -70,11 +73,13 @@ class Variant:
     def learn(self, assignment: Assignment, result: Probe, budget: float) -> float:
         """Corrects the estimates by a compiled plan; the error of its bytes, as a fraction.
 
-        The first error is put down to the boundaries, since steps without any are estimated well:
-        the estimates are made of those. A later error is put down to all plans alike.
+        The times of groups and their choices follow those of the plan. What is left of the first
+        error is put down to the boundaries, of a later one to all plans alike.
         """
         total = result.report.total_bytes
         assert total is not None
+        self.ratios = ratios_of(self.problem, assignment, result)
+        self.problem = corrected(self.problem, self.ratios)
         bytes_, seconds = self._beyond(assignment, result)
         count = len(self.problem.boundaries(assignment))
         if count and self.problem.boundary == FREE:
@@ -148,6 +153,7 @@ def _pass_on(learned: Variant, other: Variant) -> None:
     """Corrects plans of which none was compiled as far as they are like others."""
     boundary, ratio = learned.problem.boundary, learned.micro_batches / other.micro_batches
     other.set_boundary(dataclasses.replace(boundary, bytes=ratio * boundary.bytes))
+    other.problem = corrected(other.problem, learned.ratios)
     if ratio == 1.0:
         other.more_seconds = learned.more_seconds
 

@@ -23,6 +23,7 @@ T = TypeVar("T")
 _OF_OFFLOAD = 2  # compilations
 _OF_FEWER_BITS = 1
 _NEAR = 0.03  # of the budget: a plan that needs so much more is worth another compilation
+_EXTRAPOLATED = 1.05  # micro-batches may be faster than extrapolated by so much
 _PART = 1 / 3  # of the blocks: to keep the products of fewer is not worth a compilation
 
 
@@ -292,8 +293,8 @@ def _attempt(search: Search, name: str, run: Callable[[], T]) -> T | None:
 def _accumulate(search: Search, plain: Probe) -> None:
     """Compiles the fewest micro-batches that are estimated to fit.
 
-    Twice as many are compiled as long as nothing that fits is faster than they. Their time is
-    extrapolated from that of the plain step and of the last one.
+    Twice as many are compiled unless something that fits is expected to be faster by 5%. Their time
+    is extrapolated from that of the plain step and of the last one.
     """
     given, total = plain.report.argument_bytes or 0, plain.report.total_bytes or 0
     count, tries = 2, 2
@@ -302,18 +303,17 @@ def _accumulate(search: Search, plain: Probe) -> None:
         search.notes.append(f"no micro-batches: batch={search.batch} is odd")
     while search.batch % count == 0 and search.left and tries:
         best = search.best()
-        if best is not None and expected > best.result.seconds:
+        if best is not None and expected > _EXTRAPOLATED * best.result.seconds:
             return
         if given + (total - given) / count <= search.budget:
             name = f"accumulate:{count}"
             result = _tried(search, name, Strategy.parse(name))
             if result is None:
                 return
-            best = search.best()
-            is_best = best is not None and best.result is result
-            if search.fits(result) and not is_best:
+            fits = search.fits(result)
+            if fits and search.best() is None:  # it is not allowed
                 return
-            tries -= not is_best
+            tries -= not fits
             more = (result.seconds - plain.seconds) / (count - 1)
             expected = plain.seconds + more * (2 * count - 1)
         count *= 2

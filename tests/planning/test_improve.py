@@ -4,8 +4,10 @@ import contextlib
 import itertools
 from types import SimpleNamespace
 
+import numpy as np
+
 from jaxcomp.planning import _plans
-from jaxcomp.planning._improve import Variant, improve
+from jaxcomp.planning._improve import Variant, _pass_on, improve
 from jaxcomp.planning._search import Candidate, Search
 from jaxcomp.planning._solver import Choice, Moment, Problem
 from jaxcomp.planning._strategies import Strategy
@@ -55,7 +57,7 @@ def test_micro_batches_are_doubled_as_long_as_they_may_be_the_fastest_that_fits(
     _plans._accumulate(search, made_up(2.9))
     assert [candidate.name for candidate in search.found] == ["accumulate:2"]
     total["accumulate:2"] = 5 * MIB  # does not fit, and 4 are expected to take 3.2
-    for other, names in ((3.1, ["accumulate:2"]), (3.3, [*seconds][:3])):
+    for other, names in ((3.0, ["accumulate:2"]), (3.3, [*seconds][:3])):
         search.found[:] = [Candidate("remat", Strategy.parse("remat"), made_up(other))]
         _plans._accumulate(search, made_up(2.9, 5 * MIB))
         assert [candidate.name for candidate in search.found[1:]] == names
@@ -75,9 +77,32 @@ def test_a_plan_that_nearly_fits_is_worth_the_compilations_that_are_left_over():
         assert _plans._nearly_fits(search) == nearly
 
 
-def made_up(seconds, total=2 * MIB):
+def made_up(seconds, total=2 * MIB, seconds_of=None):
     report = SimpleNamespace(total_bytes=total, argument_bytes=MIB)
-    return SimpleNamespace(report=report, seconds=seconds, moments=("backward",))
+    return SimpleNamespace(
+        report=report,
+        seconds=seconds,
+        moments=("backward",),
+        seconds_of=seconds_of or {},
+    )
+
+
+def test_groups_that_are_alike_follow_what_was_compiled_of_some():
+    groups = ["blocks/0/attention", "blocks/1/attention", "head"]
+    choices = {g: {"keep": Choice(4 * MIB, 2.0), "bits=4": Choice(MIB, 3.0)} for g in groups}
+    problem = Problem(choices, [Moment("backward", MIB, dict.fromkeys(groups, 1.0))], {})
+    plan = {"blocks/0/attention": "keep", "blocks/1/attention": "bits=4", "head": "keep"}
+    seconds_of = dict(zip(groups, [3.0, 3.3, 4.0], strict=True))
+    whole, split = Variant(1, problem), Variant(2, problem)
+    whole.learn(plan, made_up(10.3, 15 * MIB, seconds_of), 20 * MIB)
+    _pass_on(whole, split)
+    for plans in (whole, split):
+        for group in groups[:2]:
+            found = [choice.seconds for choice in plans.problem.choices[group].values()]
+            np.testing.assert_allclose(found, [3.0, 3.3], rtol=1e-12)
+        assert plans.problem.choices["head"] == choices["head"]
+    assert whole.problem.peak(plan)[0] + whole.more_bytes == 15 * MIB
+    np.testing.assert_allclose(whole.problem.seconds(plan) + whole.more_seconds, 10.3, rtol=1e-12)
 
 
 def test_the_first_error_is_put_down_to_neighbours_whose_choices_differ():
@@ -95,9 +120,10 @@ def test_the_first_error_is_put_down_to_neighbours_whose_choices_differ():
     def compile_plan(assignment, _):
         count = sum(assignment[a] != assignment[b] for a, b in neighbours)
         compiled.append(count)
-        chosen = [choices[group][name] for group, name in assignment.items()]
-        total = MIB + sum(choice.bytes for choice in chosen)
-        return made_up(sum(c.seconds for c in chosen) + 0.5 * count, total + MIB * count)
+        chosen = {group: choices[group][name] for group, name in assignment.items()}
+        seconds_of = {group: choice.seconds for group, choice in chosen.items()}
+        total, spent = MIB + sum(c.bytes for c in chosen.values()), sum(seconds_of.values())
+        return made_up(spent + 0.5 * count, total + MIB * count, seconds_of)
 
     errors = improve([plans], 17.5 * MIB, compile_plan, lambda: 3, lambda: 10.0)
     assert compiled[0] == 5

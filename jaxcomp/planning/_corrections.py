@@ -1,0 +1,45 @@
+"""What a compiled plan shows of groups that are alike, such as those of equal blocks."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from jaxcomp.planning._groups import block_of
+from jaxcomp.planning._probe import Probe
+from jaxcomp.planning._solver import Problem
+from jaxcomp.transform._plan import without_indices
+
+Ratios = Mapping[tuple[str, str], float]
+"""The compiled over the estimated time, by a group's path without indices and its choice."""
+
+
+def ratios_of(problem: Problem, assignment: Mapping[str, str], result: Probe) -> Ratios:
+    """The ratios of the groups in blocks.
+
+    Of groups that are alike it is the least: a neighbour with another choice makes others larger.
+
+    Args:
+        problem: The estimates.
+        assignment: A plan.
+        result: What the compiler made of it.
+    """
+    found: dict[tuple[str, str], float] = {}
+    for group, name in assignment.items():
+        estimate, kind = problem.choices[group][name].seconds, (without_indices(group), name)
+        if block_of(group) and estimate:
+            ratio = result.seconds_of.get(group, 0.0) / estimate
+            found[kind] = min(ratio, found.get(kind, ratio))
+    return found
+
+
+def corrected(problem: Problem, ratios: Ratios) -> Problem:
+    """The problem with estimated times multiplied by ratios."""
+    choices = {
+        group: {
+            name: replace(
+                choice, seconds=choice.seconds * ratios.get((without_indices(group), name), 1.0)
+            )
+            for name, choice in named.items()
+        }
+        for group, named in problem.choices.items()
+    }
+    return replace(problem, choices=choices)
