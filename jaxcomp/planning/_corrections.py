@@ -13,19 +13,20 @@ Ratios = Mapping[tuple[str, str], float]
 
 
 def ratios_of(problem: Problem, assignment: Mapping[str, str], result: Probe) -> Ratios:
-    """The ratios of the groups in blocks.
+    """The ratios of the groups in blocks whose neighbours have the same choice.
 
-    Of groups that are alike it is the least: a neighbour with another choice makes others larger.
+    A neighbour with another choice changes the time. Of groups that are alike it is the least.
 
     Args:
         problem: The estimates.
         assignment: A plan.
         result: What the compiler made of it.
     """
+    at_boundary = {group for pair in problem.boundaries(assignment) for group in pair}
     found: dict[tuple[str, str], float] = {}
     for group, name in assignment.items():
         estimate, kind = problem.choices[group][name].seconds, (without_indices(group), name)
-        if block_of(group) and estimate:
+        if block_of(group) and estimate and group not in at_boundary:
             ratio = result.seconds_of.get(group, 0.0) / estimate
             found[kind] = min(ratio, found.get(kind, ratio))
     return found
