@@ -1,6 +1,7 @@
 """Plans that are compiled one after the other, against a compiler that is made up."""
 
 import contextlib
+import dataclasses
 import itertools
 from types import SimpleNamespace
 
@@ -103,6 +104,9 @@ def test_groups_that_are_alike_follow_what_was_compiled_of_some():
         assert plans.problem.choices["head"] == choices["head"]
     assert whole.problem.peak(plan)[0] + whole.more_bytes == 15 * MIB
     np.testing.assert_allclose(whole.problem.seconds(plan) + whole.more_seconds, 10.3, rtol=1e-12)
+    adjacent = Variant(1, dataclasses.replace(problem, neighbours=[tuple(groups[:2])]))
+    adjacent.learn(plan, made_up(10.3, 15 * MIB, seconds_of), 20 * MIB)
+    assert adjacent.problem.choices == choices  # their choices differ, which may take the time
 
 
 def test_the_first_error_is_put_down_to_neighbours_whose_choices_differ():
