@@ -9,7 +9,7 @@ from scipy import optimize, sparse
 
 _MIB = 2**20
 _GAP = 1e-3  # relative, of the time that is minimized
-_SECONDS = 10.0
+_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ class Problem:
 def solve(problem: Problem, budget: float) -> dict[str, str] | None:
     """The choices of the least time within the budgets; None if there are none.
 
-    The time is minimal within a thousandth, or what the solver found in ten seconds.
+    The time is minimal within a thousandth, or what the solver found in two seconds.
 
     Example:
         >>> choices = {"a": {"keep": Choice(4.0, 0.0), "code": Choice(1.0, 1.0)}}
