@@ -139,6 +139,17 @@ def first_blocks(
     return plans
 
 
+def seconds_of_each(plain: float, split: float, count: int) -> float:
+    """Seconds that each micro-batch but the first takes more.
+
+    Args:
+        plain: The time of the plain step.
+        split: Its time in micro-batches.
+        count: Their number.
+    """
+    return (split - plain) / (count - 1)
+
+
 def _in_parts(level: Level, plain: Level, split: Level, count: int) -> Level:
     """The estimate of a step in `count` micro-batches; `split` is the plain step in as many."""
     less = (level.bytes - plain.bytes) / count
@@ -163,8 +174,8 @@ def _splits(found: Sequence[Candidate], plain: Level, given: float) -> dict[int,
     if not splits:
         return {}
     least = min(splits)
+    more_seconds = seconds_of_each(plain.seconds, splits[least].seconds, least)
     more_bytes = splits[least].bytes - given - (plain.bytes - given) / least
-    more_seconds = (splits[least].seconds - plain.seconds) / (least - 1)
     fewer = {
         count: Level(
             given + (plain.bytes - given) / count + more_bytes,

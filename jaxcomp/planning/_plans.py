@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import jax
 from flax import nnx
 
-from jaxcomp.planning._blocks import FirstBlocks, first_blocks, shares_of
+from jaxcomp.planning._blocks import FirstBlocks, first_blocks, seconds_of_each, shares_of
 from jaxcomp.planning._groups import bits_of, coded, policy_of, rules_of
 from jaxcomp.planning._improve import Plans, Variant, improve
 from jaxcomp.planning._noise import Data, Noise, measure
@@ -107,7 +107,8 @@ def run(search: Search, models: Sequence[Any], allowed: Allowed) -> None:
                 "of which that is not known); split_batch_statistics=True allows them"
             )
     fewer = sorted((b for b in bits if b < middle), reverse=True) if quantized is not None else []
-    tried = [*([middle] if allowed.pinned and quantized else []), *fewer]
+    also = [middle] if allowed.pinned and quantized is not None else []
+    tried = {b: uniform[b] for b in [*also, *fewer]}
     fewer_first = bool(allowed.pinned) or (
         bool(fewer) and _may_fit(search, quantized, fewer[-1], uniform)
     )
@@ -117,11 +118,11 @@ def run(search: Search, models: Sequence[Any], allowed: Allowed) -> None:
         exact = first_blocks(search.found, plain, recomputed, [] if allowed.pinned else shares)
         _improve(search, [known, *kept], allowed, reserved + _OF_FEWER_BITS * fewer_first, exact)
     if fewer_first:
-        _fewer_bits(search, known, {b: uniform[b] for b in tried}, groups, allowed, reserved)
+        _fewer_bits(search, known, tried, groups, allowed, reserved)
     if may_offload:
         _offload(search, known, allowed)
     if not fewer_first:
-        _fewer_bits(search, known, {b: uniform[b] for b in tried}, groups, allowed, reserved=0)
+        _fewer_bits(search, known, tried, groups, allowed, reserved=0)
     if search.best() is None and "offload" in allowed.actions and not may_offload:
         search.notes.append(
             f"no offload: the bandwidth between {search.target.name} and its host is not known"
@@ -314,8 +315,8 @@ def _accumulate(search: Search, plain: Probe) -> None:
             if fits and search.best() is None:  # it is not allowed
                 return
             tries -= not fits
-            more = (result.seconds - plain.seconds) / (count - 1)
-            expected = plain.seconds + more * (2 * count - 1)
+            more_seconds = seconds_of_each(plain.seconds, result.seconds, count)
+            expected = plain.seconds + more_seconds * (2 * count - 1)
         count *= 2
 
 
@@ -352,7 +353,7 @@ def _variants(search: Search, known: Known, problem: Problem) -> list[Variant]:
     }
     most = min((c for c in split if search.fits(c.result)), key=_seconds, default=split[-1])
     count = most.strategy.micro_batches
-    more_seconds = (most.result.seconds - plain.result.seconds) / (count - 1)
+    more_seconds = seconds_of_each(plain.result.seconds, most.result.seconds, count)
     expected, _ = problem.split(count, given).peak(most_bytes)
     more_bytes = (most.result.report.total_bytes or 0) - expected
     number = 2
