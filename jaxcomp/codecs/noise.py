@@ -9,6 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float, Inexact, Int32, UInt32
 
 from jaxcomp._core import platforms
+from jaxcomp._core.shard_map import varying_axes
 from jaxcomp.codecs._codec import Seed
 
 GOLDEN = 0x9E3779B9  # 2^32 over the golden ratio; its multiples lie far apart
@@ -163,6 +164,40 @@ def words(x: Float[Array, "*shape"], seed: Seed = None) -> UInt32[Array, "*shape
             f"seed of shape {seed.shape} and dtype {seed.dtype}: expected an integer scalar"
         )
     return _upper_hash(x, _mix(seed.astype(jnp.uint32) + jnp.uint32(1)))
+
+
+def salt(seed: Seed, like: Array) -> UInt32[Array, ""]:
+    """Derives a seed for `indexed_words` that differs between the devices of a `jax.shard_map`.
+
+    Args:
+        seed: Integer scalar; None is 0.
+        like: The array to round. Inside of `jax.shard_map` the seed depends on the place along each
+            mesh axis over which this array varies.
+
+    Returns:
+        The seed.
+    """
+    made = folded(seed, 0)
+    for axis in sorted(varying_axes(like)):
+        made = folded(made, lax.axis_index(axis))
+    return made
+
+
+def indexed_words(shape: tuple[int, ...], salt: UInt32[Array, ""]) -> UInt32[Array, "*shape"]:
+    """Draws random bits for each index of an array, for noise that decoding needs again.
+
+    Unlike those of `words` they do not depend on the values, so `salt` has to differ between steps
+    and devices. One round of a hash is enough for indices, whose multiples lie far apart already.
+
+    Args:
+        shape: Shape of the array.
+        salt: What selects the bits, from the function `salt`.
+
+    Returns:
+        uint32 array, whose upper 16 bits are random.
+    """
+    h = _salted_index(shape, GOLDEN, salt)
+    return (h ^ (h >> 15)) * jnp.uint32(0x846CA68B)
 
 
 def axis_words(shape: tuple[int, ...], seed: Seed) -> tuple[UInt32[Array, "..."], ...]:

@@ -87,8 +87,8 @@ def encode_activation(
 
     @jax.custom_vjp
     def op(value: Array, channel_scale: Array) -> tuple[Array, Encoded]:
-        random = noise.words(value, noise.fingerprint(channel_scale))
-        code = sign_aware.encode_activation(value, channel_scale, random)
+        salt = noise.salt(noise.fingerprint(channel_scale), value)
+        code = sign_aware.encode_activation(value, channel_scale, salt)
         return barriers.save_residual(value, code, codec)
 
     def forward(value: Array, channel_scale: Array) -> tuple[tuple[Array, Encoded], None]:

@@ -130,13 +130,14 @@ def conv_general_dilated(
         pads = lax.padtype_to_pads(sizes, kernel, window_strides, pads)
     dense = not any(map(any, pads)) and set(lhs_dilation or ()) <= {1}
     if locations == 1 and dense:
-        strided = (slice(None), *(slice(None, None, stride) for stride in window_strides))
         at_stride_1 = functools.partial(stock, window_strides=(1,) * len(spatial))
 
         def product(part: Array, rhs: Array) -> Array:
             return at_stride_1(part.transpose(restore), rhs)
 
-        reads = Reads(lambda x: x[strided], product)
+        if any(stride > 1 for stride in window_strides):
+            strided = (slice(None), *(slice(None, None, stride) for stride in window_strides))
+            reads = Reads(lambda x: x[strided], product)
         x, rhs = match_varying((x, rhs))
         gradient = kernel_gradient(inner_codec(codec), product, numbers, rhs, precision)
     return bilinear(

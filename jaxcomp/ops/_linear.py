@@ -192,14 +192,17 @@ def bilinear(
         drhs = dsink = None
         if code is not None:
             code, cotangent = barriers.barrier_together(code, cotangent, codec)
-            if travels:
-                code = Encoded(jax.tree.map(part, code.arrays), stored.shape, stored.dtype)
+            decoded = codec.decode(code)
+            if travels and reads is not None:
+                decoded = part(decoded)  # rounding noise depends on the index in the whole array
             if sink is not None:
-                dsink = sensitivity(codec.decode(code), cotangent, uses)
+                dsink = sensitivity(decoded, cotangent, uses)
             if weight_gradient is not None:
+                if travels:
+                    arrays = jax.tree.map(lambda a: part(a) if a.ndim else a, code.arrays)
+                    code = Encoded(arrays, stored.shape, stored.dtype)
                 drhs = weight_gradient(code, cotangent)
             else:
-                decoded = codec.decode(code)
                 transpose = jax.linear_transpose(lambda rhs: product(decoded, rhs), like_rhs)
                 (drhs,) = transpose(cotangent)
             drhs, cotangent = barriers.barrier_together(row_major(drhs), cotangent, codec)

@@ -131,15 +131,16 @@ class NormActVjp:
         found = [norm.statistics(x) for norm, (x, _, _) in zip(self.norms, inputs, strict=True)]
         means, variances = zip(*found, strict=True)
         variances = tuple(norm.clip(var) for norm, var in zip(self.norms, variances, strict=True))
-        # Noise is hashed from x, which is the same on any number of devices; a mean is so only up
-        # to rounding. Both codes of an element may share noise: no gradient multiplies them.
-        random = [noise.words(x, seed) for x, _, _ in inputs]
+        # Both codes of an element may share noise: no gradient multiplies them.
+        salt = noise.salt(seed, inputs[0].x)
         normalized = [
             norm.standardize(x, mean, var)
             for (x, _, _), mean, var in zip(inputs, means, variances, strict=True)
         ]
         own: tuple[Normalized, ...] = ()
         if not codec.signed:
+            salts = [salt, *(noise.folded(salt, i) for i in range(1, len(normalized)))]
+            random = [noise.indexed_words(self.shape, each) for each in salts]
             own = tuple(map(codec.encode_normalized, normalized, random))
         if not self.relu:
             ((x, scale, bias),) = inputs
@@ -152,16 +153,15 @@ class NormActVjp:
             ((_, scale, bias),) = inputs
             gain, offset = norm.wide(scale), norm.wide(bias)
             packed: tuple[typing.Any, ...] = codec.encode_preactivation(
-                normalized[0] * sign(gain), threshold(gain, offset), y > 0, random[0]
+                normalized[0] * sign(gain), threshold(gain, offset), y > 0, salt
             )
-            affine = jnp.abs(gain) + unknown, offset
+            affine = salt, jnp.abs(gain) + unknown, offset
         else:
             if self.window is not None:
                 index = self.window.index.encode(self.window.argmax(y))
                 y = barriers.materialize(self.window.max(y))
-                random = [noise.words(y, seed)]
-            coded = codec.encode_activation(y, channel_scale + unknown, random[0])
-            packed, affine = coded.arrays[:-2], coded.arrays[-2:]
+            coded = codec.encode_activation(y, channel_scale + unknown, salt)
+            packed, affine = coded.arrays[:-3], coded.arrays[-3:]
         codes = packed, own, index
         (y, affine, after), codes = barriers.save_residual(
             (y, affine, (means, variances)), codes, self.stored_by
@@ -291,7 +291,7 @@ class NormActVjp:
         """Decodes the mask of the ReLU, the normalised values, and the indices of a pool."""
         code, own, index = kept
         if code is not None and self.codec.signed:
-            coded = Preactivation(*code.arrays[:-2])
+            coded = Preactivation(*code.arrays[:-3])
             h, positive = self.codec.decode_preactivation(coded, code.shape)
             return positive, [h * sign(self.norm.wide(scale))], None
         passed = None if code is None else self.codec.positive(code)

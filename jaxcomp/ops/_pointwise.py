@@ -79,7 +79,7 @@ def _of_multiples(
 
     The product is scaled by the per-channel scale of the input. The integers take half the bytes of
     decoded bfloat16 values. XLA for GPUs fuses the conversion of integers, but no other decoding,
-    into a matrix product.
+    into a matrix product. They are decoded without dither, on all platforms.
     """
     batch, channel, *spatial = numbers.out_spec
     features, inputs, *ones = numbers.rhs_spec
@@ -105,7 +105,8 @@ def _of_multiples(
         return dkernel
 
     def gradient(code: Encoded, cotangent: Array) -> Array:
-        *_, channel_scale, _ = code.arrays
+        *packed, _, channel_scale, offset = code.arrays
+        code = Encoded((*packed, None, channel_scale, offset), code.shape, code.dtype)
         channels, rows = kernel.shape[inputs], cotangent.size // kernel.shape[features]
         if channel_scale.size != channels or math.prod(code.shape) != rows * channels:
             return of_decoded(code, cotangent)  # scales for each sample, or feature groups

@@ -46,7 +46,7 @@ def levels_of(activation):
     codec, code = activation.codec, activation.code
     if not codec.signed:
         return None, codec.positive(code)
-    return codec.decode_preactivation(Preactivation(*code.arrays[:-2]), SHAPE)
+    return codec.decode_preactivation(Preactivation(*code.arrays[:-3]), SHAPE)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
