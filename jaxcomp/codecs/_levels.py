@@ -62,7 +62,8 @@ class Levels:
             t: float32 values.
             positive: Whether each value is positive. Decoding returns this mask exactly, except
                 where `t` is NaN.
-            random: 32 random bits for each value, from `noise.words`.
+            random: 32 random bits for each value, from `noise.words` or
+                `noise.indexed_words`.
 
         Returns:
             int32 codes in [0, negatives + number of positive levels).

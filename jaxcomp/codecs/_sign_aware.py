@@ -25,7 +25,7 @@ ScaleSource = typing.Literal["norm", "range"]
 # training. With 3 and 4 bits the last level is far away, so values are hardly ever clipped.
 _PREACTIVATION = {
     2: Companding(0.75, (0, 1, 3)),
-    3: Companding(0.56, (0, 1, 2, 4, 8, 22)),
+    3: Companding(0.6, (0, 1, 2, 3.5, 6.5, 20)),
     4: Companding(0.24, (0, 1, 2, 3, 4, 5, 6, 7, 9, 11, 13, 15, 23, 67)),
 }
 _ACTIVATION = {

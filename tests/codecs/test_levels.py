@@ -18,6 +18,10 @@ CODECS = [
 DRAWS = 4096
 
 
+def as_double(x):
+    return np.asarray(x, np.float64)
+
+
 def values(levels):
     codes = jnp.arange(levels.negatives + len(levels.positive.multiples))
     return np.asarray(levels.decode(codes)[0])
@@ -63,6 +67,27 @@ def test_rounding_is_unbiased_up_to_the_top(codec):
         return levels.decode(levels.encode(x, x > 0, noise.words(x, seed)))[0]
 
     assert_unbiased(jax.jit(draw)(jnp.arange(DRAWS)), t)
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_dither_keeps_the_mean_of_positive_values_and_takes_away_variance(codec):
+    levels = codec.levels
+    usual, all_of_them = (
+        np.linspace(0, 2 * levels.positive.unit, 22),
+        np.linspace(0, levels.top, 22),
+    )
+    t = np.concatenate([usual[1:], all_of_them[1:]], dtype=np.float32)[:, None]
+    every = jnp.arange(2**16, dtype=jnp.uint32) << 16  # all numbers that rounding can take
+
+    @jax.jit
+    def draws(t):
+        t, random = jnp.broadcast_arrays(t, every)
+        decoded, _ = levels.decode(levels.encode(t, t > 0, random))
+        return decoded, decoded - levels.dither(random)
+
+    plain, dithered = map(as_double, draws(t))
+    np.testing.assert_allclose(dithered.mean(1), t[:, 0], atol=1e-4 * levels.top)
+    assert dithered[:21].var(1).mean() < 0.75 * plain[:21].var(1).mean()
 
 
 def test_what_is_above_the_top_comes_back_as_the_top():

@@ -179,6 +179,18 @@ def test_rounded_takes_constants(level):
     np.testing.assert_array_equal(nearest, np.floor(np.asarray(levels, np.float64) + 0.5))
 
 
+@pytest.mark.parametrize("shape", [(2**18,), (16, 8, 32, 64)])
+def test_words_of_indices_are_uniform_and_independent_of_their_neighbours(shape):
+    draw = jax.jit(lambda seed: noise.fraction(noise.indexed_words(shape, noise.salt(seed, x))))
+    x = jnp.zeros(shape)
+    u, other = (np.asarray(draw(seed)) - 0.5 for seed in (0, 1))
+    count = np.histogram(u, 64, (-0.5, 0.5))[0]
+    assert ((count - u.size / 64) ** 2 / (u.size / 64)).sum() < 120  # 63 degrees of freedom
+    pairs = [(u, other), *((u, np.roll(u, n, axis)) for axis in range(u.ndim) for n in (1, 2, 3))]
+    for a, b in pairs:
+        assert abs((a * b).mean() * 12) < 5 / math.sqrt(u.size)
+
+
 def test_words_have_the_upper_bits_of_the_hash():
     x = normal((64, 64))
     numbers = noise.fraction(noise.words(x, 3))
