@@ -49,6 +49,16 @@ def levels_of(activation):
     return codec.decode_preactivation(Preactivation(*code.arrays[:-3]), SHAPE)
 
 
+def test_noise_differs_between_batches_with_the_same_parameters():
+    run = jax.jit(functools.partial(ops.norm_act, codec=SignAware(4)))
+    codes = [
+        run(normal(SHAPE, seed=i), jnp.ones(SHAPE[-1:]), jnp.zeros(SHAPE[-1:]))[0].code
+        for i in (0, 0, 1)
+    ]
+    first, again, other = (int(code.arrays[-3]) for code in codes)
+    assert first == again != other
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("case", CASES)
 def test_forward_is_the_stock_operations(case, dtype):
