@@ -65,6 +65,11 @@ class SignAware(Codec):
       for arrays of fewer than 3 axes), rounded outward to bfloat16. No value is clipped and the
       error is smaller, but computing the range takes one pass over the array.
 
+    Rounding and decoding use the same random number for each value, so the rounding error is partly
+    subtracted again (`Levels.dither`). A small positive value may thus decode to a number below 0.
+    `ops.norm_act` subtracts it where a convolution reads the code, not in the norm's own backward
+    pass.
+
     `encode` on its own always uses ranges. Negative values then decode to zero, and a value within
     1% of the largest number of the dtype may decode to Inf.
 
