@@ -81,8 +81,9 @@ class Codec(abc.ABC):
     """Encodes one floating-point array in fewer bytes.
 
     A codec is a frozen, hashable dataclass of static options. Axis 0 of an array is the batch. A
-    codec never mixes samples, so a batch that is sharded over devices needs no communication. NaN
-    and Inf decode to non-finite values.
+    codec never mixes samples, so a batch that is sharded over devices needs no communication, but
+    for the few elements that seed the noise of `SignAware`. NaN and Inf decode to non-finite
+    values.
 
     Subclasses define `_encode` and `_decode`.
 

@@ -52,8 +52,8 @@ _SLACK = 2.0**-8  # relative margin that makes rounding to bfloat16 go outward
 class SignAware(Codec):
     """Quantizes the output of a ReLU: zero is exact, and the distance of positive levels grows.
 
-    `ops.norm_act` also encodes pre-activations by it. The sign of the decoded value is then the
-    mask of the ReLU, which needs no bit of its own.
+    `ops.norm_act` also encodes pre-activations by it. The code then tells the mask of the ReLU,
+    which needs no bit of its own.
 
     In `ops.norm_act` the levels are multiples of a per-channel scale. `scale_source` selects it:
 
@@ -70,8 +70,8 @@ class SignAware(Codec):
     `ops.norm_act` subtracts it where a convolution reads the code, not in the norm's own backward
     pass.
 
-    `encode` on its own always uses ranges. Negative values then decode to zero, and a value within
-    1% of the largest number of the dtype may decode to Inf.
+    `encode` on its own always uses ranges. Negative values then decode to zero, and a value above
+    three quarters of the largest number of the dtype may decode to Inf.
 
     Values up to the last level are unbiased, except that with 2 bits one code stands for all
     negative pre-activations. With ranges it decodes to their mean; a norm's backward pass is then
@@ -178,8 +178,7 @@ class SignAware(Codec):
     def _encode(self, x: Array, seed: Seed) -> tuple[Array, ...]:
         if self.signed:
             raise ValueError("signed=True: expected False, but for what `ops.norm_act` makes of it")
-        salt = noise.folded(seed, noise.spot_check(x))
-        return self.encode_scaled(x, self._greatest(x), salt).arrays
+        return self.encode_scaled(x, self._greatest(x), noise.salt(seed, x)).arrays
 
     def _decode(
         self, arrays: tuple[typing.Any, ...], shape: tuple[int, ...], dtype: DTypeLike

@@ -13,7 +13,6 @@ from jaxcomp._core import barriers, platforms
 from jaxcomp._core.shard_map import match_varying
 from jaxcomp.codecs import Codec, Encoded, Offload, noise
 from jaxcomp.codecs._codec import Seed
-from jaxcomp.codecs._rounding import to_bfloat16
 from jaxcomp.codecs._sign_aware import Normalized, Preactivation, SignAware
 from jaxcomp.ops._norm import Norm
 from jaxcomp.ops._pooling import Window
@@ -133,10 +132,7 @@ class NormActVjp:
         found = [norm.statistics(x) for norm, (x, _, _) in zip(self.norms, inputs, strict=True)]
         means, variances = zip(*found, strict=True)
         variances = tuple(norm.clip(var) for norm, var in zip(self.norms, variances, strict=True))
-        # Noise differs wherever means differ, as between batches with the same parameters. Means
-        # are the same on any number of devices up to rounding, so most of their bits are dropped.
         # Both codes of an element may share noise: no gradient multiplies them.
-        seed = noise.folded(seed, noise.fingerprint(to_bfloat16(means[0])))
         salt = lax.optimization_barrier(noise.salt(seed, inputs[0].x))
         normalized = [
             norm.standardize(x, mean, var)

@@ -9,7 +9,6 @@ from jax import lax
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding
 
 from jaxcomp import AvgPool, BlockSparse, DualPrecision, Exact, Offload, Quantize, SignAware, ops
-from jaxcomp.codecs import noise
 from tests.helpers import assert_close, normal
 
 AUTO = jax.sharding.AxisType.Auto
@@ -77,9 +76,7 @@ def check(operation, *parameters, **options):
     outside = jax.grad(mapped(local, out_specs=jax.P()), arguments)
     inside = mapped(jax.grad(local, arguments), out_specs=specs)
     lanes = jax.vmap(jax.grad(lane, arguments), (0, *[None] * len(parameters)), axis_name="batch")
-    with pytest.MonkeyPatch.context() as patch:  # in a lane no type tells what varies
-        patch.setattr(noise, "varying_axes", lambda _: {"batch"})
-        dx, *rest = jax.jit(lanes)(X.reshape(DEVICES, -1, *X.shape[1:]), *parameters)
+    dx, *rest = jax.jit(lanes)(X.reshape(DEVICES, -1, *X.shape[1:]), *parameters)
     expected = dx.reshape(X.shape), *(a.sum(0) for a in rest)
     for found in (outside, inside):
         assert_close(jax.jit(found)(X, *parameters), expected, 1e-5)

@@ -49,14 +49,15 @@ def levels_of(activation):
     return codec.decode_preactivation(Preactivation(*code.arrays[:-3]), SHAPE)
 
 
-def test_noise_differs_between_batches_with_the_same_parameters():
-    run = jax.jit(functools.partial(ops.norm_act, codec=SignAware(4)))
-    codes = [
-        run(normal(SHAPE, seed=i), jnp.ones(SHAPE[-1:]), jnp.zeros(SHAPE[-1:]))[0].code
-        for i in (0, 0, 1)
-    ]
-    first, again, other = (int(code.arrays[-3]) for code in codes)
-    assert first == again != other
+def test_noise_differs_between_batches_and_lanes_with_the_same_parameters():
+    def salt(x):
+        norm_act = functools.partial(ops.norm_act, axis_name="lanes", codec=SignAware(4))
+        return norm_act(x, jnp.ones(SHAPE[-1:]), jnp.zeros(SHAPE[-1:]))[0].code.arrays[-3]
+
+    batch = 5 + jnp.stack([normal(SHAPE, seed=i) for i in range(8)])
+    salts = jax.jit(jax.vmap(salt, axis_name="lanes"))
+    assert len({*salts(batch).tolist(), *salts(batch + 1).tolist()}) == 16
+    assert salts(batch).tolist() == salts(batch).tolist()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
