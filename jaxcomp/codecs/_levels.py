@@ -24,8 +24,8 @@ class Levels:
     A positive value is rounded up where its random number is large. What decodes it may know that
     number, and subtract `dither` from the level. That leaves the mean as it is and takes 25 to 45%
     of the error's variance away. Between equidistant levels it is subtractive dither (Roberts 1962,
-    "Picture coding using pseudo-random noise"). Here distances grow, and only one multiple of the
-    number, the same for all levels, has the mean zero between any two of them.
+    "Picture coding using pseudo-random noise"). Here distances grow, so the same multiple of the
+    number is subtracted from all levels: otherwise the mean is wrong between two of them.
 
     Attributes:
         negatives: Number of codes for values that are not positive. 1: all of them decode to
