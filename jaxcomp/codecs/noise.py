@@ -21,7 +21,7 @@ _SPAN = 4096  # elements of the last axis, among which those are
 def _mix_upper(h: Array) -> Array:
     """Mixes 32-bit words; the upper 16 bits of the result are those of `_mix`."""
     h = (h ^ (h >> 16)) * jnp.uint32(0x7FEB352D)
-    return (h ^ (h >> 15) ^ (h >> 7)) * jnp.uint32(0x846CA68B)
+    return (h ^ (h >> 15)) * jnp.uint32(0x846CA68B)
 
 
 def _mix(h: Array) -> Array:
