@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 
 from jaxcomp.codecs import noise, packing
 from jaxcomp.codecs._codec import Seed
-from jaxcomp.codecs._sign_aware import equidistant, extremes, reciprocal
+from jaxcomp.codecs._ranges import equidistant, extremes, reciprocal
 
 
 class Dithered(typing.NamedTuple):

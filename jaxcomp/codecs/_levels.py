@@ -77,12 +77,14 @@ class Levels:
 
     @functools.partial(jax.jit, static_argnums=0)
     def decode(
-        self, codes: Int[Array, "*shape"]
+        self, codes: Int[Array, "*shape"], dither: Float[Array, "*shape"] | None = None
     ) -> tuple[Float[Array, "*shape"], Bool[Array, "*shape"]]:
         """Decodes codes.
 
         Args:
             codes: int32 codes.
+            dither: What to subtract from positive levels, from `dither`. The other levels are then
+                undefined.
 
         Returns:
             The float32 levels, and the mask of positive values.
@@ -93,6 +95,8 @@ class Levels:
         level = multiple * self.positive.unit
         if self.bottom != 0:
             level = jnp.where(codes == 0, self.bottom, level)
+        if dither is not None:
+            level -= dither
         return level, codes >= self.negatives
 
     @functools.partial(jax.jit, static_argnums=0)

@@ -13,7 +13,13 @@ from jaxcomp.codecs import noise, packing
 from jaxcomp.codecs._codec import Codec, Encoded, Seed, channel_axes
 from jaxcomp.codecs._companding import Companding, with_sign
 from jaxcomp.codecs._levels import Levels
-from jaxcomp.codecs._rounding import to_bfloat16
+from jaxcomp.codecs._ranges import (
+    equidistant,
+    extremes,
+    mean_unless_all,
+    outward,
+    reciprocal,
+)
 
 BITS = (2, 3, 4)
 # A threshold of a pre-activation is clipped to these, in standard deviations.
@@ -45,7 +51,6 @@ _OF_RANGE = {
     3: Companding(0.25, (0, 1, 2, 3, 4, 6, 8)),
     4: Companding(0.125, (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 18, 20)),
 }
-_SLACK = 2.0**-8  # relative margin that makes rounding to bfloat16 go outward
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +178,7 @@ class SignAware(Codec):
     def _greatest(self, x: Array) -> Array:
         """Returns the scale at which the maximum of each channel and sample is the top level."""
         greatest = jnp.max(jnp.abs(x), channel_axes(x.ndim), keepdims=True, initial=0)
-        return _outward(greatest.astype(jnp.float32) / self.levels.top)
+        return outward(greatest.astype(jnp.float32) / self.levels.top)
 
     def _encode(self, x: Array, seed: Seed) -> tuple[Array, ...]:
         if self.signed:
@@ -188,8 +193,8 @@ class SignAware(Codec):
         if self.signed:
             t, positive = self.decode_preactivation(Preactivation(*coded), shape, dither)
         else:
-            t, positive = self.levels.decode(packing.unpack(tuple(coded), shape, self.bits))
-            t = t if dither is None else t - dither
+            codes = packing.unpack(tuple(coded), shape, self.bits)
+            t, positive = self.levels.decode(codes, dither)
         # A channel with a NaN has a NaN scale; its zeros decode to NaN too.
         return jnp.where(positive, t * factor + offset, 0 * (factor + offset)).astype(dtype)
 
@@ -242,7 +247,7 @@ class SignAware(Codec):
         else:
             low, high = ends = extremes(h)
             if self.levels.negatives == 1:
-                ends = _mean_unless_all(h, positive, low), high
+                ends = mean_unless_all(h, positive, low), high
             start, up, down = self._steps(ends, threshold)
             t = (h - start) * jnp.where(positive, reciprocal(up), reciprocal(down))
         codes = self.levels.encode(t, positive, noise.indexed_words(h.shape, salt))
@@ -261,14 +266,13 @@ class SignAware(Codec):
         Args:
             code: The encoded values.
             shape: Shape of the values.
-            dither: What to subtract from positive values, from `Levels.dither`. The other values
-                are then undefined.
+            dither: As in `Levels.decode`.
 
         Returns:
             The float32 values, and the mask of those that the ReLU passes.
         """
-        t, positive = self.levels.decode(packing.unpack(code.packed, shape, self.bits))
-        t = t if dither is None else t - dither
+        codes = packing.unpack(code.packed, shape, self.bits)
+        t, positive = self.levels.decode(codes, dither)
         if self.scale_source == "norm":
             return t + code.threshold, positive
         start, up, down = self._steps(code.ends, code.threshold)
@@ -310,7 +314,7 @@ class SignAware(Codec):
 
         Args:
             h: float32 values with mean 0 and variance 1 in each channel.
-            random: As in `encode_scaled`.
+            random: 32 random bits for each value, from `noise.indexed_words`.
 
         Returns:
             The encoded values.
@@ -367,41 +371,3 @@ class Normalized(typing.NamedTuple):
 
     packed: tuple[Array, ...]
     ends: tuple[Array, ...]
-
-
-def extremes(h: Array) -> tuple[Array, Array]:
-    """Returns the smallest and largest value of each channel of each sample, rounded outward."""
-    axes = channel_axes(h.ndim)
-    low = jnp.min(h, axes, keepdims=True, initial=jnp.inf)
-    high = jnp.max(h, axes, keepdims=True, initial=-jnp.inf)
-    return -_outward(-low), _outward(high)
-
-
-def equidistant(ends: tuple[Array, ...], bits: int) -> tuple[Array, Array]:
-    """Returns the lowest of equidistant levels between two ends, and the distance of levels."""
-    low, high = (end.astype(jnp.float32) for end in ends)
-    return low, (high - low) / (2**bits - 1)
-
-
-def reciprocal(step: Array) -> Array:
-    """Returns the reciprocal of float32 steps, and 1 where a step is 0 or subnormal.
-
-    Elements are multiplied by it: on a GPU a division takes as long as eight products or more.
-    """
-    usable = ~(step < jnp.finfo(jnp.float32).tiny)  # NaN stays
-    return jnp.where(usable, 1 / jnp.where(usable, step, 1.0), 1.0)
-
-
-def _mean_unless_all(h: Array, positive: Array, low: Array) -> Array:
-    """Returns the mean of the values that are not positive, or `low` where all are positive.
-
-    Means are of each channel of each sample.
-    """
-    axes = channel_axes(h.ndim)
-    count = (~positive).sum(axes, keepdims=True)
-    mean = jnp.where(positive, 0, h).sum(axes, keepdims=True) / jnp.maximum(count, 1)
-    return jnp.where(count == 0, low, to_bfloat16(mean))
-
-
-def _outward(high: Array) -> Array:
-    return to_bfloat16(high + _SLACK * jnp.abs(high))

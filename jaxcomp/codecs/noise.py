@@ -183,9 +183,7 @@ def salt(seed: Seed, x: Inexact[Array, "..."]) -> UInt32[Array, ""]:
         False
     """
     made = folded(seed, 0)
-    if not x.size:
-        return made
-    sample = lax.stop_gradient(x)[jnp.ix_(*_places(x.shape))].astype(jnp.float32).reshape(-1)
+    sample = _sampled(x)
     for i in range(0, sample.size, max(1, sample.size // 3)):
         made = _mix(made ^ lax.bitcast_convert_type(sample[i], jnp.uint32))
     return made
@@ -301,12 +299,17 @@ def spot_check(*arrays: Inexact[Array, "..."]) -> UInt32[Array, ""]:
     """
     samples = [jnp.zeros(0)]
     for x in arrays:
-        sample = lax.stop_gradient(x)
-        if x.size:
-            sample = sample[jnp.ix_(*_places(x.shape))] if x.ndim else sample
-        samples.append(jnp.ravel(jnp.real(sample)).astype(jnp.float32))
+        samples.append(_sampled(x))
     words = _hash(jnp.concatenate(samples), jnp.uint32(0))
     return _mix(words.sum(dtype=jnp.uint32))
+
+
+def _sampled(x: Array) -> Array:
+    """The elements that `spot_check` reads, as a vector of float32."""
+    sample = lax.stop_gradient(x)
+    if x.size and x.ndim:
+        sample = sample[jnp.ix_(*_places(x.shape))]
+    return jnp.ravel(jnp.real(sample)).astype(jnp.float32)
 
 
 def _places(shape: tuple[int, ...]) -> list[np.ndarray]:

@@ -5,7 +5,7 @@ import pytest
 
 from jaxcomp import DualPrecision, SignAware
 from jaxcomp.codecs import noise
-from jaxcomp.codecs._sign_aware import reciprocal
+from jaxcomp.codecs._ranges import reciprocal
 from jaxcomp.memory._compiling import compile_step
 from jaxcomp.memory._targets import resolve
 from jaxcomp.memory._tracing import trace

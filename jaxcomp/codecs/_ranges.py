@@ -1,0 +1,48 @@
+"""Ranges of each channel of each sample in bfloat16, and levels between their ends."""
+
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jaxcomp.codecs._codec import channel_axes
+from jaxcomp.codecs._rounding import to_bfloat16
+
+_SLACK = 2.0**-8  # relative margin that makes rounding to bfloat16 go outward
+
+
+def extremes(h: Array) -> tuple[Array, Array]:
+    """Returns the smallest and largest value of each channel of each sample, rounded outward."""
+    axes = channel_axes(h.ndim)
+    low = jnp.min(h, axes, keepdims=True, initial=jnp.inf)
+    high = jnp.max(h, axes, keepdims=True, initial=-jnp.inf)
+    return -outward(-low), outward(high)
+
+
+def equidistant(ends: tuple[Array, ...], bits: int) -> tuple[Array, Array]:
+    """Returns the lowest of equidistant levels between two ends, and the distance of levels."""
+    low, high = (end.astype(jnp.float32) for end in ends)
+    return low, (high - low) / (2**bits - 1)
+
+
+def reciprocal(step: Array) -> Array:
+    """Returns the reciprocal of float32 steps, and 1 where a step is 0 or subnormal.
+
+    Elements are multiplied by it: on a GPU a division takes as long as eight products or more.
+    """
+    usable = ~(step < jnp.finfo(jnp.float32).tiny)  # NaN stays
+    return jnp.where(usable, 1 / jnp.where(usable, step, 1.0), 1.0)
+
+
+def mean_unless_all(h: Array, positive: Array, low: Array) -> Array:
+    """Returns the mean of the values that are not positive, or `low` where all are positive.
+
+    Means are of each channel of each sample.
+    """
+    axes = channel_axes(h.ndim)
+    count = (~positive).sum(axes, keepdims=True)
+    mean = jnp.where(positive, 0, h).sum(axes, keepdims=True) / jnp.maximum(count, 1)
+    return jnp.where(count == 0, low, to_bfloat16(mean))
+
+
+def outward(high: Array) -> Array:
+    """Rounds upper ends to bfloat16, up."""
+    return to_bfloat16(high + _SLACK * jnp.abs(high))
