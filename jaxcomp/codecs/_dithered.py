@@ -1,4 +1,4 @@
-"""Codes of normalised values whose rounding error does not depend on the values."""
+"""Codes of values whose rounding error does not depend on the values."""
 
 import typing
 
@@ -15,7 +15,7 @@ class Dithered(typing.NamedTuple):
 
     Attributes:
         packed: Packed codes.
-        ends: Extremes of each channel of each sample in bfloat16.
+        ends: Extremes of each group in bfloat16.
         words: What the noise is hashed from, for each axis.
     """
 
@@ -24,8 +24,10 @@ class Dithered(typing.NamedTuple):
     words: tuple[Array, ...]
 
 
-def encode(h: Float[Array, "*shape"], bits: int, seed: Seed) -> Dithered:
-    """Encodes normalised values on equidistant levels between their extremes.
+def encode(
+    h: Float[Array, "*shape"], bits: int, seed: Seed, axes: tuple[int, ...] | None = None
+) -> Dithered:
+    """Encodes values on equidistant levels between their extremes.
 
     Noise is added before the value is rounded, and the same noise is subtracted from the level:
     "subtractive dither". The error is then uniform between half a step below and above, whatever
@@ -33,14 +35,15 @@ def encode(h: Float[Array, "*shape"], bits: int, seed: Seed) -> Dithered:
     is half of that of stochastic rounding on average.
 
     Args:
-        h: float32 values with mean 0 and variance 1 in each channel.
+        h: float32 values.
         bits: Bits of an element.
         seed: Integer scalar that selects the noise, which does not depend on the values.
+        axes: Axes over which values share their extremes; None for each channel of each sample.
 
     Returns:
         The encoded values.
     """
-    ends = extremes(h)
+    ends = extremes(h, axes)
     low, step = equidistant(ends, bits)
     words = noise.axis_words(h.shape, seed)
     level = jnp.clip((h - low) * reciprocal(step), 0, 2**bits - 1)

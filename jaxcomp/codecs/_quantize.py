@@ -85,12 +85,12 @@ class Quantize(Codec):
         self.check(shape, dtype)
         pack = functools.partial(packing.pack, bits=self.bits)
         packed = jax.eval_shape(pack, jax.ShapeDtypeStruct(shape, jnp.int32))
-        axes = self._axes(shape)
+        axes = self.range_axes(shape)
         groups = tuple(1 if axis in axes else size for axis, size in enumerate(shape))
         ends = 2 * array_nbytes(groups, dtype)
         return sum(array_nbytes(a.shape, a.dtype) for a in packed) + ends
 
-    def _axes(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def range_axes(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the axes over which values share a range."""
         rank = len(shape)
         if self.group == "row":
@@ -110,7 +110,7 @@ class Quantize(Codec):
             Two arrays in the dtype of `x` that broadcast to `x`. Both are NaN for a group with a
             NaN or Inf.
         """
-        axes = self._axes(x.shape)
+        axes = self.range_axes(x.shape)
         low = jnp.min(x, axes, keepdims=True, initial=jnp.inf)
         high = jnp.max(x, axes, keepdims=True, initial=-jnp.inf)
         finite = jnp.isfinite(low) & jnp.isfinite(high)

@@ -9,9 +9,12 @@ from jaxcomp.codecs._rounding import to_bfloat16
 _SLACK = 2.0**-8  # relative margin that makes rounding to bfloat16 go outward
 
 
-def extremes(h: Array) -> tuple[Array, Array]:
-    """Returns the smallest and largest value of each channel of each sample, rounded outward."""
-    axes = channel_axes(h.ndim)
+def extremes(h: Array, axes: tuple[int, ...] | None = None) -> tuple[Array, Array]:
+    """Returns the smallest and largest value over some axes, rounded outward.
+
+    Without `axes` they are of each channel of each sample.
+    """
+    axes = channel_axes(h.ndim) if axes is None else axes
     low = jnp.min(h, axes, keepdims=True, initial=jnp.inf)
     high = jnp.max(h, axes, keepdims=True, initial=-jnp.inf)
     return -outward(-low), outward(high)

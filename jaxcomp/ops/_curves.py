@@ -1,6 +1,7 @@
 """Activation functions of smooth pieces, and functions of a noisy argument without bias."""
 
 import dataclasses
+import math
 import typing
 from collections.abc import Callable
 
@@ -43,7 +44,14 @@ class Slopes(typing.NamedTuple):
     product: Array
 
 
-def result(curve: Curve, h: Array, step: Array, gain: Array, offset: Array, piece: Array) -> Array:
+def result(
+    curve: Curve,
+    h: Array,
+    step: Array,
+    gain: Array | float,
+    offset: Array | float,
+    piece: Array,
+) -> Array:
     """Returns `curve` of `gain * h + offset`, without bias where `h` is dithered.
 
     The error of `h` has to be uniform, `step` wide and independent of `h`. The mean of a function
@@ -64,7 +72,14 @@ def result(curve: Curve, h: Array, step: Array, gain: Array, offset: Array, piec
     return f[0] - _excess(step * gain) * f[2]
 
 
-def slopes(curve: Curve, h: Array, step: Array, gain: Array, offset: Array, piece: Array) -> Slopes:
+def slopes(
+    curve: Curve,
+    h: Array,
+    step: Array,
+    gain: Array | float,
+    offset: Array | float,
+    piece: Array,
+) -> Slopes:
     """Returns what the backward pass needs, each without bias. Arguments are those of `result`."""
     f = curve.derivatives(gain * h + offset, piece)
     excess = _excess(step * gain)
@@ -83,6 +98,34 @@ def _silu(z: Array, piece: Array) -> Derivatives:
     s = jax.nn.sigmoid(z)
     p, q = s * (1 - s), 1 - 2 * s
     return z * s, s + z * p, p * (z * q + 2), p * (z * (1 - 6 * p) + 3 * q)
+
+
+def _gelu(z: Array, piece: Array) -> Derivatives:
+    """Of the approximation by `tanh`."""
+    inner, cubic = (2 / math.pi) ** 0.5, 0.044715
+    t = jnp.tanh(inner * (z + cubic * z * z * z))
+    u, v, w = inner * (1 + 3 * cubic * z * z), 6 * inner * cubic * z, 6 * inner * cubic
+    s = 1 - t * t
+    one = s * u
+    two = s * (v - 2 * t * u * u)
+    three = s * (w - 6 * t * u * v + (6 * t * t - 2) * u * u * u)
+    return (
+        z / 2 * (1 + t),
+        (1 + t + z * one) / 2,
+        one + z / 2 * two,
+        1.5 * two + z / 2 * three,
+    )
+
+
+def _gelu_by_erf(z: Array, piece: Array) -> Derivatives:
+    below = (1 + jax.lax.erf(z * 0.5**0.5)) / 2
+    density = jnp.exp(-z * z / 2) * (2 * math.pi) ** -0.5
+    return z * below, below + z * density, density * (2 - z * z), density * z * (z * z - 4)
+
+
+def gelu_by_erf(z: Array) -> Array:
+    """`jax.nn.gelu` without its approximation."""
+    return jax.nn.gelu(z, approximate=False)
 
 
 def _hard_swish(z: Array, piece: Array) -> Derivatives:
@@ -109,6 +152,8 @@ def _within_6(t: Array) -> Array:
 
 CURVES = (
     Curve(jax.nn.silu, _silu),
+    Curve(jax.nn.gelu, _gelu),
+    Curve(gelu_by_erf, _gelu_by_erf),
     Curve(jax.nn.hard_swish, _hard_swish, lambda z: _within_6(z + 3)),
     Curve(jax.nn.relu6, _relu6, _within_6),
 )

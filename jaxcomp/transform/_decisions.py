@@ -2,7 +2,7 @@
 
 import dataclasses
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -143,6 +143,27 @@ def _decide(
             if decision.action == action:
                 return decision
     return Decision()
+
+
+def codec_in_roles(
+    value: Value, roles: Sequence[str], serves: Callable[[Codec], bool], log: PolicyLog
+) -> Codec | None:
+    """The codec that a policy has for a value whatever it is of some roles; `log` takes note of it.
+
+    None if it has another for each role, or one that does not serve.
+    """
+    assert isinstance(log.policy, Policy)
+    values = [dataclasses.replace(value, role=role) for role in roles]
+    rules = [next((r for r in log.policy.rules if r.matches_value(v)), None) for v in values]
+    actions = {None if rule is None else rule.action for rule in rules}
+    (action,) = actions if len(actions) == 1 else (None,)
+    if not isinstance(action, Codec) or not serves(action):
+        return None
+    codec = _by_rule(rules[0], value).codec
+    if codec is not None:
+        log.values.extend(values)
+        log.matched.update(rules)
+    return codec
 
 
 def _note_of_dtype(policy: Policy, value: Value) -> str:

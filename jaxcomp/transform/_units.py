@@ -18,6 +18,7 @@ from jaxcomp.transform._activations import Activation, Gate, activation_of, gate
 from jaxcomp.transform._algebra import tangents_of
 from jaxcomp.transform._attention import Attention, attentions
 from jaxcomp.transform._batch_norms import BatchNorm, TracedNorm, batch_norm
+from jaxcomp.transform._coded_activations import CodedActivation, coded_activations
 from jaxcomp.transform._codeless import Codeless
 from jaxcomp.transform._decisions import PolicyLog
 from jaxcomp.transform._layer_scale import LayerScale, layer_scales
@@ -119,7 +120,7 @@ class MaxPool:
         return list(self.equation.outvars)
 
 
-Unit = NormAct | MaxPool | Gate | Codeless
+Unit = NormAct | MaxPool | Gate | CodedActivation | Codeless
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -191,6 +192,10 @@ def recognize(program: Program, active: Sequence[int], log: PolicyLog) -> list[R
         elif rule is not None and isinstance(rule.action, Codec) and _fits(unit, rule.action):
             found.append(Recognized(unit, rule.action))
             rules[found[-1]] = rule
+    taken = {id(one.unit.equation) for one in found}
+    for activation, codec in coded_activations(pattern, reached, log):
+        if id(activation.equation) not in taken:
+            found.append(Recognized(activation, codec))
     found = _without_cycles(jaxpr, found)
     found = _with_gates(jaxpr, found)
     log.matched.update(rules[one] for one in found if one in rules)

@@ -7,21 +7,25 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import JaxprEqn, Var, jaxpr_as_fun
 from jaxtyping import Array
 
 from jaxcomp import ops
 from jaxcomp._core.shard_map import vary_like
 from jaxcomp.codecs import Codec, Offload, noise
+from jaxcomp.ops._curve import curve
 from jaxcomp.ops._gate import gate
+from jaxcomp.ops._linear import bilinear
 from jaxcomp.ops._norm_act import Statistics, norms_act
 from jaxcomp.ops._norm_act_vjp import Input
 from jaxcomp.ops._norm_curve import norm_curve
 from jaxcomp.ops._pooling import Window, index_codec
-from jaxcomp.transform._activations import Gate
+from jaxcomp.transform._activations import Activation, Gate
 from jaxcomp.transform._builder import Builder, renamed
+from jaxcomp.transform._coded_activations import CodedActivation
 from jaxcomp.transform._codeless import Codeless
-from jaxcomp.transform._programs import Program, Values, avals
+from jaxcomp.transform._programs import Program, Values, avals, is_variable
 from jaxcomp.transform._units import MaxPool, NormAct, Recognized, ordered
 
 # Called with a unit, its inputs, and the result, means and variances that `norms_act` returned.
@@ -54,6 +58,11 @@ def with_units(
             lhs, rhs = coded[step.invars[0]], env[step.invars[1]]
             convolve = functools.partial(_convolve, step.params, lhs.tree)
             (env[step.outvars[0]],) = builder.trace(convolve, lhs.leaves, rhs, at=step)
+        elif step.primitive.name == "dot_general" and _coded_operands(step, coded) == 1:
+            first = step.invars[0] in coded
+            x, other = step.invars if first else step.invars[::-1]
+            multiply = functools.partial(_multiply, step.params, first, coded[x])
+            (env[step.outvars[0]],) = builder.trace(multiply, coded[x].leaves, env[other], at=step)
         else:
             builder.copy(step, env)
     return builder.program(jaxpr, [*jaxpr.invars, seed], renamed(env, jaxpr.outvars))
@@ -93,6 +102,23 @@ def _convolve(params: dict[str, Any], tree: Any, leaves: list[Array], rhs: Array
     return [ops.conv_general_dilated(lhs, rhs, **options, codec=lhs.codec)]
 
 
+def _multiply(
+    params: dict[str, Any], first: bool, x: _Coded, leaves: list[Array], other: Array
+) -> list[Array]:
+    """A product of which one operand has a code, the first or the second."""
+    operand = jax.tree.unflatten(x.tree, leaves)
+
+    def product(value: Array, other: Array) -> Array:
+        value = jnp.moveaxis(value, -1, x.feature)
+        return lax.dot_general_p.bind(*((value, other) if first else (other, value)), **params)
+
+    return [bilinear(product, operand.codec, operand.value, other, None, code=operand.code)]
+
+
+def _coded_operands(equation: JaxprEqn, coded: dict[Any, _Coded]) -> int:
+    return sum(is_variable(atom) and atom in coded for atom in equation.invars)
+
+
 def _reads_code(equation: JaxprEqn, coded: dict[Any, _Coded]) -> bool:
     """Whether a convolution's input has a code."""
     lhs, rhs = equation.invars
@@ -121,6 +147,8 @@ def _take(
         _pool(builder, unit, codec, env)
     elif isinstance(unit, Gate):
         _gate(builder, unit, env, coded)
+    elif isinstance(unit, CodedActivation):
+        _activation(builder, unit, codec, env, coded, seed)
     else:
         _norm_act(builder, unit, codec, env, coded, seed, observe)
 
@@ -147,6 +175,28 @@ def _gate(builder: Builder, unit: Gate, env: Values, coded: dict[Any, _Coded]) -
 
     operands = x.leaves, env[unit.factor]
     _set(builder, unit, gated, operands, x.feature, env, coded)
+
+
+def _activation(
+    builder: Builder,
+    unit: CodedActivation,
+    codec: Codec,
+    env: Values,
+    coded: dict[Any, _Coded],
+    seed: Any,
+) -> None:
+    activation = _with_features_last(unit.activation, unit.feature)
+
+    def made(x: Array, seed: Array) -> tuple[ops.CodedArray, list[Array]]:
+        x = jnp.moveaxis(x, unit.feature, -1)
+        return curve(x, unit.activation.curve, activation, codec, seed), []
+
+    _set(builder, unit, made, (env[unit.x], seed), unit.feature, env, coded)
+
+
+def _with_features_last(activation: Activation, feature: int) -> Callable[[Array], Array]:
+    evaluate = jaxpr_as_fun(activation.program)
+    return lambda z: jnp.moveaxis(evaluate(jnp.moveaxis(z, -1, feature))[0], feature, -1)
 
 
 def _norm_act(
@@ -177,7 +227,7 @@ def _norm_act(
 
 def _set(
     builder: Builder,
-    unit: NormAct | Gate,
+    unit: NormAct | Gate | CodedActivation,
     function: Callable[..., tuple[ops.CodedArray, list[Array]]],
     operands: Sequence[Any],
     feature: int,
@@ -218,12 +268,9 @@ def _evaluate(
         if observe is not None:
             observe(unit, inputs, made, means, variances)
     else:
-        curve, evaluate = unit.activation.curve, jaxpr_as_fun(unit.activation.program)
-
-        def activation(z: Array) -> Array:
-            return jnp.moveaxis(evaluate(jnp.moveaxis(z, -1, unit.feature))[0], unit.feature, -1)
-
-        made, *of_x = norm_curve(norms[0], inputs[0], curve, activation, codec, seed)
+        activation = _with_features_last(unit.activation, unit.feature)
+        of = unit.activation.curve
+        made, *of_x = norm_curve(norms[0], inputs[0], of, activation, codec, seed)
         means, variances = ((a,) for a in of_x)
     statistics = [a for pair in zip(means, variances, strict=True) for a in pair]
     shapes = [v.aval.shape for n in unit.norms for v in (n.mean, n.variance)]
