@@ -1,68 +1,169 @@
-"""An activation function that saves one code of its argument."""
+"""Activation functions and gated linear units that save one code of each operand."""
 
+import dataclasses
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jaxcomp._core import barriers
 from jaxcomp._core.shard_map import match_varying
 from jaxcomp.codecs import Codec, Encoded, Quantize, _dithered, noise
 from jaxcomp.codecs._codec import Seed
+from jaxcomp.codecs._dithered import Dithered
 from jaxcomp.codecs._offload import inner_codec, placed_like
 from jaxcomp.ops import _curves
 from jaxcomp.ops._coded_array import CodedArray
 from jaxcomp.ops._curves import Curve
-from jaxcomp.ops._norm_curve import Curved, Kept
+
+_LINEAR_FROM = 4.0  # a GELU and a SiLU are nearly linear from here on
+_SCALE = 2.0  # beyond, the distance between levels doubles with every 2 ln(2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Argument(Codec):
+    """Encodes the argument of an activation function, and decodes its result.
+
+    Levels are equidistant up to 4. Beyond 4, where the function is nearly linear, their distance
+    grows exponentially, so that a few large values leave the others precise. Arguments below which
+    the function is nearly 0 are encoded as one. What is decoded is corrected for the mean of the
+    noise, as in `_curves.result`.
+
+    Attributes:
+        quantize: Sets the bits, and which values share a range.
+        curve: The activation function, of one piece.
+    """
+
+    quantize: Quantize
+    curve: Curve
+    name: typing.ClassVar[str] = "argument"
+    kinds = ()
+    unbiased = True
+
+    def _encode(self, x: Array, seed: Seed) -> tuple[typing.Any, ...]:
+        x = jnp.maximum(x.astype(jnp.float32), self.curve.zero_below)
+        above = jnp.log1p((jnp.maximum(x, _LINEAR_FROM) - _LINEAR_FROM) / _SCALE)
+        h = jnp.minimum(x, _LINEAR_FROM) + _SCALE * above
+        return (self.encode_linear(h, seed),)
+
+    def encode_linear(self, h: Array, seed: Seed) -> Dithered:
+        """Encodes values on equidistant levels, with the same bits and ranges."""
+        axes = self.quantize.range_axes(h.shape)
+        return _dithered.encode(h.astype(jnp.float32), self.quantize.bits, seed, axes)
+
+    def _decode(
+        self, arrays: tuple[typing.Any, ...], shape: tuple[int, ...], dtype: DTypeLike
+    ) -> Array:
+        return self.function(arrays, shape, 0).astype(dtype)
+
+    def function(self, arrays: tuple[typing.Any, ...], shape: tuple[int, ...], order: int) -> Array:
+        """Returns the function, or its derivative of order 1, from the argument's code; float32."""
+        (code,) = arrays
+        h, step = _dithered.decode(typing.cast(Dithered, code), self.quantize.bits, shape)
+        stretch = jnp.exp((jnp.maximum(h, _LINEAR_FROM) - _LINEAR_FROM) / _SCALE)
+        z = jnp.minimum(h, _LINEAR_FROM) + _SCALE * (stretch - 1)
+        bend = jnp.where(h > _LINEAR_FROM, stretch / _SCALE, 0)
+        f = self.curve.derivatives(z, jnp.zeros((), jnp.int32))
+        second = f[order + 2] * stretch * stretch + f[order + 1] * bend  # derivative by h
+        return f[order] - _curves.excess(step) * second
+
+
+@dataclasses.dataclass(frozen=True)
+class Gated(Codec):
+    """Decodes the product of an activation function and another value from their two codes.
+
+    The codes have independent noise, so products of what is decoded are unbiased, too.
+
+    Attributes:
+        argument: Codec of the function's argument.
+    """
+
+    argument: Argument
+    name: typing.ClassVar[str] = "gated_argument"
+    kinds = ()
+    unbiased = True
+
+    def _encode(self, x: Array, seed: Seed) -> tuple[Array, ...]:
+        raise NotImplementedError("a product is not encoded: its factors have codes")
+
+    def _decode(
+        self, arrays: tuple[typing.Any, ...], shape: tuple[int, ...], dtype: DTypeLike
+    ) -> Array:
+        function, factor = self.factors(arrays, shape, 0)
+        return (function * factor).astype(dtype)
+
+    def factors(
+        self, arrays: tuple[typing.Any, ...], shape: tuple[int, ...], order: int
+    ) -> tuple[Array, Array]:
+        """Returns a derivative of the activation function, and the other value; float32."""
+        argument, factor = arrays
+        decoded, _ = _dithered.decode(factor, self.argument.quantize.bits, shape)
+        return self.argument.function((argument,), shape, order), decoded
 
 
 def curve(
-    x: Array, of: Curve, function: Callable[[Array], Array], codec: Codec, seed: Seed
+    operands: Sequence[Array],
+    of: Curve,
+    function: Callable[..., Array],
+    codec: Codec,
+    seed: Seed,
 ) -> CodedArray:
-    """Computes `function(x)` and saves one code of `x`.
+    """Computes `function(x)`, or `function(x, factor)` of a gated linear unit; saves their codes.
 
-    The backward pass computes the derivative from it, and products that read the result compute
-    the result from it. Both are corrected for the mean of the noise (`_curves`).
+    The backward pass computes the derivatives from them, and products that read the result compute
+    the result from them.
 
     Args:
-        x: float32, bfloat16 or float16 array; axis 0 is the batch.
-        of: The activation function that `function` computes, of one piece.
-        function: The activation function as the program has it.
+        operands: The argument of an activation function, and what its result is multiplied by, if
+            there is such a factor: float32, bfloat16 or float16 arrays; axis 0 is the batch.
+        of: The activation function, of one piece.
+        function: The operation as the program has it.
         codec: `Quantize`, or `Offload` of it. It sets the bits and which values share a range.
         seed: Integer scalar that selects the rounding noise.
 
     Returns:
         The result with its code.
     """
-    quantize = typing.cast(Quantize, inner_codec(codec))
-    curved = Curved(quantize.bits, of)
-    x, seed = match_varying((x, noise.folded(seed, noise.spot_check(x))))
-    axes = quantize.range_axes(x.shape)
+    argument = Argument(typing.cast(Quantize, inner_codec(codec)), of)
+    gated = Gated(argument)
+    operands, seed = match_varying(
+        (tuple(operands), noise.folded(seed, noise.spot_check(*operands)))
+    )
 
-    def compute(x: Array, seed: Seed) -> tuple[Encoded, Array]:
-        code = _dithered.encode(x.astype(jnp.float32), curved.bits, seed, axes)
-        y, (kept,) = barriers.save_residual(function(x), (code,), codec)
-        return Encoded((kept,), y.shape, y.dtype), y
+    def compute(operands: tuple[Array, ...], seed: Seed) -> tuple[Encoded, Array]:
+        x, *factors = operands
+        arrays = argument._encode(x, seed)
+        for factor in factors:
+            of_factor = noise.folded(seed, jnp.uint32(1))
+            arrays += (argument.encode_linear(factor, of_factor),)
+        y, arrays = barriers.save_residual(function(*operands), arrays, codec)
+        return Encoded(arrays, y.shape, y.dtype), y
 
     @jax.custom_vjp
-    def op(x: Array, seed: Seed) -> tuple[Encoded, Array]:
-        return compute(x, seed)
+    def op(operands: tuple[Array, ...], seed: Seed) -> tuple[Encoded, Array]:
+        return compute(operands, seed)
 
-    def forward(x: Array, seed: Seed) -> typing.Any:
-        code, y = compute(x, seed)
+    def forward(operands: tuple[Array, ...], seed: Seed) -> typing.Any:
+        code, y = compute(operands, seed)
         return (code, y), code
 
-    def backward(code: Encoded, cotangents: tuple[Encoded, Array]) -> tuple[Array, None]:
+    def backward(code: Encoded, cotangents: tuple[Encoded, Array]) -> typing.Any:
         _, dy = cotangents
 
-        def read(code: Encoded) -> Array:
-            return _curves.slopes(*curved.read(Kept(*code.arrays), code.shape)).slope
+        def read(code: Encoded) -> tuple[Array, ...]:
+            if len(code.arrays) == 1:
+                return (argument.function(code.arrays, code.shape, 1),)
+            slope, factor = gated.factors(code.arrays, code.shape, 1)
+            return slope * factor, argument.function(code.arrays[:1], code.shape, 0)
 
-        slope = barriers.decode_after(dy, code, read, codec)
-        return (dy.astype(jnp.float32) * slope).astype(dy.dtype), None
+        derivatives = barriers.decode_after(dy, code, read, codec)
+        wide = dy.astype(jnp.float32)
+        return tuple((wide * d).astype(dy.dtype) for d in derivatives), None
 
     op.defvjp(forward, backward)
-    code, y = op(x, seed)
-    return CodedArray(y, jnp.ones((1,) * y.ndim), code, placed_like(codec, curved))
+    code, y = op(operands, seed)
+    scale = jnp.ones((*(1,) * (y.ndim - 1), y.shape[-1]))
+    return CodedArray(y, scale, code, placed_like(codec, argument if len(operands) == 1 else gated))

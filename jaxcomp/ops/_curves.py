@@ -23,11 +23,13 @@ class Curve:
         derivatives: The function and its derivatives up to the third, from the argument and the
             piece in which it lies.
         piece: The piece in which each argument lies; None if there is one.
+        zero_below: The argument below which function and derivative are less than 0.0005 from 0.
     """
 
     function: Callable[[Array], Array]
     derivatives: Callable[[Array, Array], Derivatives]
     piece: Callable[[Array], Array] | None = None
+    zero_below: float = -math.inf
 
 
 class Slopes(typing.NamedTuple):
@@ -44,14 +46,7 @@ class Slopes(typing.NamedTuple):
     product: Array
 
 
-def result(
-    curve: Curve,
-    h: Array,
-    step: Array,
-    gain: Array | float,
-    offset: Array | float,
-    piece: Array,
-) -> Array:
+def result(curve: Curve, h: Array, step: Array, gain: Array, offset: Array, piece: Array) -> Array:
     """Returns `curve` of `gain * h + offset`, without bias where `h` is dithered.
 
     The error of `h` has to be uniform, `step` wide and independent of `h`. The mean of a function
@@ -69,27 +64,20 @@ def result(
         piece: The piece in which the exact value lies.
     """
     f = curve.derivatives(gain * h + offset, piece)
-    return f[0] - _excess(step * gain) * f[2]
+    return f[0] - excess(step * gain) * f[2]
 
 
-def slopes(
-    curve: Curve,
-    h: Array,
-    step: Array,
-    gain: Array | float,
-    offset: Array | float,
-    piece: Array,
-) -> Slopes:
+def slopes(curve: Curve, h: Array, step: Array, gain: Array, offset: Array, piece: Array) -> Slopes:
     """Returns what the backward pass needs, each without bias. Arguments are those of `result`."""
     f = curve.derivatives(gain * h + offset, piece)
-    excess = _excess(step * gain)
-    slope = f[1] - excess * f[3]
+    factor = excess(step * gain)
+    slope = f[1] - factor * f[3]
     # The second derivative of h f'(gain h + offset) by h has one term more than that of f'.
-    product = h * slope - excess * 2 / jnp.where(gain == 0, 1, gain) * f[2]
+    product = h * slope - factor * 2 / jnp.where(gain == 0, 1, gain) * f[2]
     return Slopes(h, slope, product)
 
 
-def _excess(step: Array) -> Array:
+def excess(step: Array) -> Array:
     """The factor of the second derivative; bounded, as a large one would be all noise."""
     return jnp.minimum(step * step, _WIDEST**2) / 24
 
@@ -151,9 +139,9 @@ def _within_6(t: Array) -> Array:
 
 
 CURVES = (
-    Curve(jax.nn.silu, _silu),
-    Curve(jax.nn.gelu, _gelu),
-    Curve(gelu_by_erf, _gelu_by_erf),
+    Curve(jax.nn.silu, _silu, zero_below=-10.0),
+    Curve(jax.nn.gelu, _gelu, zero_below=-4.0),
+    Curve(gelu_by_erf, _gelu_by_erf, zero_below=-4.0),
     Curve(jax.nn.hard_swish, _hard_swish, lambda z: _within_6(z + 3)),
     Curve(jax.nn.relu6, _relu6, _within_6),
 )

@@ -26,21 +26,21 @@ class Kept(typing.NamedTuple):
     """What the backward pass, and operations that read the result, decode.
 
     Attributes:
-        code: Code of the normalised values, or of the function's argument itself.
+        code: Code of the normalised values.
         piece: Packed number of the piece of the activation function; empty if there is one.
         gain: Factor of each feature.
         offset: Offset of each feature.
     """
 
     code: Dithered
-    piece: tuple[Array, ...] = ()
-    gain: Array | float = 1.0
-    offset: Array | float = 0.0
+    piece: tuple[Array, ...]
+    gain: Array
+    offset: Array
 
 
 @dataclasses.dataclass(frozen=True)
 class Curved(Codec):
-    """Decodes the result of an activation function from the code of its argument.
+    """Decodes the result of `norm_curve` from the code of its normalised values.
 
     Attributes:
         bits: Bits of an element of that code.
@@ -59,7 +59,7 @@ class Curved(Codec):
 
     def read(
         self, kept: Kept, shape: tuple[int, ...]
-    ) -> tuple[Curve, Array, Array, Array | float, Array | float, Array]:
+    ) -> tuple[Curve, Array, Array, Array, Array, Array]:
         """Decodes the arguments of `_curves.result`."""
         h, step = _dithered.decode(kept.code, self.bits, shape)
         piece = packing.unpack(kept.piece, shape, 2) if kept.piece else jnp.zeros((), jnp.int32)

@@ -67,7 +67,8 @@ def _from(pattern: Pattern, value: Any, length: int) -> list[JaxprEqn]:
     pending = list(pattern.readers.get(value, []))
     while pending and len(found) < length:
         equation = pending.pop(0)
-        if equation not in found and known.issuperset(variables(equation.invars)):
+        is_next = len(equation.outvars) == 1 and equation not in found
+        if is_next and known.issuperset(variables(equation.invars)):
             found.append(equation)
             known.update(equation.outvars)
             pending += pattern.readers.get(equation.outvars[0], [])

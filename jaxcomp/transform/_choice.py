@@ -2,6 +2,8 @@
 
 import dataclasses
 import typing
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -111,7 +113,12 @@ def coefficients_returned(linear: Any, behind: dict[Any, Any]) -> list[Any]:
 
 
 def choose(
-    graph: Graph, decisions: dict[Any, Decision], demand: Demand, *, biased: bool
+    graph: Graph,
+    decisions: dict[Any, Decision],
+    demand: Demand,
+    *,
+    biased: bool,
+    instead_of: Mapping[Any, Stored] = MappingProxyType({}),
 ) -> dict[Any, Stored]:
     """Chooses what to store so that all coefficients can be rebuilt soundly.
 
@@ -120,11 +127,13 @@ def choose(
         decisions: What the policy said of each value.
         demand: What the backward pass reads.
         biased: Whether non-linear steps may be computed again from codes.
+        instead_of: Another choice. A value that it has a code for costs that much less if it is
+            stored exactly, as it then needs no code.
 
     Returns:
         How each value that is stored waits for the backward pass, in the order they are made.
     """
-    return _Choice(graph, decisions, biased).store(demand)
+    return _Choice(graph, decisions, biased, instead_of).store(demand)
 
 
 def without_codecs(decisions: dict[Any, Decision]) -> dict[Any, Decision]:
@@ -155,10 +164,17 @@ def total_bytes(stored: dict[Any, Stored]) -> int:
 class _Choice:
     """Chooses what to store so that all coefficients can be rebuilt soundly."""
 
-    def __init__(self, graph: Graph, decisions: dict[Any, Decision], biased: bool) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        decisions: dict[Any, Decision],
+        biased: bool,
+        instead_of: Mapping[Any, Stored],
+    ) -> None:
         self._graph = graph
         self._decisions = decisions
         self._biased = biased
+        self._instead_of = instead_of
         self._exact: set[Any] = set()  # what can be had exactly
         self._lossy: dict[Any, bool] = {}
 
@@ -244,7 +260,9 @@ class _Choice:
             return 0
         if decision.action == "recompute" and self._may_recompute(value):
             return NEVER
-        return nbytes(value.aval)
+        before = self._instead_of.get(value)
+        without = before.nbytes(value.aval) if before is not None and before.is_noisy else 0
+        return nbytes(value.aval) - without
 
     def _is_lossy(self, value: Any) -> bool:
         """Whether a value, when the backward pass has it, may come from a code."""

@@ -1,4 +1,4 @@
-"""Finds activation functions whose results only products and convolutions read."""
+"""Finds activation functions, and gated ones, whose results only products and convolutions read."""
 
 import dataclasses
 from collections.abc import Collection, Iterator
@@ -7,60 +7,63 @@ from typing import Any
 from jax.extend.core import JaxprEqn
 
 from jaxcomp.codecs import Codec, Offload, Quantize
+from jaxcomp.codecs._codec import FLOATS
 from jaxcomp.codecs._offload import inner_codec
 from jaxcomp.memory._source_line import source_line
-from jaxcomp.policies._value import Value
-from jaxcomp.transform._activations import Activation, activation_of
+from jaxcomp.ops._curves import Curve
+from jaxcomp.policies._value import Value, dtype_name
+from jaxcomp.transform._activations import activation_of
 from jaxcomp.transform._decisions import PolicyLog, codec_in_roles
 from jaxcomp.transform._origins import module_path
 from jaxcomp.transform._pattern import Pattern
+from jaxcomp.transform._programs import Program, is_variable
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class CodedActivation:
-    """An activation function, whose argument has one code for its derivative and its result.
+    """An activation function, or its product with another value, as in a gated linear unit.
+
+    Its operands have one code each, which serve the derivatives and what reads the result.
 
     Attributes:
-        x: Its argument.
-        activation: The function.
+        operands: The argument of the function, and the other value if there is one.
+        curve: The function.
+        program: From the operands to the result.
+        equation: The equation that makes the result.
         feature: The feature axis.
     """
 
-    x: Any
-    activation: Activation
+    operands: list[Any]
+    curve: Curve
+    program: Program
+    equation: JaxprEqn
     feature: int
     kind = "activation"
 
     @property
     def origin(self) -> JaxprEqn:
         """The equation that makes the result."""
-        return self.activation.equation
-
-    equation = origin
-
-    @property
-    def operands(self) -> list[Any]:
-        """The variable that it reads."""
-        return [self.x]
+        return self.equation
 
     @property
     def results(self) -> list[Any]:
         """The variable that it makes."""
-        return list(self.origin.outvars)
+        return list(self.equation.outvars)
 
     @property
     def saved(self) -> list[Any]:
-        """The variable that has a code."""
-        return [self.x]
+        """The variables that have a code."""
+        return self.operands
 
 
 def coded_activations(
     pattern: Pattern, reached: Collection[Any], log: PolicyLog
 ) -> Iterator[tuple[CodedActivation, Codec]]:
-    """The activation functions that the policy quantizes twice, with their codecs.
+    """The activation functions that the policy would quantize twice, with their codecs.
 
-    Without a unit, a product's operand and the derivative of the activation function have a code
-    each. One code of the argument serves both, if rounding is stochastic and of 3 bits or more.
+    Without a unit, the operand of a product behind the function and the function's derivative have
+    a code each, and a gated unit has three. Codes of the arguments serve all of them, if rounding
+    is stochastic and of 3 bits or more.
 
     Args:
         pattern: The program.
@@ -68,42 +71,64 @@ def coded_activations(
         log: The policy, which takes note.
     """
     for x in [v for v in pattern.readers if v in reached]:
-        activation = activation_of(pattern, x)
-        if activation is None or activation.curve.piece is not None:
+        unit = _unit(pattern, x)
+        if unit is None:
             continue
-        (result,) = activation.equation.outvars
-        readers = pattern.readers.get(result, [])
-        features = [reads_operand(e, result) for e in readers]
-        if not features or None in features or result in pattern.results:
-            continue
-        if not any(v in reached for e in readers for v in e.invars if v is not result):
+        result: Any = unit.results[0]
+        others = {v for e in pattern.readers[result] for v in e.invars if v is not result}
+        if others.isdisjoint(reached):
             continue  # its weights are frozen, and no backward pass reads the result
         value = Value(
             result.aval.shape,
             result.aval.dtype,
-            activation.equation.primitive.name,
-            source=source_line(activation.equation),
-            path=module_path(activation.equation),
+            unit.equation.primitive.name,
+            source=source_line(unit.equation),
+            path=module_path(unit.equation),
             iterations=log.iterations,
         )
         codec = codec_in_roles(value, ("operand", "derivative"), _serves, log)
         if codec is not None:
-            (feature,) = {*features} if len({*features}) == 1 else {result.aval.ndim - 1}
-            yield CodedActivation(x, activation, feature), codec
+            yield unit, codec
 
 
-def reads_operand(equation: JaxprEqn, value: Any) -> int | None:
+def _unit(pattern: Pattern, x: Any) -> CodedActivation | None:
+    """The activation function that alone reads a value, with what only products read of it."""
+    if x.aval.ndim < 2 or dtype_name(x.aval.dtype) not in FLOATS:
+        return None
+    activation = activation_of(pattern, x)
+    if activation is None or activation.curve.piece is not None:
+        return None
+    operands = [x]
+    program: Program | None = activation.program
+    equation = activation.equation
+    gate = pattern.only_reader(equation.outvars[0])
+    if gate is not None and gate.primitive.name == "mul":
+        factors: list[Any] = [v for v in gate.invars if v is not equation.outvars[0]]
+        (factor,) = factors or [x]
+        if not is_variable(factor) or factor is x or factor.aval != x.aval:
+            return None
+        operands, equation = [x, factor], gate
+        program = pattern.slice(operands, gate.outvars)
+    result: Any = equation.outvars[0]
+    features = {operand_axis(e, result) for e in pattern.readers.get(result, [])}
+    feature = features.pop() if len(features) == 1 else None
+    if feature is None or result in pattern.results or program is None:
+        return None
+    return CodedActivation(operands, activation.curve, program, equation, feature)
+
+
+def operand_axis(equation: JaxprEqn, value: Any) -> int | None:
     """The feature axis of a value that is one operand of a product or convolution; else None."""
     operands: list[Any] = list(equation.invars)
     if operands.count(value) != 1:
         return None
     if equation.primitive.name == "dot_general":
         contracted = equation.params["dimension_numbers"][0][operands.index(value)]
-        return max(contracted, default=value.aval.ndim - 1)
+        return int(max(contracted, default=value.aval.ndim - 1))
     if equation.primitive.name == "conv_general_dilated" and operands[0] is value:
         batch, feature, *spatial = equation.params["dimension_numbers"].lhs_spec
         plain = equation.params["batch_group_count"] == 1 and batch == 0
-        return feature if plain and spatial == sorted(spatial) else None
+        return int(feature) if plain and spatial == sorted(spatial) else None
     return None
 
 

@@ -154,9 +154,11 @@ def codec_in_roles(
     """
     assert isinstance(log.policy, Policy)
     values = [dataclasses.replace(value, role=role) for role in roles]
-    rules = [next((r for r in log.policy.rules if r.matches_value(v)), None) for v in values]
-    actions = {None if rule is None else rule.action for rule in rules}
-    (action,) = actions if len(actions) == 1 else (None,)
+    rules = [
+        rule for v in values for rule in [r for r in log.policy.rules if r.matches_value(v)][:1]
+    ]
+    actions = {rule.action for rule in rules}
+    (action,) = actions if len(actions) == 1 and len(rules) == len(values) else (None,)
     if not isinstance(action, Codec) or not serves(action):
         return None
     codec = _by_rule(rules[0], value).codec

@@ -117,9 +117,13 @@ def schedule(
         linearized, graph, choose(graph, decisions, demand, biased=biased), roles, biased
     )
     if not biased and any(decision.codec for decision in decisions.values()):
-        exactly = choose(graph, without_codecs(decisions), demand, biased=False)
-        if total_bytes(exactly) < total_bytes(stored):
-            stored, numbered, coefficients = _complete(linearized, graph, exactly, roles, biased)
+        others = (
+            choose(graph, decisions, demand, biased=False, instead_of=stored),
+            choose(graph, without_codecs(decisions), demand, biased=False),
+        )
+        for other in others:
+            if total_bytes(other) < total_bytes(stored):
+                stored, numbered, coefficients = _complete(linearized, graph, other, roles, biased)
     return Schedule(
         graph,
         forward.consts,

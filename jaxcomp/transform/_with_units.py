@@ -21,7 +21,7 @@ from jaxcomp.ops._norm_act import Statistics, norms_act
 from jaxcomp.ops._norm_act_vjp import Input
 from jaxcomp.ops._norm_curve import norm_curve
 from jaxcomp.ops._pooling import Window, index_codec
-from jaxcomp.transform._activations import Activation, Gate
+from jaxcomp.transform._activations import Gate
 from jaxcomp.transform._builder import Builder, renamed
 from jaxcomp.transform._coded_activations import CodedActivation
 from jaxcomp.transform._codeless import Codeless
@@ -185,18 +185,23 @@ def _activation(
     coded: dict[Any, _Coded],
     seed: Any,
 ) -> None:
-    activation = _with_features_last(unit.activation, unit.feature)
+    function = _with_features_last(unit.program, unit.feature)
 
-    def made(x: Array, seed: Array) -> tuple[ops.CodedArray, list[Array]]:
-        x = jnp.moveaxis(x, unit.feature, -1)
-        return curve(x, unit.activation.curve, activation, codec, seed), []
+    def made(operands: list[Array], seed: Array) -> tuple[ops.CodedArray, list[Array]]:
+        operands = [jnp.moveaxis(x, unit.feature, -1) for x in operands]
+        return curve(operands, unit.curve, function, codec, seed), []
 
-    _set(builder, unit, made, (env[unit.x], seed), unit.feature, env, coded)
+    _set(builder, unit, made, (renamed(env, unit.operands), seed), unit.feature, env, coded)
 
 
-def _with_features_last(activation: Activation, feature: int) -> Callable[[Array], Array]:
-    evaluate = jaxpr_as_fun(activation.program)
-    return lambda z: jnp.moveaxis(evaluate(jnp.moveaxis(z, -1, feature))[0], feature, -1)
+def _with_features_last(program: Program, feature: int) -> Callable[..., Array]:
+    evaluate = jaxpr_as_fun(program)
+
+    def function(*operands: Array) -> Array:
+        (y,) = evaluate(*(jnp.moveaxis(x, -1, feature) for x in operands))
+        return jnp.moveaxis(y, feature, -1)
+
+    return function
 
 
 def _norm_act(
@@ -268,7 +273,7 @@ def _evaluate(
         if observe is not None:
             observe(unit, inputs, made, means, variances)
     else:
-        activation = _with_features_last(unit.activation, unit.feature)
+        activation = _with_features_last(unit.activation.program, unit.feature)
         of = unit.activation.curve
         made, *of_x = norm_curve(norms[0], inputs[0], of, activation, codec, seed)
         means, variances = ((a,) for a in of_x)
