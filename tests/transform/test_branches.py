@@ -102,18 +102,19 @@ def test_the_plan_has_the_bytes_that_wait(function):
 def test_each_branch_is_planned():
     values = jc.checkpoint(_switched, CODEC).plan(1, X, UP, DOWN).values
     inside = {
-        (v.note.split(";")[0], v.role, v.shape): v for v in values if v.note.startswith("branches")
+        (v.note.split(";")[0], v.op or v.role, v.shape): v
+        for v in values
+        if v.note.startswith("branches")
     }
     assert set(inside) == {
         ("branches[0]", "derivative", (32, 64)),
-        ("branches[1]", "derivative", (32, 96)),
         ("branches[1]", "input", (32, 64)),
-        ("branches[1]", "operand", (32, 96)),
+        ("branches[1]", "activation", (32 * 96,)),
     }
-    operand = inside["branches[1]", "operand", (32, 96)]
-    assert operand.decision == str(CODEC)
-    assert operand.saved_bytes == CODEC.nbytes((32, 96), jnp.float32)
-    assert operand.source.startswith("test_branches.py:")
+    unit = inside["branches[1]", "activation", (32 * 96,)]
+    assert unit.decision == str(CODEC)
+    assert unit.saved_bytes == CODEC.nbytes((32, 96), jnp.bfloat16) + 4 * (32 + 96)
+    assert unit.source.startswith("test_branches.py:")
 
 
 def test_an_operand_that_is_kept_exactly_is_kept_once():
