@@ -25,7 +25,7 @@ class Dithered(typing.NamedTuple):
 
 
 def encode(
-    h: Float[Array, "*shape"], bits: int, seed: Seed, axes: tuple[int, ...] | None = None
+    h: Float[Array, "*shape"], bits: int, seed: Seed, ends: tuple[Array, Array] | None = None
 ) -> Dithered:
     """Encodes values on equidistant levels between their extremes.
 
@@ -38,12 +38,12 @@ def encode(
         h: float32 values.
         bits: Bits of an element.
         seed: Integer scalar that selects the noise, which does not depend on the values.
-        axes: Axes over which values share their extremes; None for each channel of each sample.
+        ends: Extremes of each group, from `extremes`; None for each channel of each sample.
 
     Returns:
         The encoded values.
     """
-    ends = extremes(h, axes)
+    ends = extremes(h) if ends is None else ends
     low, step = equidistant(ends, bits)
     words = noise.axis_words(h.shape, seed)
     level = jnp.clip((h - low) * reciprocal(step), 0, 2**bits - 1)

@@ -1,5 +1,7 @@
 """Ranges of each channel of each sample in bfloat16, and levels between their ends."""
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jaxtyping import Array
 
@@ -9,14 +11,19 @@ from jaxcomp.codecs._rounding import to_bfloat16
 _SLACK = 2.0**-8  # relative margin that makes rounding to bfloat16 go outward
 
 
-def extremes(h: Array, axes: tuple[int, ...] | None = None) -> tuple[Array, Array]:
-    """Returns the smallest and largest value over some axes, rounded outward.
+def extremes(
+    x: Array,
+    axes: tuple[int, ...] | None = None,
+    function: Callable[[Array], Array] = lambda x: x,
+) -> tuple[Array, Array]:
+    """Returns the smallest and largest value of an increasing function, rounded outward.
 
-    Without `axes` they are of each channel of each sample.
+    Without `axes` they are of each channel of each sample. The function is only computed at the
+    extremes of `x`: what is reduced and read again, too, XLA would write to memory.
     """
-    axes = channel_axes(h.ndim) if axes is None else axes
-    low = jnp.min(h, axes, keepdims=True, initial=jnp.inf)
-    high = jnp.max(h, axes, keepdims=True, initial=-jnp.inf)
+    axes = channel_axes(x.ndim) if axes is None else axes
+    low = function(jnp.min(x, axes, keepdims=True, initial=jnp.inf))
+    high = function(jnp.max(x, axes, keepdims=True, initial=-jnp.inf))
     return -outward(-low), outward(high)
 
 

@@ -15,22 +15,22 @@ from jaxcomp.codecs import Codec, Encoded, Quantize, _dithered, noise
 from jaxcomp.codecs._codec import Seed
 from jaxcomp.codecs._dithered import Dithered
 from jaxcomp.codecs._offload import inner_codec, placed_like
+from jaxcomp.codecs._ranges import extremes
 from jaxcomp.ops import _curves
 from jaxcomp.ops._coded_array import CodedArray
 from jaxcomp.ops._curves import Curve
 
 _LINEAR_FROM = 4.0  # a GELU and a SiLU are nearly linear from here on
-_SCALE = 2.0  # beyond, the distance between levels doubles with every 2 ln(2)
 
 
 @dataclasses.dataclass(frozen=True)
 class Argument(Codec):
     """Encodes the argument of an activation function, and decodes its result.
 
-    Levels are equidistant up to 4. Beyond 4, where the function is nearly linear, their distance
-    grows exponentially, so that a few large values leave the others precise. Arguments below which
-    the function is nearly 0 are encoded as one. What is decoded is corrected for the mean of the
-    noise, as in `_curves.result`.
+    Levels are equidistant up to 4. Beyond 4, where the function is nearly linear, they grow as a
+    square, so that a few large values leave the others precise. All arguments at which the function
+    is nearly 0 are encoded as one. What is decoded is corrected for the mean of the noise, as in
+    `_curves.result`.
 
     Attributes:
         quantize: Sets the bits, and which values share a range.
@@ -44,15 +44,20 @@ class Argument(Codec):
     unbiased = True
 
     def _encode(self, x: Array, seed: Seed) -> tuple[typing.Any, ...]:
-        x = jnp.maximum(x.astype(jnp.float32), self.curve.zero_below)
-        above = jnp.log1p((jnp.maximum(x, _LINEAR_FROM) - _LINEAR_FROM) / _SCALE)
-        h = jnp.minimum(x, _LINEAR_FROM) + _SCALE * above
-        return (self.encode_linear(h, seed),)
+        return (self.encode_between(x, seed, self._level),)
 
-    def encode_linear(self, h: Array, seed: Seed) -> Dithered:
-        """Encodes values on equidistant levels, with the same bits and ranges."""
-        axes = self.quantize.range_axes(h.shape)
-        return _dithered.encode(h.astype(jnp.float32), self.quantize.bits, seed, axes)
+    def encode_between(
+        self, x: Array, seed: Seed, function: Callable[[Array], Array] = lambda x: x
+    ) -> Dithered:
+        """Encodes an increasing function of `x` on equidistant levels between its extremes."""
+        x = x.astype(jnp.float32)
+        ends = extremes(x, self.quantize.range_axes(x.shape), function)
+        return _dithered.encode(function(x), self.quantize.bits, seed, ends)
+
+    def _level(self, x: Array) -> Array:
+        x = jnp.maximum(x, self.curve.zero_below)
+        above = jnp.maximum(x - _LINEAR_FROM, 0)
+        return x - above + (jnp.sqrt(1 + 4 * above) - 1) / 2
 
     def _decode(
         self, arrays: tuple[typing.Any, ...], shape: tuple[int, ...], dtype: DTypeLike
@@ -63,12 +68,13 @@ class Argument(Codec):
         """Returns the function, or its derivative of order 1, from the argument's code; float32."""
         (code,) = arrays
         h, step = _dithered.decode(typing.cast(Dithered, code), self.quantize.bits, shape)
-        stretch = jnp.exp((jnp.maximum(h, _LINEAR_FROM) - _LINEAR_FROM) / _SCALE)
-        z = jnp.minimum(h, _LINEAR_FROM) + _SCALE * (stretch - 1)
-        bend = jnp.where(h > _LINEAR_FROM, stretch / _SCALE, 0)
+        above = jnp.maximum(h - _LINEAR_FROM, 0)
+        z = h + above * above
         f = self.curve.derivatives(z, jnp.zeros((), jnp.int32))
-        second = f[order + 2] * stretch * stretch + f[order + 1] * bend  # derivative by h
-        return f[order] - _curves.excess(step) * second
+        first, second = 1 + 2 * above, jnp.where(above > 0, 2.0, 0.0)  # derivatives of z by h
+        return f[order] - _curves.excess(step) * (
+            f[order + 2] * first * first + f[order + 1] * second
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +144,7 @@ def curve(
         arrays = argument._encode(x, seed)
         for factor in factors:
             of_factor = noise.folded(seed, jnp.uint32(1))
-            arrays += (argument.encode_linear(factor, of_factor),)
+            arrays += (argument.encode_between(factor, of_factor),)
         y, arrays = barriers.save_residual(function(*operands), arrays, codec)
         return Encoded(arrays, y.shape, y.dtype), y
 
