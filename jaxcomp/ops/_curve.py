@@ -128,16 +128,15 @@ def curve(
         of: The activation function, of one piece.
         function: The operation as the program has it.
         codec: `Quantize`, or `Offload` of it. It sets the bits and which values share a range.
-        seed: Integer scalar that selects the rounding noise.
+        seed: Integer scalar that selects the rounding noise; another for each call, iteration and
+            lane of `jax.vmap`.
 
     Returns:
         The result with its code.
     """
     argument = Argument(typing.cast(Quantize, inner_codec(codec)), of)
     gated = Gated(argument)
-    operands, seed = match_varying(
-        (tuple(operands), noise.folded(seed, noise.spot_check(*operands)))
-    )
+    operands, seed = match_varying((tuple(operands), seed))
 
     def compute(operands: tuple[Array, ...], seed: Seed) -> tuple[Encoded, Array]:
         x, *factors = operands

@@ -49,11 +49,12 @@ def with_units(
     env = builder.constants_of(program) | {v: v for v in jaxpr.invars}
     coded: dict[Any, _Coded] = {}
     # Seeds of codes of values count up, those of units down.
-    made = builder.trace(lambda seed: noise.counted(seed, len(found), -1), seed)
-    seeds = dict(zip(found, made, strict=True))
+    noisy = [one for one in found if isinstance(one.unit, NormAct | CodedActivation)]
+    made = builder.trace(lambda seed: noise.counted(seed, len(noisy), -1), seed)
+    seeds = dict(zip(noisy, made, strict=True))
     for step in steps:
         if isinstance(step, Recognized):
-            _take(builder, step, env, coded, seeds[step], observe)
+            _take(builder, step, env, coded, seeds.get(step), observe)
         elif step.primitive.name == "conv_general_dilated" and _reads_code(step, coded):
             lhs, rhs = coded[step.invars[0]], env[step.invars[1]]
             convolve = functools.partial(_convolve, step.params, lhs.tree)
