@@ -15,8 +15,16 @@ from jaxcomp.policies._value import Value, dtype_name
 from jaxcomp.transform._activations import activation_of
 from jaxcomp.transform._decisions import PolicyLog, codec_in_roles
 from jaxcomp.transform._origins import module_path
-from jaxcomp.transform._pattern import Pattern
+from jaxcomp.transform._pattern import LAYOUT, Pattern
 from jaxcomp.transform._programs import Program, is_variable
+
+# What makes no more of weights than a part of them in another dtype or order.
+_VIEWS = LAYOUT - {"broadcast_in_dim"} | {
+    "dynamic_slice",
+    "sharding_constraint",
+    "slice",
+    "transpose",
+}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -30,6 +38,7 @@ class CodedActivation:
         curve: The function.
         program: From the operands to the result.
         equation: The equation that makes the result.
+        readers: The products and convolutions that read it.
         feature: The feature axis.
     """
 
@@ -37,6 +46,7 @@ class CodedActivation:
     curve: Curve
     program: Program
     equation: JaxprEqn
+    readers: list[JaxprEqn]
     feature: int
     kind = "activation"
 
@@ -75,9 +85,9 @@ def coded_activations(
         if unit is None:
             continue
         result: Any = unit.results[0]
-        others = {v for e in pattern.readers[result] for v in e.invars if v is not result}
-        if others.isdisjoint(reached):
-            continue  # its weights are frozen, and no backward pass reads the result
+        weights = {v for e in unit.readers for v in e.invars if v is not result}
+        if weights.isdisjoint(reached):
+            continue  # they are frozen, and no backward pass reads the result
         value = Value(
             result.aval.shape,
             result.aval.dtype,
@@ -110,26 +120,31 @@ def _unit(pattern: Pattern, x: Any) -> CodedActivation | None:
         operands, equation = [x, factor], gate
         program = pattern.slice(operands, gate.outvars)
     result: Any = equation.outvars[0]
-    features = {operand_axis(e, result) for e in pattern.readers.get(result, [])}
+    readers = pattern.readers.get(result, [])
+    features = {_feature_axis(pattern, e, result) for e in readers}
     feature = features.pop() if len(features) == 1 else None
     if feature is None or result in pattern.results or program is None:
         return None
-    return CodedActivation(operands, activation.curve, program, equation, feature)
+    return CodedActivation(operands, activation.curve, program, equation, readers, feature)
 
 
-def operand_axis(equation: JaxprEqn, value: Any) -> int | None:
-    """The feature axis of a value that is one operand of a product or convolution; else None."""
+def _feature_axis(pattern: Pattern, equation: JaxprEqn, value: Any) -> int | None:
+    """The feature axis of a value that a product or convolution multiplies by weights; else None.
+
+    Weights are an argument or a view of one. A unit's product saves them exactly, which is free.
+    """
     operands: list[Any] = list(equation.invars)
-    if operands.count(value) != 1:
+    if equation.primitive.name not in ("dot_general", "conv_general_dilated"):
+        return None
+    others = [a for a in operands if a is not value]
+    if len(others) != 1 or pattern.through(others[0], *_VIEWS) in pattern.made_by:
         return None
     if equation.primitive.name == "dot_general":
         contracted = equation.params["dimension_numbers"][0][operands.index(value)]
         return int(max(contracted, default=value.aval.ndim - 1))
-    if equation.primitive.name == "conv_general_dilated" and operands[0] is value:
-        batch, feature, *spatial = equation.params["dimension_numbers"].lhs_spec
-        plain = equation.params["batch_group_count"] == 1 and batch == 0
-        return int(feature) if plain and spatial == sorted(spatial) else None
-    return None
+    batch, feature, *spatial = equation.params["dimension_numbers"].lhs_spec
+    plain = equation.params["batch_group_count"] == 1 and batch == 0 and operands[0] is value
+    return int(feature) if plain and spatial == sorted(spatial) else None
 
 
 def _serves(codec: Codec) -> bool:

@@ -14,7 +14,7 @@ from jaxtyping import Array
 from jaxcomp import ops
 from jaxcomp._core.shard_map import vary_like
 from jaxcomp.codecs import Codec, Offload, noise
-from jaxcomp.ops._curve import curve
+from jaxcomp.ops._coded_argument import coded_activation
 from jaxcomp.ops._gate import gate
 from jaxcomp.ops._linear import bilinear
 from jaxcomp.ops._norm_act import Statistics, norms_act
@@ -48,6 +48,8 @@ def with_units(
     seed = Var(_type_of_seed(jaxpr.invars))
     env = builder.constants_of(program) | {v: v for v in jaxpr.invars}
     coded: dict[Any, _Coded] = {}
+    activations = [one.unit for one in found if isinstance(one.unit, CodedActivation)]
+    reading = {id(equation) for unit in activations for equation in unit.readers}
     # Seeds of codes of values count up, those of units down.
     noisy = [one for one in found if isinstance(one.unit, NormAct | CodedActivation)]
     made = builder.trace(lambda seed: noise.counted(seed, len(noisy), -1), seed)
@@ -59,8 +61,8 @@ def with_units(
             lhs, rhs = coded[step.invars[0]], env[step.invars[1]]
             convolve = functools.partial(_convolve, step.params, lhs.tree)
             (env[step.outvars[0]],) = builder.trace(convolve, lhs.leaves, rhs, at=step)
-        elif step.primitive.name == "dot_general" and _coded_operands(step, coded) == 1:
-            first = step.invars[0] in coded
+        elif step.primitive.name == "dot_general" and id(step) in reading:
+            first = is_variable(step.invars[0]) and step.invars[0] in coded
             x, other = step.invars if first else step.invars[::-1]
             multiply = functools.partial(_multiply, step.params, first, coded[x])
             (env[step.outvars[0]],) = builder.trace(multiply, coded[x].leaves, env[other], at=step)
@@ -114,10 +116,6 @@ def _multiply(
         return lax.dot_general_p.bind(*((value, other) if first else (other, value)), **params)
 
     return [bilinear(product, operand.codec, operand.value, other, None, code=operand.code)]
-
-
-def _coded_operands(equation: JaxprEqn, coded: dict[Any, _Coded]) -> int:
-    return sum(is_variable(atom) and atom in coded for atom in equation.invars)
 
 
 def _reads_code(equation: JaxprEqn, coded: dict[Any, _Coded]) -> bool:
@@ -190,7 +188,7 @@ def _activation(
 
     def made(operands: list[Array], seed: Array) -> tuple[ops.CodedArray, list[Array]]:
         operands = [jnp.moveaxis(x, unit.feature, -1) for x in operands]
-        return curve(operands, unit.curve, function, codec, seed), []
+        return coded_activation(operands, unit.curve, function, codec, seed), []
 
     _set(builder, unit, made, (renamed(env, unit.operands), seed), unit.feature, env, coded)
 

@@ -48,6 +48,11 @@ def turned(x, up, down):
     return jnp.einsum("oi,bot->ibt", down, h)
 
 
+def experts(x, up, down):
+    h = jax.nn.gelu(jnp.einsum("eti,eio->eto", x, up))
+    return jnp.einsum("eto,eoi->eti", h, down)
+
+
 def convolved(layout, x, first, second):
     def conv(x, kernel):
         dims = (layout, "HWIO", layout)
@@ -63,6 +68,7 @@ CASES = {
     "gated": (gated, (X, UP, GATE, DOWN)),
     "twice": (twice, (X, UP, DOWN, DOWN + 0.1)),
     "turned": (turned, (X, UP, DOWN)),
+    "experts": (experts, (X, jnp.stack([UP] * 4), jnp.stack([DOWN] * 4))),
     "NHWC": (functools.partial(convolved, "NHWC"), (MAP, KERNEL, KERNEL + 0.01)),
     "NCHW": (
         functools.partial(convolved, "NCHW"),
@@ -141,6 +147,23 @@ def test_a_product_with_frozen_weights_needs_no_result():
 
     assert units(frozen, X, UP) == []
     assert len(units(partly, X, UP, 0.1 * DOWN)) == 1
+
+
+def test_what_is_computed_besides_is_no_weight():
+    """A unit's product would save it exactly."""
+
+    def scores(x, up, down):
+        return jax.nn.gelu(x @ up) @ jnp.sin(x @ up).swapaxes(1, 2)
+
+    def merged(x, up, down, adapter):
+        return jax.nn.gelu(x @ up) @ (down + adapter @ adapter.T @ down)
+
+    def view(x, up, down):
+        return jax.nn.gelu(x @ up) @ down.astype(jnp.bfloat16).astype(jnp.float32).T.T[:, :8]
+
+    assert units(scores, X, UP, DOWN) == []
+    assert units(merged, X, UP, DOWN, DOWN) == []
+    assert len(units(view, X, UP, DOWN)) == 1
 
 
 def test_rules_decide_as_for_the_values():

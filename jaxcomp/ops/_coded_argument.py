@@ -24,7 +24,7 @@ _LINEAR_FROM = 4.0  # a GELU and a SiLU are nearly linear from here on
 
 
 @dataclasses.dataclass(frozen=True)
-class Argument(Codec):
+class CodedArgument(Codec):
     """Encodes the argument of an activation function, and decodes its result.
 
     Levels are equidistant up to 4. Beyond 4, where the function is nearly linear, they grow as a
@@ -39,7 +39,7 @@ class Argument(Codec):
 
     quantize: Quantize
     curve: Curve
-    name: typing.ClassVar[str] = "argument"
+    name: typing.ClassVar[str] = "coded_argument"
     kinds = ()
     unbiased = True
 
@@ -78,7 +78,7 @@ class Argument(Codec):
 
 
 @dataclasses.dataclass(frozen=True)
-class Gated(Codec):
+class GatedLinearUnit(Codec):
     """Decodes the product of an activation function and another value from their two codes.
 
     The codes have independent noise, so products of what is decoded are unbiased, too.
@@ -87,8 +87,8 @@ class Gated(Codec):
         argument: Codec of the function's argument.
     """
 
-    argument: Argument
-    name: typing.ClassVar[str] = "gated_argument"
+    argument: CodedArgument
+    name: typing.ClassVar[str] = "gated_linear_unit"
     kinds = ()
     unbiased = True
 
@@ -110,7 +110,7 @@ class Gated(Codec):
         return self.argument.function((argument,), shape, order), decoded
 
 
-def curve(
+def coded_activation(
     operands: Sequence[Array],
     of: Curve,
     function: Callable[..., Array],
@@ -134,8 +134,8 @@ def curve(
     Returns:
         The result with its code.
     """
-    argument = Argument(typing.cast(Quantize, inner_codec(codec)), of)
-    gated = Gated(argument)
+    argument = CodedArgument(typing.cast(Quantize, inner_codec(codec)), of)
+    gated = GatedLinearUnit(argument)
     operands, seed = match_varying((tuple(operands), seed))
 
     def compute(operands: tuple[Array, ...], seed: Seed) -> tuple[Encoded, Array]:

@@ -9,7 +9,7 @@ import pytest
 
 from jaxcomp import Offload, Quantize
 from jaxcomp.ops import _curves
-from jaxcomp.ops._curve import curve
+from jaxcomp.ops._coded_argument import coded_activation
 from tests.helpers import assert_close, assert_same_bits, normal
 
 SMOOTH = [c for c in _curves.CURVES if c.piece is None]
@@ -18,7 +18,9 @@ X, FACTOR = 1.5 * normal((2, 32, 3)), normal((2, 32, 3), seed=1)
 
 def run(of, *operands, bits=4, seed=0):
     """The function's own operation, compressed."""
-    return curve(operands, of, functools.partial(_stock, of), Quantize(bits), jnp.uint32(seed))
+    return coded_activation(
+        operands, of, functools.partial(_stock, of), Quantize(bits), jnp.uint32(seed)
+    )
 
 
 def _stock(of, x, *factors):
@@ -110,7 +112,9 @@ def test_codes_may_wait_on_the_host():
     codec = Offload(Quantize(bits=4))
 
     def loss(x, codec):
-        return curve([x], SMOOTH[0], SMOOTH[0].function, codec, jnp.uint32(0)).value.sum()
+        return coded_activation(
+            [x], SMOOTH[0], SMOOTH[0].function, codec, jnp.uint32(0)
+        ).value.sum()
 
     on_host, on_device = (
         jax.jit(jax.grad(functools.partial(loss, codec=c)))(X) for c in (codec, codec.codec)
