@@ -21,16 +21,17 @@ from jaxcomp.ops._coded_array import CodedArray
 from jaxcomp.ops._curves import Curve
 
 _LINEAR_FROM = 4.0  # a GELU and a SiLU are nearly linear from here on
+_SCALE = 2.0  # beyond, the distance of levels grows by a factor of e for every 2 more
 
 
 @dataclasses.dataclass(frozen=True)
 class CodedArgument(Codec):
     """Encodes the argument of an activation function, and decodes its result.
 
-    Levels are equidistant up to 4. Beyond 4, where the function is nearly linear, they grow as a
-    square, so that a few large values leave the others precise. All arguments at which the function
-    is nearly 0 are encoded as one. What is decoded is corrected for the mean of the noise, as in
-    `_curves.result`.
+    Levels are equidistant up to 4. Beyond 4, where the function is nearly linear, their distance
+    grows exponentially, so that a few large values leave the others precise. All arguments at which
+    the function is nearly 0 are encoded as one. What is decoded is corrected for the mean of the
+    noise, as in `_curves.result`.
 
     Attributes:
         quantize: Sets the bits, and which values share a range.
@@ -55,9 +56,9 @@ class CodedArgument(Codec):
         return _dithered.encode(function(x), self.quantize.bits, seed, ends)
 
     def _level(self, x: Array) -> Array:
-        x = jnp.maximum(x, self.curve.zero_below)
+        x = jnp.maximum(x, self.curve.zero_below) + 0 * x  # NaN where x is infinite
         above = jnp.maximum(x - _LINEAR_FROM, 0)
-        return x - above + (jnp.sqrt(1 + 4 * above) - 1) / 2
+        return x - above + _SCALE * jnp.log(1 + above / _SCALE)
 
     def _decode(
         self, arrays: tuple[typing.Any, ...], shape: tuple[int, ...], dtype: DTypeLike
@@ -69,11 +70,12 @@ class CodedArgument(Codec):
         (code,) = arrays
         h, step = _dithered.decode(typing.cast(Dithered, code), self.quantize.bits, shape)
         above = jnp.maximum(h - _LINEAR_FROM, 0)
-        z = h + above * above
+        stretch = jnp.exp(above / _SCALE)
+        z = h - above + _SCALE * (stretch - 1)
         f = self.curve.derivatives(z, jnp.zeros((), jnp.int32))
-        first, second = 1 + 2 * above, jnp.where(above > 0, 2.0, 0.0)  # derivatives of z by h
+        second = jnp.where(above > 0, stretch / _SCALE, 0)  # of z by h, as `stretch` is the first
         return f[order] - _curves.excess(step) * (
-            f[order + 2] * first * first + f[order + 1] * second
+            f[order + 2] * stretch * stretch + f[order + 1] * second
         )
 
 

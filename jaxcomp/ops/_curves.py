@@ -91,8 +91,9 @@ def _silu(z: Array, piece: Array) -> Derivatives:
 def _gelu(z: Array, piece: Array) -> Derivatives:
     """Of the approximation by `tanh`."""
     inner, cubic = (2 / math.pi) ** 0.5, 0.044715
-    t = jnp.tanh(inner * (z + cubic * z * z * z))
-    u, v, w = inner * (1 + 3 * cubic * z * z), 6 * inner * cubic * z, 6 * inner * cubic
+    c = _where_curved(z)
+    t = jnp.tanh(inner * (c + cubic * c * c * c))
+    u, v, w = inner * (1 + 3 * cubic * c * c), 6 * inner * cubic * c, 6 * inner * cubic
     s = 1 - t * t
     one = s * u
     two = s * (v - 2 * t * u * u)
@@ -106,9 +107,15 @@ def _gelu(z: Array, piece: Array) -> Derivatives:
 
 
 def _gelu_by_erf(z: Array, piece: Array) -> Derivatives:
-    below = (1 + jax.lax.erf(z * 0.5**0.5)) / 2
-    density = jnp.exp(-z * z / 2) * (2 * math.pi) ** -0.5
-    return z * below, below + z * density, density * (2 - z * z), density * z * (z * z - 4)
+    c = _where_curved(z)
+    below = (1 + jax.lax.erf(c * 0.5**0.5)) / 2
+    density = jnp.exp(-c * c / 2) * (2 * math.pi) ** -0.5
+    return z * below, below + c * density, density * (2 - c * c), density * c * (c * c - 4)
+
+
+def _where_curved(z: Array) -> Array:
+    """Beyond, a GELU is linear in float32, and powers of `z` might be infinite."""
+    return jnp.clip(z, -20, 20)
 
 
 def gelu_by_erf(z: Array) -> Array:

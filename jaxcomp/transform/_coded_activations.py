@@ -13,10 +13,11 @@ from jaxcomp.memory._source_line import source_line
 from jaxcomp.ops._curves import Curve
 from jaxcomp.policies._value import Value, dtype_name
 from jaxcomp.transform._activations import activation_of
+from jaxcomp.transform._algebra import is_cheap
 from jaxcomp.transform._decisions import PolicyLog, codec_in_roles
 from jaxcomp.transform._origins import module_path
 from jaxcomp.transform._pattern import LAYOUT, Pattern
-from jaxcomp.transform._programs import Program, is_variable
+from jaxcomp.transform._programs import Program, is_variable, variables
 
 # What makes no more of weights than a part of them in another dtype or order.
 _VIEWS = LAYOUT - {"broadcast_in_dim"} | {
@@ -119,6 +120,8 @@ def _unit(pattern: Pattern, x: Any) -> CodedActivation | None:
             return None
         operands, equation = [x, factor], gate
         program = pattern.slice(operands, gate.outvars)
+    if all(_follows_from_arguments(pattern, operand) for operand in operands):
+        return None
     result: Any = equation.outvars[0]
     readers = pattern.readers.get(result, [])
     features = {_feature_axis(pattern, e, result) for e in readers}
@@ -126,6 +129,19 @@ def _unit(pattern: Pattern, x: Any) -> CodedActivation | None:
     if feature is None or result in pattern.results or program is None:
         return None
     return CodedActivation(operands, activation.curve, program, equation, readers, feature)
+
+
+def _follows_from_arguments(pattern: Pattern, value: Any) -> bool:
+    """Whether cheap steps make a value from arguments, so that it need not be saved at all."""
+    seen, pending = {value}, [value]
+    while pending:
+        equation = pattern.made_by.get(pending.pop())
+        if equation is not None and not is_cheap(equation):
+            return False
+        new = set() if equation is None else {*variables(equation.invars)} - seen
+        seen |= new
+        pending += new
+    return True
 
 
 def _feature_axis(pattern: Pattern, equation: JaxprEqn, value: Any) -> int | None:

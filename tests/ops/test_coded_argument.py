@@ -83,6 +83,13 @@ def test_an_outlier_leaves_other_values_precise():
     assert error(x.at[0, 0].set(100.0)) < 4 * error(x)  # equidistant levels: 15 times
 
 
+@pytest.mark.parametrize("of", SMOOTH, ids=lambda c: c.function.__name__)
+def test_huge_values_have_gradients(of):
+    x = jnp.array([1.0, 1e4, 1e13]).reshape(1, 3, 1)
+    gradient = jax.grad(lambda x: run(of, x).value.sum())(x)
+    np.testing.assert_allclose(gradient[0, 1:], 1, atol=1e-3)
+
+
 def test_bytes_are_those_of_a_packed_code_and_of_bfloat16_ranges():
     found = jax.eval_shape(lambda x, f: run(SMOOTH[0], x, f).code, X, FACTOR)
     words = 4 * sum(X.shape)
@@ -90,11 +97,11 @@ def test_bytes_are_those_of_a_packed_code_and_of_bfloat16_ranges():
 
 
 def test_nan_and_inf_stay_visible_in_their_group_alone():
-    x = X.at[0, 3, 0].set(jnp.nan).at[1, 2, 1].set(jnp.inf)
+    x = X.at[0, 3, 0].set(jnp.nan).at[1, 2, 1].set(jnp.inf).at[0, 0, 2].set(-jnp.inf)
     found = run(SMOOTH[1], x)
     decoded = np.isnan(found.codec.decode(found.code))
     expected = np.zeros(x.shape, bool)
-    expected[0, :, 0] = expected[1, :, 1] = True
+    expected[0, :, 0] = expected[1, :, 1] = expected[0, :, 2] = True
     np.testing.assert_array_equal(decoded, expected)
 
 

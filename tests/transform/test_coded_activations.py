@@ -149,6 +149,19 @@ def test_a_product_with_frozen_weights_needs_no_result():
     assert len(units(partly, X, UP, 0.1 * DOWN)) == 1
 
 
+def test_what_follows_from_arguments_has_no_code():
+    def of_argument(x, down):
+        return jax.nn.gelu(x) @ down
+
+    def of_two(x, bias, down):
+        a, b = jnp.split(x + bias, 2, -1)
+        return (jax.nn.silu(a) * b) @ down[:8]
+
+    x, bias = normal((4, 32, 24)), jnp.ones((1, 1, 16))
+    assert jc.checkpoint(of_argument, CODEC).plan(x, DOWN).saved_bytes == 0
+    assert jc.checkpoint(of_two, CODEC).plan(X, bias, DOWN).saved_bytes == 0
+
+
 def test_what_is_computed_besides_is_no_weight():
     """A unit's product would save it exactly."""
 
