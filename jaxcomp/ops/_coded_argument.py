@@ -31,7 +31,8 @@ class CodedArgument(Codec):
     Levels are equidistant up to 4. Beyond 4, where the function is nearly linear, their distance
     grows exponentially, so that a few large values leave the others precise. All arguments at which
     the function is nearly 0 are encoded as one. What is decoded is corrected for the mean of the
-    noise, as in `_curves.result`.
+    noise, as in `_curves.result`: the bias of a derivative is below 0.004 where levels are at most
+    1 apart, below 0.04 where they are 2 apart, and large beyond.
 
     Attributes:
         quantize: Sets the bits, and which values share a range.

@@ -195,6 +195,7 @@ def recognize(program: Program, active: Sequence[int], log: PolicyLog) -> list[R
     taken = {id(one.unit.equation) for one in found}
     for activation, codec in coded_activations(pattern, reached, log):
         if id(activation.equation) not in taken:
+            taken.add(id(activation.equation))  # silu(a) * gelu(b) is a gate of each
             found.append(Recognized(activation, codec))
     found = _without_cycles(jaxpr, found)
     found = _with_gates(jaxpr, found)
