@@ -131,9 +131,9 @@ def transformer(bits: int = 4) -> Policy:
 
     Values of 16,384 elements or more are quantized, without bias but for that of a norm's input
     (one part in its number of features). With 3 bits or more, a GELU or SiLU between two products
-    has one code, and a gated linear unit two. Values that an attention under `jax.checkpoint`, a loop or
-    a `jax.custom_vjp` reads have to be exact. Queries, keys and values are recomputed from the
-    input of the products that made them: one value is saved exactly instead of three. Other
+    has one code, and a gated linear unit two. Values that an attention under `jax.checkpoint`, a
+    loop or a `jax.custom_vjp` reads have to be exact. Queries, keys and values are recomputed from
+    the input of the products that made them: one value is saved exactly instead of three. Other
     products that have to be exact are kept or recomputed, whichever takes fewer bytes.
 
     Args:
