@@ -336,8 +336,8 @@ def checkpoint(
         ...     return jax.nn.gelu(x @ w1) @ w2
         >>> f = checkpoint(mlp, Quantize(bits=4))
         >>> args = jnp.ones((256, 64)), jnp.ones((64, 256)), jnp.ones((256, 64))
-        >>> [value.role for value in f.plan(*args).values]
-        ['operand', 'derivative']
+        >>> [value.op for value in f.plan(*args).values]
+        ['activation']
         >>> jax.grad(lambda *args: f(*args).sum())(*args).shape
         (256, 64)
     """
