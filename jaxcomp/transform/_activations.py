@@ -10,6 +10,7 @@ from jax.extend.core import JaxprEqn
 
 from jaxcomp.ops._curves import CURVES, Curve
 from jaxcomp.transform._builder import flat
+from jaxcomp.transform._one_result import OneResult
 from jaxcomp.transform._pattern import Pattern
 from jaxcomp.transform._programs import Program, is_variable, variables
 from jaxcomp.transform._rewrites import is_of_jax
@@ -76,7 +77,7 @@ def _from(pattern: Pattern, value: Any, length: int) -> list[JaxprEqn]:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Gate:
+class Gate(OneResult):
     """A product of a coded array and one factor for each channel of each sample.
 
     Attributes:
@@ -91,19 +92,9 @@ class Gate:
     kind = "gate"
 
     @property
-    def origin(self) -> JaxprEqn:
-        """The equation of the product."""
-        return self.equation
-
-    @property
     def operands(self) -> list[Any]:
         """The variables that it reads."""
         return [self.x, self.factor]
-
-    @property
-    def results(self) -> list[Any]:
-        """The variable that it makes."""
-        return list(self.equation.outvars)
 
     @property
     def saved(self) -> list[Any]:

@@ -13,11 +13,12 @@ from jaxcomp.memory._source_line import source_line
 from jaxcomp.ops._curves import Curve
 from jaxcomp.policies._value import Value, dtype_name
 from jaxcomp.transform._activations import activation_of
-from jaxcomp.transform._algebra import is_cheap
 from jaxcomp.transform._decisions import PolicyLog, codec_in_roles
+from jaxcomp.transform._graph import Graph
+from jaxcomp.transform._one_result import OneResult
 from jaxcomp.transform._origins import module_path
 from jaxcomp.transform._pattern import LAYOUT, Pattern
-from jaxcomp.transform._programs import Program, is_variable, variables
+from jaxcomp.transform._programs import Program, is_variable
 
 # What makes no more of weights than a part of them in another dtype or order.
 _VIEWS = LAYOUT - {"broadcast_in_dim"} | {
@@ -29,7 +30,7 @@ _VIEWS = LAYOUT - {"broadcast_in_dim"} | {
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class CodedActivation:
+class CodedActivation(OneResult):
     """An activation function, or its product with another value, as in a gated linear unit.
 
     Its operands have one code each, which serve the derivatives and what reads the result.
@@ -52,16 +53,6 @@ class CodedActivation:
     kind = "activation"
 
     @property
-    def origin(self) -> JaxprEqn:
-        """The equation that makes the result."""
-        return self.equation
-
-    @property
-    def results(self) -> list[Any]:
-        """The variable that it makes."""
-        return list(self.equation.outvars)
-
-    @property
     def saved(self) -> list[Any]:
         """The variables that have a code."""
         return self.operands
@@ -81,8 +72,9 @@ def coded_activations(
         reached: What has a tangent.
         log: The policy, which takes note.
     """
+    free = Graph(pattern.jaxpr, set(pattern.jaxpr.invars)).free
     for x in [v for v in pattern.readers if v in reached]:
-        unit = _unit(pattern, x)
+        unit = _unit(pattern, free, x)
         if unit is None:
             continue
         result: Any = unit.results[0]
@@ -102,7 +94,7 @@ def coded_activations(
             yield unit, codec
 
 
-def _unit(pattern: Pattern, x: Any) -> CodedActivation | None:
+def _unit(pattern: Pattern, free: set[Any], x: Any) -> CodedActivation | None:
     """The activation function that alone reads a value, with what only products read of it."""
     if x.aval.ndim < 2 or dtype_name(x.aval.dtype) not in FLOATS:
         return None
@@ -120,8 +112,8 @@ def _unit(pattern: Pattern, x: Any) -> CodedActivation | None:
             return None
         operands, equation = [x, factor], gate
         program = pattern.slice(operands, gate.outvars)
-    if all(_follows_from_arguments(pattern, operand) for operand in operands):
-        return None
+    if free.issuperset(operands):
+        return None  # nothing of it has to be saved
     result: Any = equation.outvars[0]
     readers = pattern.readers.get(result, [])
     features = {_feature_axis(pattern, e, result) for e in readers}
@@ -129,19 +121,6 @@ def _unit(pattern: Pattern, x: Any) -> CodedActivation | None:
     if feature is None or result in pattern.results or program is None:
         return None
     return CodedActivation(operands, activation.curve, program, equation, readers, feature)
-
-
-def _follows_from_arguments(pattern: Pattern, value: Any) -> bool:
-    """Whether cheap steps make a value from arguments, so that it need not be saved at all."""
-    seen, pending = {value}, [value]
-    while pending:
-        equation = pattern.made_by.get(pending.pop())
-        if equation is not None and not is_cheap(equation):
-            return False
-        new = set() if equation is None else {*variables(equation.invars)} - seen
-        seen |= new
-        pending += new
-    return True
 
 
 def _feature_axis(pattern: Pattern, equation: JaxprEqn, value: Any) -> int | None:
@@ -158,8 +137,13 @@ def _feature_axis(pattern: Pattern, equation: JaxprEqn, value: Any) -> int | Non
     if equation.primitive.name == "dot_general":
         contracted = equation.params["dimension_numbers"][0][operands.index(value)]
         return int(max(contracted, default=value.aval.ndim - 1))
-    batch, feature, *spatial = equation.params["dimension_numbers"].lhs_spec
-    plain = equation.params["batch_group_count"] == 1 and batch == 0 and operands[0] is value
+    return channel_axis(equation) if operands[0] is value else None
+
+
+def channel_axis(convolution: JaxprEqn) -> int | None:
+    """The feature axis of a convolution's input if its code may be read; else None."""
+    batch, feature, *spatial = convolution.params["dimension_numbers"].lhs_spec
+    plain = convolution.params["batch_group_count"] == 1 and batch == 0
     return int(feature) if plain and spatial == sorted(spatial) else None
 
 

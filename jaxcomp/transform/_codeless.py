@@ -7,11 +7,12 @@ from typing import Any, ClassVar
 from jax.extend.core import JaxprEqn
 from jaxtyping import Array
 
+from jaxcomp.transform._one_result import OneResult
 from jaxcomp.transform._programs import Program
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Codeless(abc.ABC):
+class Codeless(OneResult, abc.ABC):
     """A part of a program with one result.
 
     Attributes:
@@ -27,16 +28,6 @@ class Codeless(abc.ABC):
     program: Program
     kind: ClassVar[str]
     decision: ClassVar[str]
-
-    @property
-    def origin(self) -> JaxprEqn:
-        """The equation that makes the result."""
-        return self.equation
-
-    @property
-    def results(self) -> list[Any]:
-        """The variable that it makes."""
-        return list(self.equation.outvars)
 
     @property
     @abc.abstractmethod

@@ -154,11 +154,11 @@ def codec_in_roles(
     """
     assert isinstance(log.policy, Policy)
     values = [dataclasses.replace(value, role=role) for role in roles]
-    rules = [
-        rule for v in values for rule in [r for r in log.policy.rules if r.matches_value(v)][:1]
-    ]
-    actions = {rule.action for rule in rules}
-    (action,) = actions if len(actions) == 1 and len(rules) == len(values) else (None,)
+    found = [next((r for r in log.policy.rules if r.matches_value(v)), None) for v in values]
+    rules = [rule for rule in found if rule is not None]
+    if len(rules) < len(values) or len({rule.action for rule in rules}) > 1:
+        return None
+    action = rules[0].action
     if not isinstance(action, Codec) or not serves(action):
         return None
     codec = _by_rule(rules[0], value).codec

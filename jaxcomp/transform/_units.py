@@ -22,6 +22,7 @@ from jaxcomp.transform._coded_activations import CodedActivation, coded_activati
 from jaxcomp.transform._codeless import Codeless
 from jaxcomp.transform._decisions import PolicyLog
 from jaxcomp.transform._layer_scale import LayerScale, layer_scales
+from jaxcomp.transform._one_result import OneResult
 from jaxcomp.transform._origins import module_path
 from jaxcomp.transform._pattern import Labels, Pattern, relabelled
 from jaxcomp.transform._programs import Program, avals, variables
@@ -85,7 +86,7 @@ class NormAct:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class MaxPool:
+class MaxPool(OneResult):
     """A max pool alone.
 
     Attributes:
@@ -100,19 +101,9 @@ class MaxPool:
     kind = "max_pool"
 
     @property
-    def origin(self) -> JaxprEqn:
-        """Its equation."""
-        return self.equation
-
-    @property
     def operands(self) -> list[Any]:
         """The variable that it reads."""
         return variables(self.equation.invars)
-
-    @property
-    def results(self) -> list[Any]:
-        """The variable that it makes."""
-        return list(self.equation.outvars)
 
     @property
     def saved(self) -> list[Any]:

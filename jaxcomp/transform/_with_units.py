@@ -23,7 +23,7 @@ from jaxcomp.ops._norm_curve import norm_curve
 from jaxcomp.ops._pooling import Window, index_codec
 from jaxcomp.transform._activations import Gate
 from jaxcomp.transform._builder import Builder, renamed
-from jaxcomp.transform._coded_activations import CodedActivation
+from jaxcomp.transform._coded_activations import CodedActivation, channel_axis
 from jaxcomp.transform._codeless import Codeless
 from jaxcomp.transform._programs import Program, Values, avals, is_variable
 from jaxcomp.transform._units import MaxPool, NormAct, Recognized, ordered
@@ -121,10 +121,9 @@ def _multiply(
 def _reads_code(equation: JaxprEqn, coded: dict[Any, _Coded]) -> bool:
     """Whether a convolution's input has a code."""
     lhs, rhs = equation.invars
-    if lhs not in coded or rhs in coded or equation.params["batch_group_count"] != 1:
+    if lhs not in coded or rhs in coded:
         return False
-    batch, feature, *spatial = equation.params["dimension_numbers"].lhs_spec
-    return batch == 0 and feature == coded[lhs].feature and spatial == sorted(spatial)
+    return channel_axis(equation) == coded[lhs].feature
 
 
 def _take(
