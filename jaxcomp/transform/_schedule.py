@@ -27,6 +27,7 @@ from jaxcomp.transform._graph import Graph, nbytes, plain_nbytes
 from jaxcomp.transform._linearized import Linearized, linearize, transpose
 from jaxcomp.transform._programs import Program, is_variable
 from jaxcomp.transform._rewrites import with_rewrites
+from jaxcomp.transform._rounded import with_rounded_operands
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +135,7 @@ def schedule(
         decisions,
         roles,
         numbered.linear,
-        transpose(numbered),
+        with_rounded_operands(transpose(numbered)),
         coefficients,
         biased,
         log.largest,
