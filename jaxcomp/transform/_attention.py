@@ -10,6 +10,7 @@ from jaxtyping import Array
 
 from jaxcomp.transform._algebra import REDUCTIONS, is_cheap, is_cheap_rule
 from jaxcomp.transform._codeless import Codeless
+from jaxcomp.transform._constants import constants
 from jaxcomp.transform._pattern import Pattern
 from jaxcomp.transform._programs import variables
 
@@ -42,21 +43,12 @@ class Attention(Codeless):
 
 def attentions(pattern: Pattern) -> Iterator[Attention]:
     """The attentions whose scores have more elements than queries, keys and values."""
-    constants = _constants(pattern)
+    fixed = constants(pattern.jaxpr)
     for equation in pattern.jaxpr.eqns:
         if _is_batched(equation):
-            found = _attention(pattern, equation, constants)
+            found = _attention(pattern, equation, fixed)
             if found is not None:
                 yield found
-
-
-def _constants(pattern: Pattern) -> set[Any]:
-    """The variables that are the same for every input, such as a causal mask."""
-    found: set[Any] = set()
-    for equation in pattern.jaxpr.eqns:
-        if is_cheap(equation) and found.issuperset(variables(equation.invars)):
-            found.update(equation.outvars)
-    return found
 
 
 def _is_batched(equation: JaxprEqn) -> bool:
@@ -66,7 +58,7 @@ def _is_batched(equation: JaxprEqn) -> bool:
     return len(batch) > 0
 
 
-def _attention(pattern: Pattern, first: JaxprEqn, constants: set[Any]) -> Attention | None:
+def _attention(pattern: Pattern, first: JaxprEqn, fixed: set[Any]) -> Attention | None:
     """The attention that begins by a product of queries and keys."""
     made: set[Any] = set(first.outvars)
     last: JaxprEqn | None = None
@@ -92,7 +84,7 @@ def _attention(pattern: Pattern, first: JaxprEqn, constants: set[Any]) -> Attent
         return None
     steps[id(last)] = last
     read = [v for step in steps.values() for v in variables(step.invars)]
-    operands = [v for v in dict.fromkeys(read) if v not in made and v not in constants]
+    operands = [v for v in dict.fromkeys(read) if v not in made and v not in fixed]
     ends = {v for step in (first, last) for v in variables(step.invars)} - made
     (scores,) = first.outvars
     if scores.aval.size <= sum(v.aval.size for v in ends):  # type: ignore[attr-defined]

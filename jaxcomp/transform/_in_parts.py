@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,15 +13,17 @@ from jaxtyping import Array
 
 from jaxcomp._core.one_device import on_one
 from jaxcomp._core.shard_map import vary_like
-from jaxcomp.transform._algebra import POINTWISE, is_cheap
+from jaxcomp.transform._algebra import POINTWISE
+from jaxcomp.transform._axes import same_axis
+from jaxcomp.transform._constants import constants
 from jaxcomp.transform._programs import (
     Program,
     apply,
     avals,
+    is_placed,
     is_variable,
     read,
     scope_of,
-    variables,
 )
 
 _PART = 3 * 2**25  # bytes of the largest array of a part, if of float32
@@ -129,10 +130,7 @@ class _Parts:
         self._most = max(array.size for array in arguments)
         self._parts: dict[Any, Array] = {}
         self._asked: dict[Any, int] = {}  # the axis of each large product, computed along one alone
-        self._constants: set[Any] = set()  # such as a causal mask, which XLA fuses into its readers
-        for equation in jaxpr.eqns:
-            if is_cheap(equation) and self._constants.issuperset(variables(equation.invars)):
-                self._constants.update(equation.outvars)
+        self._constants = constants(jaxpr)  # such as a causal mask, which XLA fuses into readers
 
     def result(self, position: int, axis: int) -> Array:
         """A part of a result along an axis.
@@ -167,7 +165,7 @@ class _Parts:
     def _step(self, equation: JaxprEqn, result: Any, axis: int) -> Array | None:
         """A part of what an equation makes from parts of its operands; None if it cannot."""
         name, params = equation.primitive.name, equation.params
-        if any(map(_is_placed, (params.get("sharding"), params.get("out_sharding")))):
+        if is_placed(equation):
             return None
         operands: list[Any] = equation.invars
         shape = [*result.aval.shape]
@@ -182,7 +180,7 @@ class _Parts:
             is_repeated = before is None or operands[0].aval.shape[before] == 1
             axes, params = [None if is_repeated else before], params | {"shape": part}
         elif name == "reshape":
-            before = _same_axis(operands[0].aval.shape, shape, axis)
+            before = same_axis(operands[0].aval.shape, shape, axis)
             if before is None or params["dimensions"] is not None:
                 return None
             axes, params = [before], params | {"new_sizes": part}
@@ -215,23 +213,6 @@ class _Parts:
         if not equation.primitive.multiple_results:
             return made
         return made[equation.outvars.index(result)]
-
-
-def _is_placed(sharding: Any) -> bool:
-    """Whether a sharding says where a value is; all values inside of `jax.shard_map` are local."""
-    if sharding is None:
-        return False
-    mesh = getattr(sharding, "mesh", None)
-    return mesh is None or not (mesh.empty or mesh.are_all_axes_manual)
-
-
-def _same_axis(before: tuple[int, ...], after: list[int], axis: int) -> int | None:
-    """The axis of an array before a reshape that is an axis of it afterwards."""
-    outer = math.prod(after[:axis])
-    for i, size in enumerate(before):
-        if math.prod(before[:i]) == outer and size == after[axis]:
-            return i
-    return None
 
 
 def _axes_of_product(equation: JaxprEqn, axis: int) -> tuple[int | None, int | None]:

@@ -15,9 +15,11 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from jaxtyping import Array
 
 from jaxcomp._core import barriers
+from jaxcomp._core.one_device import on_one
 from jaxcomp.memory._tracing import CHECKPOINT_PRIMITIVES
 from jaxcomp.transform._builder import flat
-from jaxcomp.transform._in_parts import in_parts
+from jaxcomp.transform._causal import in_chunks
+from jaxcomp.transform._in_parts import Evaluate, in_parts
 from jaxcomp.transform._programs import (
     Program,
     Values,
@@ -65,14 +67,23 @@ def apply_after(
             values = lax.optimization_barrier(values)
         program = flat(closed(equation.params["jaxpr"], ()))
         with scope_of(equation):
-            evaluate = in_parts(program, functools.partial(evaluate_after, program), largest)
-            return evaluate(cotangent, values)
+            return _in_pieces(program, largest)(cotangent, values)
     if _waits(equation, cotangent):
         (value,), (out,) = values, equation.outvars
         kind: Any = out.aval
         filled = jnp.full(kind.shape, value, kind.dtype)
         return [barriers.decode_after(cotangent, (), lambda _: filled)]
     return apply(jaxpr, equation, values)
+
+
+def _in_pieces(program: Program, largest: int) -> Evaluate:
+    """Evaluates a program in parts, and on one device in chunks of queries without hidden keys."""
+
+    def evaluate(program: Program) -> Evaluate:
+        return in_parts(program, functools.partial(evaluate_after, program), largest)
+
+    chunks, whole = in_chunks(program, evaluate), evaluate(program)
+    return whole if chunks is None else on_one(None, chunks, whole)
 
 
 def _waits(equation: JaxprEqn, cotangent: Array) -> bool:

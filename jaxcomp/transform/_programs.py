@@ -110,3 +110,12 @@ def is_variable(atom: Any) -> bool:
 def is_of_collective(effect: Any) -> bool:
     """Whether an effect is that of a collective, which names an axis and changes nothing."""
     return type(effect).__name__ == "NamedAxisEffect"
+
+
+def is_placed(equation: JaxprEqn) -> bool:
+    """Whether an equation says where its result is; all values in a `jax.shard_map` are local."""
+    for sharding in (equation.params.get("sharding"), equation.params.get("out_sharding")):
+        mesh = getattr(sharding, "mesh", None)
+        if sharding is not None and (mesh is None or not (mesh.empty or mesh.are_all_axes_manual)):
+            return True
+    return False

@@ -1,0 +1,216 @@
+"""What is zero for the keys of an attention that a chunk of its queries does not see."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.extend.core import JaxprEqn
+
+from jaxcomp.transform._algebra import POINTWISE
+from jaxcomp.transform._axes import Axes, WholeError
+from jaxcomp.transform._programs import is_variable
+
+HIDDEN = -1e8  # a score whose exponential is 0 beside that of another one
+_SAME = {
+    "convert_element_type", "copy", "name", "reduce_precision", "reshape", "sharding_constraint",
+    "squeeze", "stop_gradient", "transpose",
+}  # fmt: skip
+_EXPONENTIALS = {"exp", "exp2", "logistic"}
+_SUMS = {"add", "add_any", "sub"}
+
+
+class Chunk(NamedTuple):
+    """A range of queries, and the range of the keys that one of them sees."""
+
+    queries: slice
+    keys: slice
+
+
+class State(NamedTuple):
+    """What is known of an array of a chunk.
+
+    Attributes:
+        zero: It is 0 for the keys out of the chunk.
+        hidden: It is at most `HIDDEN` for them.
+        flat: It is the same for all keys.
+        summed: It is a sum over the queries of the chunk, to which the other chunks add.
+    """
+
+    zero: bool = False
+    hidden: bool = False
+    flat: bool = False
+    summed: bool = False
+
+
+class Scores:
+    """The axes of queries and keys.
+
+    Args:
+        axes: Those of a program.
+        variable: Its scores.
+        queries: Their axis of the queries.
+        keys: Their axis of the keys.
+
+    Raises:
+        WholeError: If they are the same, or some equation reads all along one.
+    """
+
+    def __init__(self, axes: Axes, variable: Any, queries: int, keys: int) -> None:
+        self._axes = axes
+        self.kinds = axes.find((variable, queries)), axes.find((variable, keys))
+        if self.kinds[0] == self.kinds[1] or not all(map(axes.is_cut, self.kinds)):
+            raise WholeError("queries and keys are no axes of their own")
+        self._shape = variable.aval.shape
+        self._size = self._shape[keys]
+
+    def along(self, variable: Any) -> tuple[int | None, int | None]:
+        """The axis of the queries and that of the keys; None if there is none."""
+        queries, keys = (self._axes.of(variable, kind) for kind in self.kinds)
+        return queries, keys
+
+    def all_keys(self, chunk: Chunk) -> bool:
+        """Whether a chunk has all keys."""
+        return chunk.keys == slice(0, self._size)
+
+
+def state_of(
+    equation: JaxprEqn,
+    states: Mapping[Any, State],
+    constants: Mapping[Any, np.ndarray[Any, Any]],
+    scores: Scores,
+    chunk: Chunk,
+) -> State:
+    """What is known of the results of an equation.
+
+    Args:
+        equation: The equation.
+        states: Of its operands.
+        constants: Values of constants.
+        scores: The axes of queries and keys.
+        chunk: The chunk.
+
+    Raises:
+        WholeError: If it needs what is out of the chunk.
+    """
+    (out, *_) = equation.outvars
+    if out in constants:
+        return _of_constant(constants[out], scores.along(out), chunk)
+    given = [
+        states[v] if is_variable(v) else _of_constant(np.asarray(v.val), (None, None), chunk)
+        for v in equation.invars
+    ]
+    name = equation.primitive.name
+    rows, columns = scores.along(out)
+    summed = any(state.summed for state in given)
+    if summed and not _is_linear(name, given):
+        raise WholeError(f"{name} of a sum over queries")
+    queries, keys = _lost(equation, scores)
+    if queries:
+        if name not in ("dot_general", "reduce_sum"):
+            raise WholeError(f"{name} over queries")
+        summed = True
+    if summed and rows is not None:
+        raise WholeError("a sum over queries that has queries")
+    everything = scores.all_keys(chunk)
+    if keys and not everything:
+        known = {"dot_general": "zero", "reduce_sum": "zero", "reduce_max": "hidden"}.get(name)
+        if known is None or not any(getattr(state, known) for state in given):
+            raise WholeError(f"{name} over keys")
+    if columns is None:
+        return State(flat=True, summed=summed)
+    if everything:
+        return State(zero=True, hidden=True, summed=summed)
+    return _along_keys(equation, given, constants, scores, chunk)._replace(summed=summed)
+
+
+def _along_keys(
+    equation: JaxprEqn,
+    given: Sequence[State],
+    constants: Mapping[Any, np.ndarray[Any, Any]],
+    scores: Scores,
+    chunk: Chunk,
+) -> State:
+    """What is known of a result that has keys."""
+    name, params = equation.primitive.name, equation.params
+    operands: list[Any] = list(equation.invars)
+    has_keys = [is_variable(v) and scores.along(v)[1] is not None for v in operands]
+    if name == "broadcast_in_dim":
+        return given[0] if has_keys[0] else State(flat=True)
+    if name in _SAME:
+        return given[0]
+    if name == "reduce_sum":
+        return State(zero=given[0].zero)
+    if name == "dot_general":
+        return State(zero=any(s.zero for s, has in zip(given, has_keys, strict=True) if has))
+    if name not in POINTWISE:
+        return State()
+    flat = all(state.flat for state in given)
+    if name == "select_n":
+        which = constants.get(operands[0])
+        if which is not None:
+            chosen = np.unique(_outside(which, scores.along(operands[0]), chunk))
+            given = [given[1 + int(case)] for case in chosen]
+        else:
+            given = given[1:]
+        zero, hidden = (all(getattr(s, known) for s in given) for known in ("zero", "hidden"))
+    elif name == "mul":
+        zero, hidden = any(s.zero for s in given), False
+    elif name in ("div", "neg"):
+        zero, hidden = given[0].zero, False
+    elif name in _EXPONENTIALS:
+        zero, hidden = given[0].hidden, False
+    elif name in _SUMS:
+        zero = all(s.zero for s in given)
+        hidden = given[0].hidden and given[1].flat
+    elif name == "integer_pow":
+        zero, hidden = given[0].zero and params["y"] > 0, False
+    else:
+        zero = hidden = False
+    return State(zero, hidden, flat)
+
+
+def _is_linear(name: str, given: Sequence[State]) -> bool:
+    """Whether an equation is linear in its operands that are sums."""
+    if name in _SAME | {"neg", "reduce_sum", "broadcast_in_dim", "pad", "slice", "split"}:
+        return True
+    sums = [state.summed for state in given]
+    if name in _SUMS | {"concatenate"}:
+        return all(sums)
+    return (name in ("mul", "dot_general") and sum(sums) == 1) or (name == "div" and not sums[1])
+
+
+def _lost(equation: JaxprEqn, scores: Scores) -> tuple[bool, bool]:
+    """Whether a reduction or a product is over queries, and whether over keys."""
+    name, params = equation.primitive.name, equation.params
+    if name == "dot_general":
+        (axes, _), _ = params["dimension_numbers"]
+    else:
+        axes = params.get("axes", ())
+    if not axes or not is_variable(equation.invars[0]):
+        return False, False
+    queries, keys = scores.along(equation.invars[0])
+    return queries in axes, keys in axes
+
+
+def _of_constant(
+    value: np.ndarray[Any, Any], along: tuple[int | None, int | None], chunk: Chunk
+) -> State:
+    _, keys = along
+    outside = _outside(value, along, chunk)
+    return State(
+        zero=bool(np.all(outside == 0)),
+        hidden=value.dtype != bool and bool(np.all(outside <= HIDDEN)),
+        flat=keys is None or value.shape[keys] == 1,
+    )
+
+
+def _outside(
+    value: np.ndarray[Any, Any], along: tuple[int | None, int | None], chunk: Chunk
+) -> np.ndarray[Any, Any]:
+    """The elements of a constant for the chunk's queries and the keys out of it."""
+    queries, keys = along
+    if queries is not None and value.shape[queries] > 1:
+        value = value.take(range(*chunk.queries.indices(value.shape[queries])), queries)
+    if keys is not None and value.shape[keys] > 1:
+        value = np.delete(value, chunk.keys, keys)
+    return value
