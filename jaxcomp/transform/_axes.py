@@ -1,15 +1,16 @@
 """Which axes of the arrays of a program are the same, such as that of an attention's queries."""
 
 import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jax.extend.core import JaxprEqn
 
 from jaxcomp.transform._algebra import POINTWISE, REDUCTIONS
-from jaxcomp.transform._programs import Program, is_variable
+from jaxcomp.transform._programs import avals, is_variable
 
 _ALONG = {"concatenate": "dimension", "split": "axis"}  # the parameter that tells the axis
-_ONE_BY_ONE = POINTWISE | {"reduce_precision"}
+_ONE_BY_ONE = POINTWISE | {"pvary", "reduce_precision"}
 
 Axis = tuple[Any, int]
 
@@ -18,12 +19,12 @@ class Axes:
     """Classes of axes along which a part of one array takes the same part of the others.
 
     Args:
-        program: A flat program.
+        equations: Those of a program.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, equations: Iterable[JaxprEqn]) -> None:
         self._parent: dict[Any, Any] = {}
-        for equation in program.jaxpr.eqns:
+        for equation in equations:
             self._join_of(equation)
 
     def find(self, axis: Any) -> Any:
@@ -54,12 +55,11 @@ class Axes:
 
     def _join_of(self, equation: JaxprEqn) -> None:
         name, params = equation.primitive.name, equation.params
-        operands = [v for v in equation.invars if is_variable(v)]
-        (out, *more) = equation.outvars
+        operands: list[Any] = [v for v in equation.invars if is_variable(v)]
+        made: list[Any] = list(equation.outvars)
+        out, *more = made
         pairs: list[tuple[Any, Any]] | None = None
-        if name == "iota":
-            pairs = []
-        elif name in _ONE_BY_ONE:
+        if name in _ONE_BY_ONE:
             pairs = [((v, i), (out, i)) for v in operands for i in range(v.aval.ndim)]
         elif name == "broadcast_in_dim":
             pairs = [
@@ -84,12 +84,13 @@ class Axes:
 
     def _join_some(self, equation: JaxprEqn, name: str, operands: list[Any]) -> None:
         """The axes of a reshape that stay, and those that a step along another axis leaves."""
-        arrays = [v for v in (*operands, *equation.outvars) if v.aval.ndim]
+        made: list[Any] = list(equation.outvars)
+        arrays = [v for v in (*operands, *made) if v.aval.ndim]
         stays: set[Axis] = set()
         if name == "reshape" and equation.params["dimensions"] is None:
-            (x, *_), (out,) = operands, equation.outvars
-            for axis, size in enumerate(out.aval.shape):  # type: ignore[attr-defined]
-                before = same_axis(x.aval.shape, out.aval.shape, axis)  # type: ignore[attr-defined]
+            (x, *_), (out,) = operands, made
+            for axis, size in enumerate(out.aval.shape):
+                before = same_axis(x.aval.shape, out.aval.shape, axis)
                 if size > 1 and before is not None:
                     self._join((x, before), (out, axis))
                     stays |= {(x, before), (out, axis)}
@@ -111,7 +112,7 @@ class WholeError(Exception):
 _WHOLE = object()
 
 
-def same_axis(before: tuple[int, ...], after: tuple[int, ...], axis: int) -> int | None:
+def same_axis(before: Sequence[int], after: Sequence[int], axis: int) -> int | None:
     """The axis of an array before a reshape that is an axis of it afterwards."""
     outer = math.prod(after[:axis])
     for i, size in enumerate(before):
@@ -123,14 +124,14 @@ def same_axis(before: tuple[int, ...], after: tuple[int, ...], axis: int) -> int
 def _unchanged(equation: JaxprEqn) -> list[int]:
     """The axes that a step along other axes leaves as they are."""
     name, params = equation.primitive.name, equation.params
-    axes = range(equation.outvars[0].aval.ndim)  # type: ignore[attr-defined]
+    before, after = (avals(atoms)[0] for atoms in (equation.invars, equation.outvars))
+    axes = range(after.ndim)
     if name in _ALONG:
         return [axis for axis in axes if axis != params[_ALONG[name]]]
     if name == "pad":
         return [axis for axis in axes if params["padding_config"][axis] == (0, 0, 0)]
     if name == "slice":
-        before, after = (v.aval.shape for v in (*equation.invars, *equation.outvars))  # type: ignore[attr-defined]
-        return [axis for axis in axes if before[axis] == after[axis]]
+        return [axis for axis in axes if before.shape[axis] == after.shape[axis]]
     return []
 
 

@@ -11,10 +11,21 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 from jaxtyping import Array
 
+from jaxcomp._core.shard_map import vary_like
 from jaxcomp.transform._axes import Axes, WholeError
-from jaxcomp.transform._constants import evaluated
-from jaxcomp.transform._hidden import HIDDEN, Chunk, Scores, State, state_of
-from jaxcomp.transform._programs import Program, Values, apply, avals, is_placed, is_variable, read
+from jaxcomp.transform._constants import constants, evaluated, part_of
+from jaxcomp.transform._hidden import Chunk, Scores, State, state_of
+from jaxcomp.transform._masks import masked_scores
+from jaxcomp.transform._programs import (
+    Program,
+    Values,
+    apply,
+    avals,
+    is_placed,
+    is_variable,
+    read,
+    variables,
+)
 
 _CHUNKS = 4
 _QUERIES = 128  # of a chunk, at least; keys are taken by as many
@@ -87,18 +98,17 @@ class _Masked:
         self.jaxpr = program.jaxpr
         self._consts = program.consts
         self._values = evaluated(self.jaxpr)
-        scores, (queries, keys), hidden = self._find_mask()
+        scores, (queries, keys), hidden = masked_scores(self.jaxpr, self._values)
         self.chunks = _chunks(hidden)
         if any(map(is_placed, self.jaxpr.eqns)):
             raise WholeError("an array is placed")
-        self._scores = Scores(Axes(program), scores, queries, keys)
+        self._constants = constants(self.jaxpr)
+        others = [e for e in self.jaxpr.eqns if self._constants.isdisjoint(e.outvars)]
+        self._scores = Scores(Axes(others), scores, queries, keys)
 
     def part(self, chunk: Chunk) -> Program:
         """The program of a chunk, of parts of its arguments."""
-        kinds = [
-            v.aval.update(shape=tuple(self._shape(v, chunk, v.aval.shape)))
-            for v in self.jaxpr.invars
-        ]
+        kinds = [v.aval.update(shape=self._shape(v, chunk)) for v in self.jaxpr.invars]
         return jax.make_jaxpr(lambda *given: self._evaluate(chunk, given))(*kinds)
 
     def arguments(self, chunk: Chunk, arguments: Sequence[Array]) -> list[Array]:
@@ -114,7 +124,10 @@ class _Masked:
             summed = rows is None
             if summed and part.dtype in (jnp.bfloat16, jnp.float16):
                 part = part.astype(jnp.float32)
-            whole = jnp.zeros(variable.aval.shape, part.dtype) if made is None else made[i]
+            if made is None:
+                whole = vary_like(jnp.zeros(variable.aval.shape, part.dtype), part)
+            else:
+                whole = made[i]
             axis, within = (columns, chunk.keys) if summed else (rows, chunk.queries)
             if axis is None:
                 results.append(whole + part)
@@ -124,36 +137,20 @@ class _Masked:
             results.append(lax.dynamic_update_slice_in_dim(whole, part, within.start, axis))
         return results
 
-    def _find_mask(self) -> tuple[Any, tuple[int, ...], np.ndarray[Any, Any]]:
-        """Scores, the axes of their queries and keys, and which of them are hidden."""
-        for equation in self.jaxpr.eqns:
-            if equation.primitive.name != "select_n":
-                continue
-            which, *cases = (self._value(v) for v in equation.invars)
-            (scores,) = equation.outvars
-            if which is None or which.dtype != bool or scores in self._values or len(cases) != 2:
-                continue
-            for case, value in enumerate(cases):
-                axes = tuple(i for i, n in enumerate(which.shape) if n > 1)
-                if value is not None and len(axes) == 2 and np.all(value <= HIDDEN):
-                    return scores, axes, (which == bool(case)).squeeze()
-        raise WholeError("no mask is known")
-
-    def _value(self, atom: Any) -> Any:
-        return self._values.get(atom) if is_variable(atom) else np.asarray(atom.val)
-
-    def _shape(self, variable: Any, chunk: Chunk, shape: Sequence[int]) -> list[int]:
-        found = list(shape)
+    def _ranges(self, variable: Any, chunk: Chunk) -> list[slice]:
+        """What of a variable a chunk reads, along each axis."""
+        found = [slice(0, size) for size in variable.aval.shape]
         for axis, within in zip(self._scores.along(variable), chunk, strict=True):
             if axis is not None:
-                found[axis] = within.stop - within.start
+                found[axis] = within
         return found
 
+    def _shape(self, variable: Any, chunk: Chunk) -> tuple[int, ...]:
+        return tuple(r.stop - r.start for r in self._ranges(variable, chunk))
+
     def _sliced(self, chunk: Chunk, variable: Any, x: Any) -> Any:
-        for axis, within in zip(self._scores.along(variable), chunk, strict=True):
-            if axis is not None:
-                x = lax.slice_in_dim(x, within.start, within.stop, axis=axis)
-        return x
+        ranges = self._ranges(variable, chunk)
+        return lax.slice(x, [r.start for r in ranges], [r.stop for r in ranges])
 
     def _evaluate(self, chunk: Chunk, arguments: Sequence[Array]) -> list[Array]:
         env: Values = {
@@ -163,6 +160,11 @@ class _Masked:
         env |= dict(zip(self.jaxpr.invars, arguments, strict=True))
         states = dict.fromkeys(env, State())
         for equation in self.jaxpr.eqns:
+            if not self._constants.isdisjoint(equation.outvars):
+                continue
+            for atom in variables(equation.invars):
+                if atom in self._constants and atom not in env:
+                    env[atom] = part_of(self.jaxpr, atom, self._ranges(atom, chunk))
             state = state_of(equation, states, self._values, self._scores, chunk)
             states |= dict.fromkeys(equation.outvars, state)
             values = [read(env, atom) for atom in equation.invars]
@@ -173,7 +175,8 @@ class _Masked:
                 raise WholeError("a result is a constant")
             state, (rows, columns) = states[variable], self._scores.along(variable)
             is_part = rows is not None and columns is None and not state.summed
-            is_sum = rows is None and state.summed and (columns is None or state.zero)
+            known = columns is None or state.zero or self._scores.all_keys(chunk)
+            is_sum = rows is None and state.summed and known
             if not is_part and not is_sum:
                 raise WholeError(f"{variable.aval.str_short()} is no part and no sum")
         return [read(env, atom) for atom in self.jaxpr.outvars]
@@ -182,17 +185,10 @@ class _Masked:
         """Evaluates an equation for a chunk."""
         name, params = equation.primitive.name, dict(equation.params)
         out = equation.outvars[0]
-        for shape in ("shape", "new_sizes"):
-            if name in ("iota", "broadcast_in_dim", "reshape") and shape in params:
-                params[shape] = tuple(self._shape(out, chunk, params[shape]))
-        if name == "slice":
-            params["limit_indices"] = tuple(self._shape(out, chunk, params["limit_indices"]))
-        made = apply(self.jaxpr, equation.replace(params=params), values)
-        if name == "iota":
-            for axis, within in zip(self._scores.along(out), chunk, strict=True):
-                if axis == params["dimension"]:
-                    made = [made[0] + jnp.asarray(within.start, made[0].dtype)]
-        return made
+        sizes = {"broadcast_in_dim": "shape", "reshape": "new_sizes", "slice": "limit_indices"}
+        if name in sizes:
+            params[sizes[name]] = self._shape(out, chunk)
+        return apply(self.jaxpr, equation.replace(params=params), values)
 
 
 def _chunks(hidden: np.ndarray[Any, Any]) -> list[Chunk]:
@@ -206,7 +202,7 @@ def _chunks(hidden: np.ndarray[Any, Any]) -> list[Chunk]:
         rows = ~hidden[start : start + size]
         if not rows.any(1).all():
             raise WholeError("a query sees no key")
-        (seen,) = rows.any(0).nonzero()
+        seen = np.flatnonzero(rows.any(0))
         first = int(seen[0]) // _QUERIES * _QUERIES
         last = min(-(-int(seen[-1] + 1) // _QUERIES) * _QUERIES, keys)
         found.append(Chunk(slice(start, start + size), slice(first, last)))

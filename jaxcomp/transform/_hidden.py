@@ -8,15 +8,17 @@ from jax.extend.core import JaxprEqn
 
 from jaxcomp.transform._algebra import POINTWISE
 from jaxcomp.transform._axes import Axes, WholeError
+from jaxcomp.transform._constants import value_of
 from jaxcomp.transform._programs import is_variable
 
-HIDDEN = -1e8  # a score whose exponential is 0 beside that of another one
 _SAME = {
-    "convert_element_type", "copy", "name", "reduce_precision", "reshape", "sharding_constraint",
+    "convert_element_type", "copy", "name", "pvary", "reduce_precision", "reshape",
+    "sharding_constraint",
     "squeeze", "stop_gradient", "transpose",
 }  # fmt: skip
 _EXPONENTIALS = {"exp", "exp2", "logistic"}
 _SUMS = {"add", "add_any", "sub"}
+_PIECES = {"concatenate", "pad", "slice", "split"}
 
 
 class Chunk(NamedTuple):
@@ -31,7 +33,7 @@ class State(NamedTuple):
 
     Attributes:
         zero: It is 0 for the keys out of the chunk.
-        hidden: It is at most `HIDDEN` for them.
+        hidden: Its exponential is 0 for them, also less a finite value of the query.
         flat: It is the same for all keys.
         summed: It is a sum over the queries of the chunk, to which the other chunks add.
     """
@@ -43,11 +45,14 @@ class State(NamedTuple):
 
 
 class Scores:
-    """The axes of queries and keys.
+    """Masked scores.
+
+    Attributes:
+        variable: Their variable.
 
     Args:
         axes: Those of a program.
-        variable: Its scores.
+        variable: The variable.
         queries: Their axis of the queries.
         keys: Their axis of the keys.
 
@@ -56,16 +61,16 @@ class Scores:
     """
 
     def __init__(self, axes: Axes, variable: Any, queries: int, keys: int) -> None:
+        self.variable = variable
         self._axes = axes
-        self.kinds = axes.find((variable, queries)), axes.find((variable, keys))
-        if self.kinds[0] == self.kinds[1] or not all(map(axes.is_cut, self.kinds)):
+        self._kinds = axes.find((variable, queries)), axes.find((variable, keys))
+        if self._kinds[0] == self._kinds[1] or not all(map(axes.is_cut, self._kinds)):
             raise WholeError("queries and keys are no axes of their own")
-        self._shape = variable.aval.shape
-        self._size = self._shape[keys]
+        self._size = variable.aval.shape[keys]
 
     def along(self, variable: Any) -> tuple[int | None, int | None]:
         """The axis of the queries and that of the keys; None if there is none."""
-        queries, keys = (self._axes.of(variable, kind) for kind in self.kinds)
+        queries, keys = (self._axes.of(variable, kind) for kind in self._kinds)
         return queries, keys
 
     def all_keys(self, chunk: Chunk) -> bool:
@@ -93,12 +98,12 @@ def state_of(
         WholeError: If it needs what is out of the chunk.
     """
     (out, *_) = equation.outvars
-    if out in constants:
-        return _of_constant(constants[out], scores.along(out), chunk)
-    given = [
-        states[v] if is_variable(v) else _of_constant(np.asarray(v.val), (None, None), chunk)
-        for v in equation.invars
-    ]
+    given = [states.get(v, State()) if is_variable(v) else State() for v in equation.invars]
+    for i, atom in enumerate(equation.invars):
+        value = value_of(atom, constants)
+        if value is not None:
+            along = scores.along(atom) if is_variable(atom) else (None, None)
+            given[i] = _of_constant(value, along, chunk)
     name = equation.primitive.name
     rows, columns = scores.along(out)
     summed = any(state.summed for state in given)
@@ -111,15 +116,14 @@ def state_of(
         summed = True
     if summed and rows is not None:
         raise WholeError("a sum over queries that has queries")
-    everything = scores.all_keys(chunk)
-    if keys and not everything:
+    if keys and not scores.all_keys(chunk):
         known = {"dot_general": "zero", "reduce_sum": "zero", "reduce_max": "hidden"}.get(name)
         if known is None or not any(getattr(state, known) for state in given):
             raise WholeError(f"{name} over keys")
     if columns is None:
         return State(flat=True, summed=summed)
-    if everything:
-        return State(zero=True, hidden=True, summed=summed)
+    if out is scores.variable:
+        return State(hidden=True)
     return _along_keys(equation, given, constants, scores, chunk)._replace(summed=summed)
 
 
@@ -142,39 +146,35 @@ def _along_keys(
         return State(zero=given[0].zero)
     if name == "dot_general":
         return State(zero=any(s.zero for s, has in zip(given, has_keys, strict=True) if has))
+    if name in _PIECES:
+        return State(zero=all(state.zero for state in given))
     if name not in POINTWISE:
         return State()
-    flat = all(state.flat for state in given)
     if name == "select_n":
-        which = constants.get(operands[0])
+        which, cases = constants.get(operands[0]), given[1:]
         if which is not None:
-            chosen = np.unique(_outside(which, scores.along(operands[0]), chunk))
-            given = [given[1 + int(case)] for case in chosen]
-        else:
-            given = given[1:]
-        zero, hidden = (all(getattr(s, known) for s in given) for known in ("zero", "hidden"))
+            outside = np.unique(_outside(which, scores.along(operands[0]), chunk))
+            cases = [cases[int(case)] for case in outside]
+        zero = all(state.zero for state in cases)
     elif name == "mul":
-        zero, hidden = any(s.zero for s in given), False
-    elif name in ("div", "neg"):
-        zero, hidden = given[0].zero, False
-    elif name in _EXPONENTIALS:
-        zero, hidden = given[0].hidden, False
+        zero = any(state.zero for state in given)
     elif name in _SUMS:
-        zero = all(s.zero for s in given)
-        hidden = given[0].hidden and given[1].flat
-    elif name == "integer_pow":
-        zero, hidden = given[0].zero and params["y"] > 0, False
+        zero = all(state.zero for state in given)
+    elif name in _EXPONENTIALS:
+        zero = given[0].hidden
     else:
-        zero = hidden = False
-    return State(zero, hidden, flat)
+        raised = name == "integer_pow" and params["y"] > 0
+        zero = given[0].zero and (raised or name in ("div", "neg"))
+    hidden = name in _SUMS and given[0].hidden and given[1].flat
+    return State(zero, hidden, flat=all(state.flat for state in given))
 
 
 def _is_linear(name: str, given: Sequence[State]) -> bool:
     """Whether an equation is linear in its operands that are sums."""
-    if name in _SAME | {"neg", "reduce_sum", "broadcast_in_dim", "pad", "slice", "split"}:
+    if name in _SAME | {"neg", "reduce_sum", "broadcast_in_dim"} | _PIECES:
         return True
     sums = [state.summed for state in given]
-    if name in _SUMS | {"concatenate"}:
+    if name in _SUMS:
         return all(sums)
     return (name in ("mul", "dot_general") and sum(sums) == 1) or (name == "div" and not sums[1])
 
@@ -196,12 +196,8 @@ def _of_constant(
     value: np.ndarray[Any, Any], along: tuple[int | None, int | None], chunk: Chunk
 ) -> State:
     _, keys = along
-    outside = _outside(value, along, chunk)
-    return State(
-        zero=bool(np.all(outside == 0)),
-        hidden=value.dtype != bool and bool(np.all(outside <= HIDDEN)),
-        flat=keys is None or value.shape[keys] == 1,
-    )
+    zero = bool(np.all(_outside(value, along, chunk) == 0))
+    return State(zero, flat=keys is None or value.shape[keys] == 1)
 
 
 def _outside(

@@ -29,6 +29,7 @@ from jaxcomp.transform._programs import (
     read,
     scope_of,
 )
+from jaxcomp.transform._rounded import with_rounded_operands
 
 _LARGE = 2**14  # elements
 
@@ -77,13 +78,28 @@ def apply_after(
 
 
 def _in_pieces(program: Program, largest: int) -> Evaluate:
-    """Evaluates a program in parts, and on one device in chunks of queries without hidden keys."""
+    """Evaluates the program of an inner `jax.checkpoint` in parts, and on GPUs in chunks.
 
-    def evaluate(program: Program) -> Evaluate:
+    On a TPU rounding takes more cycles than it spares, and so do the smaller products of chunks.
+    """
+
+    def in_parts_of(program: Program) -> Evaluate:
         return in_parts(program, functools.partial(evaluate_after, program), largest)
 
-    chunks, whole = in_chunks(program, evaluate), evaluate(program)
-    return whole if chunks is None else on_one(None, chunks, whole)
+    rounded = with_rounded_operands(program)
+    others = in_parts_of(rounded)
+    chunks = in_chunks(rounded, in_parts_of)
+    if chunks is not None:
+        others = on_one(None, chunks, others)
+    elif rounded is program:
+        return others
+
+    def evaluate(cotangent: Array, values: Sequence[Array]) -> list[Array]:
+        return list(
+            lax.platform_dependent(cotangent, values, tpu=in_parts_of(program), default=others)
+        )
+
+    return evaluate
 
 
 def _waits(equation: JaxprEqn, cotangent: Array) -> bool:

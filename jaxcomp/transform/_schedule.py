@@ -21,13 +21,13 @@ from jaxcomp.transform._choice import (
     total_bytes,
     without_codecs,
 )
+from jaxcomp.transform._constant_operands import with_constants_inside
 from jaxcomp.transform._decisions import Decision, PolicyLog, decide
 from jaxcomp.transform._derivatives import merge
 from jaxcomp.transform._graph import Graph, nbytes, plain_nbytes
 from jaxcomp.transform._linearized import Linearized, linearize, transpose
 from jaxcomp.transform._programs import Program, is_variable
 from jaxcomp.transform._rewrites import with_rewrites
-from jaxcomp.transform._rounded import with_rounded_operands
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +135,7 @@ def schedule(
         decisions,
         roles,
         numbered.linear,
-        with_rounded_operands(transpose(numbered)),
+        with_constants_inside(transpose(numbered), [c.value for c in coefficients], forward.jaxpr),
         coefficients,
         biased,
         log.largest,
