@@ -63,6 +63,7 @@ class Scores:
     def __init__(self, axes: Axes, variable: Any, queries: int, keys: int) -> None:
         self.variable = variable
         self._axes = axes
+        self._along: dict[Any, tuple[int | None, int | None]] = {}
         self._kinds = axes.find((variable, queries)), axes.find((variable, keys))
         if self._kinds[0] == self._kinds[1] or not all(map(axes.is_cut, self._kinds)):
             raise WholeError("queries and keys are no axes of their own")
@@ -70,8 +71,10 @@ class Scores:
 
     def along(self, variable: Any) -> tuple[int | None, int | None]:
         """The axis of the queries and that of the keys; None if there is none."""
-        queries, keys = (self._axes.of(variable, kind) for kind in self._kinds)
-        return queries, keys
+        if variable not in self._along:
+            queries, keys = (self._axes.of(variable, kind) for kind in self._kinds)
+            self._along[variable] = queries, keys
+        return self._along[variable]
 
     def all_keys(self, chunk: Chunk) -> bool:
         """Whether a chunk has all keys."""
