@@ -60,7 +60,12 @@ class Axes:
         out, *more = made
         pairs: list[tuple[Any, Any]] | None = None
         if name in _ONE_BY_ONE:
-            pairs = [((v, i), (out, i)) for v in operands for i in range(v.aval.ndim)]
+            pairs = [
+                ((v, i), (out, i))
+                for v in operands
+                for i, size in enumerate(v.aval.shape)
+                if size == out.aval.shape[i]  # not an axis of one element, which is repeated
+            ]
         elif name == "broadcast_in_dim":
             pairs = [
                 ((v, i), (out, axis))

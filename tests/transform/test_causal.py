@@ -61,6 +61,13 @@ def _added(scores):
     return scores + jnp.where(_before(), 0.1, -jnp.inf)
 
 
+def _normalized(q, k, v):
+    """By a logarithm, with axes of one element."""
+    scores = jnp.where(_before(), jnp.einsum("bthd,bshd->bhts", q, k), -1e9)
+    weights = jnp.exp(scores - jax.nn.logsumexp(scores, -1, keepdims=True))
+    return jnp.einsum("bhts,bshd->bthd", weights, v)
+
+
 def _loss(attend, x, w):
     q, k, v = ((jnp.tanh(x) @ w[i]).reshape(*x.shape[:2], 4, 16) for i in range(3))
     mixed = jax.checkpoint(attend)(q, k, v)
@@ -82,6 +89,7 @@ def _work(function, *args):
     [
         (_stock, 0.87),
         (_grouped, 0.87),
+        (_normalized, 0.94),
         (functools.partial(_attend, _capped), 0.94),
         (functools.partial(_attend, _window), 0.86),
         (functools.partial(_attend, _added), 0.94),
