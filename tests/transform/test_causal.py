@@ -7,13 +7,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax import lax
 
 import jaxcomp as jc
 from jaxcomp import memory
-from jaxcomp.transform import _causal as causal
+from jaxcomp.transform import _causal
 from jaxcomp.transform import _in_parts as in_parts
 from tests.helpers import as_float, assert_close, collectives, normal, replicate, shard
+from tests.transform.attentions import (
+    causal,
+    gradient,
+    loss_of,
+    of_examples,
+    over_devices,
+    rotated,
+    stacked,
+)
 
 X, W = normal((4, 128, 64)), 0.2 * normal((4, 64, 64), seed=1)
 
@@ -21,8 +29,8 @@ X, W = normal((4, 128, 64)), 0.2 * normal((4, 64, 64), seed=1)
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch):
     """Chunks of small scores; programs that were decided about before are forgotten."""
-    monkeypatch.setattr(causal, "_SCORES", 2**12)
-    monkeypatch.setattr(causal, "_QUERIES", 8)
+    monkeypatch.setattr(_causal, "_SCORES", 2**12)
+    monkeypatch.setattr(_causal, "_QUERIES", 8)
     jax.clear_caches()
     with jax.numpy_rank_promotion("allow"):  # as users write masks
         yield
@@ -32,15 +40,10 @@ def _before(count=128):
     return jnp.arange(count)[:, None] >= jnp.arange(count)[None]
 
 
-def _stock(q, k, v):
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
-
-
 def _grouped(q, k, v):
     """Keys are rotated inside, as by rotary embeddings."""
-    first, second = jnp.split(k, 2, -1)
-    k = jnp.concatenate([-second, first], -1)
-    return _stock(q, k[:, :, :2], v[:, :, :2])
+    k = rotated(k)
+    return causal(q, k[:, :, :2], v[:, :, :2])
 
 
 def _attend(mask, q, k, v):
@@ -68,16 +71,6 @@ def _normalized(q, k, v):
     return jnp.einsum("bhts,bshd->bthd", weights, v)
 
 
-def _loss(attend, x, w):
-    q, k, v = ((jnp.tanh(x) @ w[i]).reshape(*x.shape[:2], 4, 16) for i in range(3))
-    mixed = jax.checkpoint(attend)(q, k, v)
-    return jnp.sin(mixed.reshape(x.shape) @ w[3]).sum()
-
-
-def _gradient(function, *args):
-    return jax.jit(jax.grad(function, (0, 1)))(*args)
-
-
 def _work(function, *args):
     """FLOPs of products in a gradient, on one device."""
     lowered = jax.jit(jax.grad(function, (0, 1))).lower(*args)
@@ -87,7 +80,7 @@ def _work(function, *args):
 @pytest.mark.parametrize(
     ("attend", "least"),
     [
-        (_stock, 0.87),
+        (causal, 0.87),
         (_grouped, 0.87),
         (_normalized, 0.94),
         (functools.partial(_attend, _capped), 0.94),
@@ -96,9 +89,9 @@ def _work(function, *args):
     ],
 )
 def test_gradients(attend, least):
-    loss = functools.partial(_loss, attend)
+    loss = functools.partial(loss_of, attend)
     coded = jc.checkpoint(loss, jc.Exact())
-    assert_close(_gradient(coded, X, W), _gradient(loss, X, W), 2e-6)
+    assert_close(gradient(coded, X, W), gradient(loss, X, W), 2e-6)
     work = _work(coded, X, W) / _work(loss, X, W)
     print(f"{work:.2f} of the operations")
     assert work < least
@@ -127,13 +120,13 @@ def test_masks_of_data_keep_the_whole(mask):
     seen = jnp.arange(128)[None] >= jnp.array([0, 5, 40, 127])[:, None]
 
     def loss(x, w):
-        return _loss(functools.partial(_padded, mask, seen=seen), x, w)
+        return loss_of(functools.partial(_padded, mask, seen=seen), x, w)
 
-    assert_close(_gradient(jc.checkpoint(loss, jc.Exact()), X, W), _gradient(loss, X, W), 2e-6)
+    assert_close(gradient(jc.checkpoint(loss, jc.Exact()), X, W), gradient(loss, X, W), 2e-6)
 
 
 def _same(x, _k, _v):
-    return _stock(x, x, x)
+    return causal(x, x, x)
 
 
 def _little(scores):
@@ -147,7 +140,7 @@ def _blind(scores):
 
 def _cumulative(q, k, v):
     """Queries are no axis of their own."""
-    return jnp.cumsum(_stock(jnp.cumsum(q, 1), k, v), 1)
+    return jnp.cumsum(causal(jnp.cumsum(q, 1), k, v), 1)
 
 
 def _dropped(q, k, v):
@@ -171,9 +164,9 @@ def _dropped(q, k, v):
     ],
 )
 def test_what_takes_the_whole_is_left_as_it_is(attend):
-    loss = functools.partial(_loss, attend)
+    loss = functools.partial(loss_of, attend)
     coded = jc.checkpoint(loss, jc.Exact())
-    assert_close(_gradient(coded, X, W), _gradient(loss, X, W), 2e-6)
+    assert_close(gradient(coded, X, W), gradient(loss, X, W), 2e-6)
     assert _work(coded, X, W) > 0.97 * _work(loss, X, W)
 
 
@@ -182,7 +175,7 @@ def test_sums_of_chunks_are_precise():
     q, k, v = (normal((4, 128, 4, 16), jnp.bfloat16, i) for i in range(3))
 
     def loss(q, k, v):
-        return jnp.sin(jax.checkpoint(_stock)(q, k, v).astype(jnp.float32)).sum()
+        return jnp.sin(jax.checkpoint(causal)(q, k, v).astype(jnp.float32)).sum()
 
     def errors(function):
         exact = jax.grad(loss, (1, 2))(*(x.astype(jnp.float32) for x in (q, k, v)))
@@ -198,24 +191,13 @@ def test_sums_of_chunks_are_precise():
 def test_chunks_of_parts_in_a_scan_and_vmap(monkeypatch):
     monkeypatch.setattr(in_parts, "_PART", 2**15)
     monkeypatch.setattr(in_parts, "_RATIO", 0)
-
-    def stack(x, w):
-        def body(x, _):
-            return jnp.tanh(x + _loss(_stock, x, w)), None
-
-        return lax.scan(body, x, jnp.arange(2))[0].sum()
-
+    loss = functools.partial(loss_of, causal)
+    stack = stacked(loss)
     coded = jc.checkpoint(stack, jc.Exact())
     text = jax.jit(jax.grad(coded)).lower(X, W).as_text()
     assert text.count("stablehlo.while") > 2
-    assert_close(_gradient(coded, X, W), _gradient(stack, X, W), 1e-4)
-    got, expected = (
-        jax.jit(jax.vmap(jax.grad(f), (0, None)))(jnp.stack([X, 2 * X]), W)
-        for f in (
-            jc.checkpoint(functools.partial(_loss, _stock), jc.Exact()),
-            functools.partial(_loss, _stock),
-        )
-    )
+    assert_close(gradient(coded, X, W), gradient(stack, X, W), 1e-4)
+    got, expected = (of_examples(f, X, W) for f in (jc.checkpoint(loss, jc.Exact()), loss))
     assert_close(got, expected, 2e-6)
 
 
@@ -229,15 +211,15 @@ def test_attention_of_flax():
         return jnp.sin(nnx.merge(graph, state)(x, mask=mask)).sum()
 
     coded = jc.checkpoint(loss, "quantize:bits=8")
-    assert_close(_gradient(coded, state, X), _gradient(loss, state, X), 0.05)
+    assert_close(gradient(coded, state, X), gradient(loss, state, X), 0.05)
     work = _work(coded, state, X)
-    causal._SCORES = 2**30  # the fixture restores it
+    _causal._SCORES = 2**30  # the fixture restores it
     jax.clear_caches()
     assert work < 0.95 * _work(coded, state, X)
 
 
 def test_several_devices_keep_the_whole():
-    coded = jc.checkpoint(functools.partial(_loss, _stock), jc.Exact())
+    coded = jc.checkpoint(functools.partial(loss_of, causal), jc.Exact())
     x, w = shard(jnp.concatenate([X, X])), replicate(W)
     assert not collectives(jax.grad(coded), x, w)
     assert_close(jax.jit(jax.grad(coded))(x, w), jax.grad(coded)(jnp.concatenate([X, X]), W), 1e-5)
@@ -245,26 +227,17 @@ def test_several_devices_keep_the_whole():
 
 @pytest.mark.parametrize("check", [True, False])
 def test_shard_map(check):
-    mesh = jax.make_mesh((2,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
-
-    def total(function):
-        def local(x, w):
-            return lax.psum(function(x, w), "batch")
-
-        specs = jax.P("batch"), jax.P()
-        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=jax.P(), check_vma=check)
-
-    loss = functools.partial(_loss, _stock)
-    coded = total(jc.checkpoint(loss, jc.Exact()))
-    assert _work(coded, X, W) < 0.9 * _work(total(loss), X, W)
-    assert_close(_gradient(coded, X, W), _gradient(total(loss), X, W), 1e-5)
+    loss = functools.partial(loss_of, causal)
+    coded, stock = (over_devices(f, check) for f in (jc.checkpoint(loss, jc.Exact()), loss))
+    assert _work(coded, X, W) < 0.9 * _work(stock, X, W)
+    assert_close(gradient(coded, X, W), gradient(stock, X, W), 1e-5)
 
 
 @pytest.mark.aot
 def test_a_step_moves_less(monkeypatch):
-    monkeypatch.setattr(causal, "_QUERIES", 128)
+    monkeypatch.setattr(_causal, "_QUERIES", 128)
     x, w = normal((8, 1024, 64)), W
-    loss = functools.partial(_loss, _stock)
+    loss = functools.partial(loss_of, causal)
     coded, stock = (
         memory.analyze(jax.grad(f), x, w, target="h100")
         for f in (jc.checkpoint(loss, jc.Exact()), loss)

@@ -12,6 +12,15 @@ import jaxcomp as jc
 from jaxcomp import memory
 from jaxcomp.transform import _in_parts as in_parts
 from tests.helpers import assert_close, collectives, normal, replicate, shard
+from tests.transform.attentions import (
+    causal,
+    gradient,
+    loss_of,
+    of_examples,
+    over_devices,
+    rotated,
+    stacked,
+)
 
 X, W = normal((8, 128, 64)), 0.2 * normal((4, 64, 64), seed=1)
 
@@ -24,14 +33,9 @@ def _small_parts(monkeypatch):
     jax.clear_caches()
 
 
-def _stock(q, k, v):
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True)
-
-
 def _grouped(q, k, v):
     """Keys are sliced and rotated inside, as by rotary embeddings."""
-    first, second = jnp.split(k, 2, -1)
-    k = jnp.concatenate([-second, first], -1)
+    k = rotated(k)
     return jax.nn.dot_product_attention(q, k[:, :, :2], v[:, :, :2])
 
 
@@ -43,39 +47,29 @@ def _by_hand(q, k, v):
     return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v)
 
 
-def _loss(attend, x, w):
-    q, k, v = ((jnp.tanh(x) @ w[i]).reshape(*x.shape[:2], 4, 16) for i in range(3))
-    mixed = jax.checkpoint(attend)(q, k, v)
-    return jnp.sin(mixed.reshape(x.shape) @ w[3]).sum()
-
-
-def _gradient(function, *args):
-    return jax.jit(jax.grad(function, (0, 1)))(*args)
-
-
 def _has_loop(function, *args):
     text = jax.jit(jax.grad(function, (0, 1))).lower(*args).as_text()
     return "stablehlo.while" in text
 
 
 @pytest.mark.parametrize(
-    ("attend", "length"), [(_stock, 8), (_grouped, 8), (_by_hand, 8), (_stock, 1), (_by_hand, 1)]
+    ("attend", "length"), [(causal, 8), (_grouped, 8), (_by_hand, 8), (causal, 1), (_by_hand, 1)]
 )
 def test_gradients(attend, length):
     """By examples, or by heads where there is one example."""
-    loss = functools.partial(_loss, attend)
+    loss = functools.partial(loss_of, attend)
     coded = jc.checkpoint(loss, jc.Exact())
     x = X[:length]
     assert _has_loop(coded, x, W)
     assert not _has_loop(loss, x, W)
-    assert_close(_gradient(coded, x, W), _gradient(loss, x, W), 1e-5)
+    assert_close(gradient(coded, x, W), gradient(loss, x, W), 1e-5)
 
 
 def test_a_loop_has_the_name_scope_of_its_attention():
     @functools.partial(jc.checkpoint, policy=jc.Exact())
     def loss(x, w):
         with jax.named_scope("layer"):
-            return _loss(_stock, x, w)
+            return loss_of(causal, x, w)
 
     text = jax.jit(jax.grad(loss)).lower(X, W).compile().as_text()
     names = re.findall(r'op_name="([^"]*while/body[^"]*dot_general)"', text)
@@ -86,29 +80,18 @@ def test_a_loop_has_the_name_scope_of_its_attention():
 def test_recognized_attentions_and_codes():
     def loss(x, w):
         q, k, v = ((jnp.tanh(x) @ w[i]).reshape(*x.shape[:2], 4, 16) for i in range(3))
-        return jnp.sin(_stock(q, k, v).reshape(x.shape) @ w[3]).sum()
+        return jnp.sin(causal(q, k, v).reshape(x.shape) @ w[3]).sum()
 
     coded = jc.checkpoint(loss, "quantize:bits=8")
     assert _has_loop(coded, X, W)
-    assert_close(_gradient(coded, X, W), _gradient(loss, X, W), 0.05)
+    assert_close(gradient(coded, X, W), gradient(loss, X, W), 0.05)
 
 
 def test_in_a_scan_and_vmap():
-    def stack(x, w):
-        def body(x, _):
-            return jnp.tanh(x + _loss(_stock, x, w)), None
-
-        return lax.scan(body, x, jnp.arange(2))[0].sum()
-
-    coded = jc.checkpoint(stack, jc.Exact())
-    assert_close(_gradient(coded, X, W), _gradient(stack, X, W), 1e-4)
-    got, expected = (
-        jax.jit(jax.vmap(jax.grad(f), (0, None)))(jnp.stack([X, 2 * X]), W)
-        for f in (
-            jc.checkpoint(functools.partial(_loss, _stock), jc.Exact()),
-            functools.partial(_loss, _stock),
-        )
-    )
+    loss = functools.partial(loss_of, causal)
+    stack = stacked(loss)
+    assert_close(gradient(jc.checkpoint(stack, jc.Exact()), X, W), gradient(stack, X, W), 1e-4)
+    got, expected = (of_examples(f, X, W) for f in (jc.checkpoint(loss, jc.Exact()), loss))
     assert_close(got, expected, 1e-5)
 
 
@@ -136,7 +119,7 @@ def test_what_takes_the_whole_is_left_as_it_is():
 
     def placed(x, w):
         device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        return _loss(lambda q, k, v: _stock(lax.with_sharding_constraint(q, device), k, v), x, w)
+        return loss_of(lambda q, k, v: causal(lax.with_sharding_constraint(q, device), k, v), x, w)
 
     for function, other in (
         (layers, W),
@@ -146,11 +129,11 @@ def test_what_takes_the_whole_is_left_as_it_is():
     ):
         coded = jc.checkpoint(function, jc.Exact())
         assert not _has_loop(coded, X, other)
-        assert_close(_gradient(coded, X, other), _gradient(function, X, other), 1e-5)
+        assert_close(gradient(coded, X, other), gradient(function, X, other), 1e-5)
 
 
 def test_several_devices_keep_the_whole():
-    coded = jc.checkpoint(functools.partial(_loss, _stock), jc.Exact())
+    coded = jc.checkpoint(functools.partial(loss_of, causal), jc.Exact())
     gradient = jax.grad(coded)
     args = shard(X), replicate(W)
     assert not collectives(gradient, *args)
@@ -159,25 +142,16 @@ def test_several_devices_keep_the_whole():
 
 @pytest.mark.parametrize("check", [True, False])
 def test_shard_map(check):
-    mesh = jax.make_mesh((2,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
-
-    def total(function):
-        def local(x, w):
-            return lax.psum(function(x, w), "batch")
-
-        specs = jax.P("batch"), jax.P()
-        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=jax.P(), check_vma=check)
-
-    loss = functools.partial(_loss, _stock)
-    coded = total(jc.checkpoint(loss, jc.Exact()))
+    loss = functools.partial(loss_of, causal)
+    coded = over_devices(jc.checkpoint(loss, jc.Exact()), check)
     assert _has_loop(coded, X, W)
-    assert_close(_gradient(coded, X, W), _gradient(total(loss), X, W), 1e-5)
+    assert_close(gradient(coded, X, W), gradient(over_devices(loss, check), X, W), 1e-5)
 
 
 @pytest.mark.aot
 def test_a_step_needs_less():
     x = normal((8, 256, 64))
-    coded = jc.checkpoint(functools.partial(_loss, _stock), jc.Exact())
+    coded = jc.checkpoint(functools.partial(loss_of, causal), jc.Exact())
 
     def needs(part):
         in_parts._PART = part  # the fixture restores it
@@ -190,7 +164,7 @@ def test_a_step_needs_less():
 
 
 def test_small_scores_are_left_as_they_are():
-    coded = jc.checkpoint(functools.partial(_loss, _stock), jc.Exact())
+    coded = jc.checkpoint(functools.partial(loss_of, causal), jc.Exact())
     assert _has_loop(coded, X, W)
     in_parts._RATIO = 8  # the fixture restores it
     jax.clear_caches()
@@ -206,7 +180,7 @@ def test_where_other_arrays_are_larger_there_are_parts_on_a_tpu_alone(monkeypatc
 
     def loss(x, w):
         q, k, v = ((jnp.tanh(x) @ w[i]).reshape(*x.shape[:2], 4, 16) for i in range(3))
-        return jnp.sin(jax.checkpoint(_stock)(q, k, v).reshape(x.shape) @ head).sum()
+        return jnp.sin(jax.checkpoint(causal)(q, k, v).reshape(x.shape) @ head).sum()
 
     lowered = jax.jit(jax.grad(jc.checkpoint(loss, jc.Exact()))).trace(X, W)
     has_loop = {
