@@ -244,4 +244,4 @@ def test_a_step_moves_less(monkeypatch):
     )
     print(f"{coded.hbm_traffic_bytes:,} bytes in chunks, {stock.hbm_traffic_bytes:,} in JAX")
     assert coded.hbm_traffic_bytes < 0.8 * stock.hbm_traffic_bytes
-    assert coded.temp_bytes < 0.6 * stock.temp_bytes
+    assert coded.temp_bytes < 0.7 * stock.temp_bytes
