@@ -59,7 +59,7 @@ class Axes:
         made: list[Any] = list(equation.outvars)
         out, *more = made
         pairs: list[tuple[Any, Any]] | None = None
-        if name in _ONE_BY_ONE:
+        if name in _ONE_BY_ONE and {v.aval.ndim for v in operands} <= {0, out.aval.ndim}:
             pairs = [
                 ((v, i), (out, i))
                 for v in operands
@@ -129,6 +129,8 @@ def same_axis(before: Sequence[int], after: Sequence[int], axis: int) -> int | N
 def _unchanged(equation: JaxprEqn) -> list[int]:
     """The axes that a step along other axes leaves as they are."""
     name, params = equation.primitive.name, equation.params
+    if not equation.invars:
+        return []
     before, after = (avals(atoms)[0] for atoms in (equation.invars, equation.outvars))
     axes = range(after.ndim)
     if name in _ALONG:

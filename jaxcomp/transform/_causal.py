@@ -30,6 +30,7 @@ from jaxcomp.transform._programs import (
 _CHUNKS = 4
 _QUERIES = 128  # of a chunk, at least; keys are taken by as many
 _SCORES = 2**24  # with fewer, the kernels of a chunk are too short
+_SIZES = {"broadcast_in_dim": "shape", "reshape": "new_sizes"}  # the parameter with the shape
 _WORTH = 0.8  # of the scores are evaluated, at most
 
 Evaluate = Callable[[Array, Sequence[Array]], list[Array]]
@@ -51,7 +52,7 @@ def in_chunks(program: Program, evaluate: Callable[[Program], Evaluate]) -> Eval
         program has no mask that is known, or needs all keys or queries at once.
     """
     largest = max((v.aval.size for e in program.jaxpr.eqns for v in e.outvars), default=0)
-    if largest < _SCORES:
+    if largest < _SCORES or program.jaxpr.effects:
         return None
     try:
         masked = _Masked(program)
@@ -171,7 +172,7 @@ class _Masked:
             made = self._apply(equation, values, chunk)
             env |= dict(zip(equation.outvars, made, strict=True))
         for variable in self.jaxpr.outvars:
-            if not is_variable(variable):
+            if not is_variable(variable) or variable in self._constants:
                 raise WholeError("a result is a constant")
             state, (rows, columns) = states[variable], self._scores.along(variable)
             is_part = rows is not None and columns is None and not state.summed
@@ -185,9 +186,11 @@ class _Masked:
         """Evaluates an equation for a chunk."""
         name, params = equation.primitive.name, dict(equation.params)
         out = equation.outvars[0]
-        sizes = {"broadcast_in_dim": "shape", "reshape": "new_sizes", "slice": "limit_indices"}
-        if name in sizes:
-            params[sizes[name]] = self._shape(out, chunk)
+        if name == "slice":
+            pairs = zip(params["start_indices"], self._shape(out, chunk), strict=True)
+            params["limit_indices"] = tuple(start + size for start, size in pairs)
+        elif name in _SIZES:
+            params[_SIZES[name]] = self._shape(out, chunk)
         return apply(self.jaxpr, equation.replace(params=params), values)
 
 

@@ -63,8 +63,8 @@ def part_of(jaxpr: Jaxpr, variable: Any, ranges: Sequence[slice]) -> Array:
         shape = tuple(r.stop - r.start for r in ranges)
         operands = [list(slice(0, n) for n in v.shape) for v in avals(equation.invars)]
         if name == "iota":
-            (made,) = apply(jaxpr, equation.replace(params=params | {"shape": shape}), [])
-            return made + jnp.asarray(ranges[params["dimension"]].start, made.dtype)
+            numbers = lax.broadcasted_iota(jnp.int32, shape, params["dimension"])
+            return (numbers + ranges[params["dimension"]].start).astype(params["dtype"])
         if name == "broadcast_in_dim":
             for i, axis in enumerate(params["broadcast_dimensions"]):
                 if avals(equation.invars)[0].shape[i] > 1:

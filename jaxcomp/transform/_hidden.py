@@ -33,15 +33,17 @@ class State(NamedTuple):
 
     Attributes:
         zero: It is 0 for the keys out of the chunk.
-        hidden: Its exponential is 0 for them, also less a finite value of the query.
+        hidden: Its exponential is 0 for them, also less the maximum of a query's scores.
         flat: It is the same for all keys.
         summed: It is a sum over the queries of the chunk, to which the other chunks add.
+        own: It depends on nothing but the masked scores.
     """
 
     zero: bool = False
     hidden: bool = False
     flat: bool = False
     summed: bool = False
+    own: bool = False
 
 
 class Scores:
@@ -123,11 +125,13 @@ def state_of(
         known = {"dot_general": "zero", "reduce_sum": "zero", "reduce_max": "hidden"}.get(name)
         if known is None or not any(getattr(state, known) for state in given):
             raise WholeError(f"{name} over keys")
-    if columns is None:
-        return State(flat=True, summed=summed)
     if out is scores.variable:
-        return State(hidden=True)
-    return _along_keys(equation, given, constants, scores, chunk)._replace(summed=summed)
+        return State(hidden=True, own=True)
+    own = all(state.own for state in given)
+    if columns is None:
+        return State(flat=True, summed=summed, own=own)
+    found = _along_keys(equation, given, constants, scores, chunk)
+    return found._replace(summed=summed, own=own)
 
 
 def _along_keys(
@@ -168,17 +172,20 @@ def _along_keys(
     else:
         raised = name == "integer_pow" and params["y"] > 0
         zero = given[0].zero and (raised or name in ("div", "neg"))
-    hidden = name in _SUMS and given[0].hidden and given[1].flat
+    # Less what depends on other values, which may be as large, a hidden score may be the greatest.
+    hidden = name == "sub" and given[0].hidden and given[1].flat and given[1].own
     return State(zero, hidden, flat=all(state.flat for state in given))
 
 
 def _is_linear(name: str, given: Sequence[State]) -> bool:
-    """Whether an equation is linear in its operands that are sums."""
-    if name in _SAME | {"neg", "reduce_sum", "broadcast_in_dim"} | _PIECES:
-        return True
+    """Whether an equation is linear in its operands that are sums, and has nothing besides."""
     sums = [state.summed for state in given]
-    if name in _SUMS:
+    if name in _SAME | {"neg", "reduce_sum", "broadcast_in_dim", "slice", "split"}:
+        return True
+    if name in _SUMS | {"concatenate"}:
         return all(sums)
+    if name == "pad":
+        return given[1].zero
     return (name in ("mul", "dot_general") and sum(sums) == 1) or (name == "div" and not sums[1])
 
 
@@ -200,7 +207,7 @@ def _of_constant(
 ) -> State:
     _, keys = along
     zero = bool(np.all(_outside(value, along, chunk) == 0))
-    return State(zero, flat=keys is None or value.shape[keys] == 1)
+    return State(zero, own=True, flat=keys is None or value.shape[keys] == 1)
 
 
 def _outside(

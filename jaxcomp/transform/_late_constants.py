@@ -78,26 +78,30 @@ def apply_after(
 
 
 def _in_pieces(program: Program, largest: int) -> Evaluate:
-    """Evaluates the program of an inner `jax.checkpoint` in parts, and on GPUs in chunks.
+    """Evaluates the program of an inner `jax.checkpoint` in parts, on one GPU in chunks of queries.
 
-    On a TPU rounding takes more cycles than it spares, and so do the smaller products of chunks.
+    On a TPU rounding takes more cycles than it spares, and so do the smaller products of chunks. A
+    CPU cannot compute all products of rounded operands.
     """
 
     def in_parts_of(program: Program) -> Evaluate:
         return in_parts(program, functools.partial(evaluate_after, program), largest)
 
+    whole = in_parts_of(program)
+    if program.jaxpr.effects:
+        return whole
     rounded = with_rounded_operands(program)
-    others = in_parts_of(rounded)
+    others = whole if rounded is program else in_parts_of(rounded)
     chunks = in_chunks(rounded, in_parts_of)
     if chunks is not None:
         others = on_one(None, chunks, others)
     elif rounded is program:
-        return others
+        return whole
+    on_cpu = others if rounded is program else whole
 
     def evaluate(cotangent: Array, values: Sequence[Array]) -> list[Array]:
-        return list(
-            lax.platform_dependent(cotangent, values, tpu=in_parts_of(program), default=others)
-        )
+        forms = {"tpu": whole, "cpu": on_cpu}
+        return list(lax.platform_dependent(cotangent, values, **forms, default=others))
 
     return evaluate
 

@@ -12,7 +12,7 @@ from jaxcomp.transform._programs import is_variable
 
 Values = Mapping[Any, np.ndarray[Any, Any]]
 
-_HIDDEN = -1e8  # of a hidden score, at most; its exponential is 0 beside that of any other
+_HIDDEN = -1e30  # of a hidden score, at most; no product of queries and keys comes near
 _UNARY = {
     "convert_element_type", "copy", "name", "neg", "reduce_precision", "reshape", "squeeze",
     "tanh", "transpose",
@@ -58,16 +58,20 @@ def _hidden(equation: JaxprEqn, constants: Values, made_by: dict[Any, JaxprEqn])
     if name == "add":
         for value, other in zip(values, equation.invars[::-1], strict=True):
             if value is not None and _is_product(other, constants, made_by):
-                return value <= _HIDDEN
+                return _is_hidden(value)
         return None
     which, *cases = values
     if which is None or which.dtype != bool:
         return None
     for case, (value, other) in enumerate(zip(cases, equation.invars[:0:-1], strict=True)):
-        large = value is not None and np.all(value <= _HIDDEN)
+        large = value is not None and np.all(_is_hidden(value))
         if large and _is_product(other, constants, made_by):
             return which == bool(case)
     return None
+
+
+def _is_hidden(value: np.ndarray[Any, Any]) -> Any:
+    return value.astype(np.float64) <= _HIDDEN  # which float16 does not have
 
 
 def _is_product(atom: Any, constants: Values, made_by: dict[Any, JaxprEqn]) -> bool:
