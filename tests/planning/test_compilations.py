@@ -20,7 +20,7 @@ def test_values_are_offloaded_where_nothing_else_fits(capsys):
     pytest.importorskip("jax_cuda13_plugin")
     make = functools.partial(make_step, depth=6)
     actions = ("quantize", "offload")
-    plan = fit(make, batch=16384, target="h100", budget="90MiB", actions=actions, bits=(8,))
+    plan = fit(make, batch=16384, target="h100", budget="57MiB", actions=actions, bits=(8,))
     with capsys.disabled():
         print(f"\n{plan}")
     actions = {part.action for part in plan.parts}
