@@ -15,6 +15,7 @@ from jaxcomp._core.shard_map import vary_like
 from jaxcomp.transform._axes import Axes, WholeError
 from jaxcomp.transform._constants import constants, evaluated, part_of
 from jaxcomp.transform._hidden import Chunk, Scores, State, state_of
+from jaxcomp.transform._in_parts import Evaluate, largest_size
 from jaxcomp.transform._masks import masked_scores
 from jaxcomp.transform._programs import (
     Program,
@@ -33,8 +34,6 @@ _SCORES = 2**24  # with fewer, the kernels of a chunk are too short
 _SIZES = {"broadcast_in_dim": "shape", "reshape": "new_sizes"}  # the parameter with the shape
 _WORTH = 0.8  # of the scores are evaluated, at most
 
-Evaluate = Callable[[Array, Sequence[Array]], list[Array]]
-
 
 def in_chunks(program: Program, evaluate: Callable[[Program], Evaluate]) -> Evaluate | None:
     """Evaluates a program in chunks of the queries of its attention, without hidden keys.
@@ -51,8 +50,7 @@ def in_chunks(program: Program, evaluate: Callable[[Program], Evaluate]) -> Eval
         A function from the cotangent and the program's arguments to its results; None if the
         program has no mask that is known, or needs all keys or queries at once.
     """
-    largest = max((v.aval.size for e in program.jaxpr.eqns for v in e.outvars), default=0)
-    if largest < _SCORES or program.jaxpr.effects:
+    if largest_size(program) < _SCORES or program.jaxpr.effects:
         return None
     try:
         masked = _Masked(program)

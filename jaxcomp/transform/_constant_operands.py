@@ -8,7 +8,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jaxcomp.memory._tracing import CHECKPOINT_PRIMITIVES
 from jaxcomp.transform._builder import Builder
 from jaxcomp.transform._constants import constants
-from jaxcomp.transform._programs import Program, Values, closed, is_variable
+from jaxcomp.transform._programs import Program, Values, closed, is_variable, variables
 
 
 def with_constants_inside(backward: Program, values: Sequence[Any], forward: Jaxpr) -> Program:
@@ -25,7 +25,8 @@ def with_constants_inside(backward: Program, values: Sequence[Any], forward: Jax
     made_by = {v: e for e in forward.eqns for v in e.outvars if v in fixed}
     pairs = zip(backward.jaxpr.invars, values, strict=False)
     behind = {given: value for given, value in pairs if is_variable(value) and value in made_by}
-    if not behind:
+    checkpoints = [e for e in backward.jaxpr.eqns if e.primitive.name in CHECKPOINT_PRIMITIVES]
+    if all(behind.keys().isdisjoint(variables(e.invars)) for e in checkpoints):
         return backward
     builder = Builder()
 

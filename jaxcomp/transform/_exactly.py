@@ -9,12 +9,20 @@ import jax
 from jax.extend.core import JaxprEqn
 
 from jaxcomp.memory._tracing import CHECKPOINT_PRIMITIVES, inner_jaxprs, open_jaxpr
-from jaxcomp.transform._programs import CALLS, apply, avals, closed, read, scope_of
+from jaxcomp.transform._programs import (
+    BODIES,
+    CALLS,
+    apply,
+    avals,
+    closed,
+    read,
+    scope_of,
+    with_bodies,
+)
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _CHECKPOINTED = os.path.join(_PACKAGE, "transform") + os.sep  # of `checkpoint`
 _BARRIERS = os.path.join(_PACKAGE, "_core", "barriers.py")  # codes without a derivative
-_BODIES = {"scan": "jaxpr", "cond": "branches"}
 
 
 def without_codes(program: Any) -> Any:
@@ -62,13 +70,10 @@ def _has_codes_inside(equation: JaxprEqn) -> bool:
 
 def _without_codes_inside(equation: JaxprEqn) -> JaxprEqn:
     """The same equation, with other bodies of a scan or branches."""
-    name = _BODIES.get(equation.primitive.name)
+    name = BODIES.get(equation.primitive.name)
     if name is None or not _has_codes_inside(equation):
         return equation
-    bodies = equation.params[name]
-    is_one = not isinstance(bodies, tuple)
-    exact = without_codes(bodies) if is_one else tuple(map(without_codes, bodies))
-    return equation.replace(params=equation.params | {name: exact})
+    return with_bodies(equation, name, without_codes)
 
 
 def _looked_through(equation: JaxprEqn) -> Any:

@@ -14,7 +14,7 @@ from jaxtyping import Array
 from jaxcomp._core.one_device import on_one
 from jaxcomp._core.shard_map import vary_like
 from jaxcomp.transform._algebra import POINTWISE
-from jaxcomp.transform._axes import same_axis
+from jaxcomp.transform._axes import WholeError, same_axis
 from jaxcomp.transform._constants import constants
 from jaxcomp.transform._programs import (
     Program,
@@ -34,10 +34,6 @@ _REDUCTIONS = {"reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_pr
 
 
 Evaluate = Callable[[Array, Sequence[Array]], list[Array]]
-
-
-class NotInPartsError(Exception):
-    """A part of a result takes a large array as a whole, or a large product along two axes."""
 
 
 def in_parts(program: Program, whole: Evaluate, others: int = 0) -> Evaluate:
@@ -62,15 +58,20 @@ def in_parts(program: Program, whole: Evaluate, others: int = 0) -> Evaluate:
     return evaluate
 
 
+def largest_size(program: Program) -> int:
+    """Elements of the largest array that a program makes."""
+    return max((v.aval.size for e in program.jaxpr.eqns for v in e.outvars), default=0)
+
+
 def _run_of_parts(program: Program, nbytes: int, least: int) -> Evaluate | None:
     """Evaluates a program in parts of some bytes, where that is worth it and possible."""
     arguments, results = avals(program.jaxpr.invars), avals(program.jaxpr.outvars)
-    largest = max((v.aval.size for e in program.jaxpr.eqns for v in e.outvars), default=0)
+    largest = largest_size(program)
     count = -(-4 * largest // nbytes)
     if count > 1 and largest >= max(least, _RATIO * sum(kind.size for kind in arguments)):
         for axis, number in _divisions([kind.shape for kind in results], count):
             run = functools.partial(_run, program, axis, number)
-            with contextlib.suppress(NotInPartsError):
+            with contextlib.suppress(WholeError):
                 traced = jaxpr_as_fun(jax.make_jaxpr(run)(arguments))
                 return lambda _, arguments: traced(*arguments)
     return None
@@ -136,7 +137,7 @@ class _Parts:
         """A part of a result along an axis.
 
         Raises:
-            NotInPartsError: If it takes a whole array with more elements than each argument that is
+            WholeError: If it takes a whole array with more elements than each argument that is
                 no constant, or such a product along two axes.
         """
         return self._part(self._jaxpr.outvars[position], axis)
@@ -157,7 +158,7 @@ class _Parts:
         if is_variable(atom) and atom not in self._whole:
             equation = self._made_by[atom]
             if atom.aval.size > self._most and atom not in self._constants:
-                raise NotInPartsError(f"{equation.primitive} of shape {atom.aval.shape}")
+                raise WholeError(f"{equation.primitive} of shape {atom.aval.shape}")
             made = apply(self._jaxpr, equation, [self._all(v) for v in equation.invars])
             self._whole |= dict(zip(equation.outvars, made, strict=True))
         return read(self._whole, atom)
@@ -191,7 +192,7 @@ class _Parts:
             axes = [[i for i in range(operands[0].aval.ndim) if i not in gone][axis]]
         elif name == "dot_general":
             if result.aval.size > self._most and self._asked.setdefault(result, axis) != axis:
-                raise NotInPartsError(f"dot_general of shape {result.aval.shape} along two axes")
+                raise WholeError(f"dot_general of shape {result.aval.shape} along two axes")
             axes = [*_axes_of_product(equation, axis)]
         elif name in ("concatenate", "split"):
             if params["dimension" if name == "concatenate" else "axis"] == axis:

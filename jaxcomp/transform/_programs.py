@@ -1,7 +1,7 @@
 """Programs as flat lists of equations."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -21,6 +21,7 @@ CALLS = {
     "closed_call": "call_jaxpr",
     "eval_jaxpr": "call_jaxpr",  # of an inner jax.checkpoint, from JAX 0.12 on
 }
+BODIES = {"scan": "jaxpr", "cond": "branches"}  # by the parameter that holds them
 _SIMPLE = CHEAP | HEAVY | REDUCTIONS - {"reduce"}  # without programs among their parameters
 
 Program: TypeAlias = Any  # a jaxpr with its constants, in whichever class this JAX has for it
@@ -119,3 +120,10 @@ def is_placed(equation: JaxprEqn) -> bool:
         if sharding is not None and (mesh is None or not (mesh.empty or mesh.are_all_axes_manual)):
             return True
     return False
+
+
+def with_bodies(equation: JaxprEqn, name: str, change: Callable[[Any], Any]) -> JaxprEqn:
+    """The same equation, with other programs in a parameter that holds one or several."""
+    bodies = equation.params[name]
+    changed = tuple(map(change, bodies)) if isinstance(bodies, tuple) else change(bodies)
+    return equation.replace(params=equation.params | {name: changed})

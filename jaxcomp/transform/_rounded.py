@@ -9,10 +9,10 @@ from jaxtyping import Array
 
 from jaxcomp.memory._tracing import CHECKPOINT_PRIMITIVES, inner_jaxprs, open_jaxpr
 from jaxcomp.transform._builder import Builder
-from jaxcomp.transform._programs import Program, avals, closed
+from jaxcomp.transform._programs import BODIES, Program, avals, closed, with_bodies
 
 _ALGORITHMS = {lax.DotAlgorithmPreset.BF16_BF16_F32, lax.DotAlgorithmPreset.BF16_BF16_BF16}
-_BODIES = {"scan": "jaxpr", "cond": "branches", **dict.fromkeys(CHECKPOINT_PRIMITIVES, "jaxpr")}
+_BODIES = BODIES | dict.fromkeys(CHECKPOINT_PRIMITIVES, "jaxpr")
 
 
 def with_rounded_operands(program: Program) -> Program:
@@ -31,13 +31,10 @@ def with_rounded_operands(program: Program) -> Program:
         if _is_rounding(equation):
             (out,) = avals(equation.outvars)
             operands = builder.trace(_rounded, operands, at=equation)
-            equation = _with(equation, preferred_element_type=out.dtype)
+            params = equation.params | {"preferred_element_type": out.dtype}
+            equation = equation.replace(params=params)
         elif equation.primitive.name in _BODIES:
-            name = _BODIES[equation.primitive.name]
-            bodies = equation.params[name]
-            several = isinstance(bodies, tuple)
-            bodies = tuple(map(_body, bodies)) if several else _body(bodies)
-            equation = _with(equation, **{name: bodies})
+            equation = with_bodies(equation, _BODIES[equation.primitive.name], _body)
         return builder.add(equation, operands)
 
     arguments = program.jaxpr.invars
@@ -69,7 +66,3 @@ def _body(body: Any) -> Any:
     if hasattr(body, "consts"):
         return with_rounded_operands(body)
     return with_rounded_operands(closed(body, [])).jaxpr
-
-
-def _with(equation: JaxprEqn, **params: Any) -> JaxprEqn:
-    return equation.replace(params=equation.params | params)
