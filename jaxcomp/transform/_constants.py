@@ -80,11 +80,25 @@ def part_of(jaxpr: Jaxpr, variable: Any, ranges: Sequence[slice]) -> Array:
             made = apply(jaxpr, equation, values)[equation.outvars.index(atom)]
             return lax.slice(made, [r.start for r in ranges], [r.stop for r in ranges])
         values = [make(v, part) for v, part in zip(equation.invars, operands, strict=True)]
+        if name == "broadcast_in_dim":
+            values = _in_memory(values, shape)
         (made,) = apply(jaxpr, equation.replace(params=params), values)
         return made
 
     made: Array = make(variable, ranges)
     return made
+
+
+def _in_memory(values: list[Any], shape: tuple[int, ...]) -> list[Any]:
+    """Writes a matrix that is repeated to memory, such as the mask of all heads.
+
+    XLA for GPUs is slow to choose tiles for a softmax that also computes its mask.
+    """
+    (x,) = values
+    is_matrix = np.size(x) > max(np.shape(x), default=1)
+    if is_matrix and math.prod(shape) > x.size:
+        values = lax.optimization_barrier(values)
+    return values
 
 
 def value_of(atom: Any, constants: Mapping[Any, np.ndarray[Any, Any]]) -> Any:

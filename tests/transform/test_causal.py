@@ -1,6 +1,7 @@
 """Attentions with constant masks, whose backward passes leave out the keys that are hidden."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -271,6 +272,14 @@ def test_attention_of_flax():
     _causal._SCORES = 2**30  # the fixture restores it
     jax.clear_caches()
     assert work < 0.95 * _work(coded, state, X)
+
+
+def test_masks_of_chunks_are_in_memory():
+    """Each is one barrier's, without the axes of examples and heads."""
+    coded = jc.checkpoint(functools.partial(loss_of, causal), jc.Exact())
+    text = jax.jit(jax.grad(coded)).lower(X, W).as_text()
+    for keys in (32, 64, 96, 128):
+        assert re.search(rf"optimization_barrier %\S+ : tensor<(1x1x)?32x{keys}xi1>", text)
 
 
 def test_several_devices_keep_the_whole():
