@@ -36,6 +36,7 @@ class Sizes:
         vocabulary: Number of tokens.
         length: Tokens of a sequence.
         queries: That attend at once.
+        again: Whether the feed-forward networks are computed again in the backward pass.
     """
 
     layers: int = 32
@@ -46,6 +47,7 @@ class Sizes:
     vocabulary: int = 128256
     length: int = 4096
     queries: int = 512
+    again: bool = False
 
 
 def weight_shapes(sizes: Sizes) -> Weights:
@@ -102,10 +104,14 @@ def layer(sizes: Sizes, gathered: NamedSharding, weights: Weights, x: jax.Array)
     mixed = jax.checkpoint(attend, static_argnums=(3, 4))(q, k, v, True, sizes.queries)
     context = checkpoint_name(mixed.reshape(x.shape), "context")
     x = x + product(context, "out")
+
+    def feed_forward(y: jax.Array) -> jax.Array:
+        gate = checkpoint_name(product(y, "gate"), "gate")
+        up = checkpoint_name(product(y, "up"), "up")
+        return product(jax.nn.silu(gate) * up, "down")
+
     y = norm(x, weights["norm2"])
-    gate = checkpoint_name(product(y, "gate"), "gate")
-    up = checkpoint_name(product(y, "up"), "up")
-    return x + product(jax.nn.silu(gate) * up, "down")
+    return x + (jax.checkpoint(feed_forward) if sizes.again else feed_forward)(y)
 
 
 def loss(

@@ -47,6 +47,7 @@ _LAYER = {
     "heads": 24,
     "kv_heads": 8,
     "queries": 128,
+    "again": True,
 }
 
 

@@ -1,4 +1,4 @@
-"""Evaluates a part of a program's results along one axis, without the rest of what it computes."""
+"""Evaluates the results of a program part by part along one axis of its arrays."""
 
 import contextlib
 import functools
@@ -24,12 +24,18 @@ from jaxcomp.transform._programs import (
     is_variable,
     read,
     scope_of,
+    variables,
 )
 
 _PART = 3 * 2**25  # bytes of the largest array of a part, if of float32
 _PART_OF_TPU = 2**25  # with fewer, XLA keeps more of a part in a TPU's fast memory
 _EXCESS = 4  # times as many parts as asked for, at most: an axis may have few divisors
-_RATIO = 2  # of the largest array to all arguments, which are copied in parts
+_RATIO = 8  # of what products read and make to the arguments that are copied in parts
+_SUMS = 16  # times as large as all results that are sums over the parts is the largest array
+_LINEAR = {
+    *("add", "add_any", "sub", "neg", "copy", "convert_element_type"),
+    *("broadcast_in_dim", "reshape", "squeeze", "transpose", "reduce_sum"),
+}
 _REDUCTIONS = {"reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum"}
 
 
@@ -39,7 +45,9 @@ Evaluate = Callable[[Array, Sequence[Array]], list[Array]]
 def in_parts(program: Program, whole: Evaluate, others: int = 0) -> Evaluate:
     """Evaluates a program in parts on one device, if it computes large arrays from smaller ones.
 
-    The scores of an attention, for example, take parts of one example or one head after the other.
+    The scores of an attention, for example, take parts of one example or one head after the other,
+    and a feed-forward network with frozen weights parts of the tokens. Small results, such as the
+    gradients of adapters, may be sums over the parts. They are added in float32.
 
     Args:
         program: The program, flat.
@@ -65,49 +73,99 @@ def largest_size(program: Program) -> int:
 
 def _run_of_parts(program: Program, nbytes: int, least: int) -> Evaluate | None:
     """Evaluates a program in parts of some bytes, where that is worth it and possible."""
-    arguments, results = avals(program.jaxpr.invars), avals(program.jaxpr.outvars)
     largest = largest_size(program)
     count = -(-4 * largest // nbytes)
-    if count > 1 and largest >= max(least, _RATIO * sum(kind.size for kind in arguments)):
-        for axis, number in _divisions([kind.shape for kind in results], count):
-            run = functools.partial(_run, program, axis, number)
+    if count > 1 and largest >= least:
+        for axis, number in _divisions(program, count):
             with contextlib.suppress(WholeError):
-                traced = jaxpr_as_fun(jax.make_jaxpr(run)(arguments))
-                return lambda _, arguments: traced(*arguments)
+                return _traced(program, axis, number)
     return None
 
 
-def _divisions(shapes: Sequence[tuple[int, ...]], count: int) -> list[tuple[int, int]]:
+def _traced(program: Program, axis: int, count: int) -> Evaluate:
+    """Evaluates a program in parts along an axis of its largest result.
+
+    Raises:
+        WholeError: If that cannot be or is not worth it.
+    """
+    copied: set[Any] = set()
+    run = functools.partial(_run, program, axis, count, copied)
+    traced = jaxpr_as_fun(jax.make_jaxpr(run)(avals(program.jaxpr.invars)))
+    if _of_products(program) < _RATIO * sum(v.aval.size for v in copied):
+        raise WholeError("arguments are large")
+    return lambda _, arguments: traced(*arguments)
+
+
+def _of_products(program: Program) -> int:
+    """Elements of what products read and make, where that is larger than each argument."""
+    most = max((kind.size for kind in avals(program.jaxpr.invars)), default=0)
+    products = [e for e in program.jaxpr.eqns if e.primitive.name == "dot_general"]
+    operands = {v for e in products for v in (*variables(e.invars), *e.outvars)}
+    return sum(v.aval.size for v in operands if v.aval.size > most)
+
+
+def _divisions(program: Program, count: int) -> list[tuple[int, int]]:
     """Axes, each with a number of parts: the first with half of `count` or more, else the most.
 
-    An axis has the same size in all shapes.
+    Results of another rank, or of another size along the axis, are sums over the parts.
     """
+    results = avals(program.jaxpr.outvars)
+    largest = max(results, key=lambda kind: kind.size, default=None)
     found = []
-    for axis, sizes in enumerate(zip(*shapes, strict=False)):
-        most = min(sizes[0], _EXCESS * count)
-        divisors = [n for n in range(1, most + 1) if sizes[0] % n == 0]
+    for axis, size in enumerate(() if largest is None else largest.shape):
+        sums = sum(kind.size for kind in results if not _is_cut(kind, largest, axis))
+        most = min(size, _EXCESS * count)
+        divisors = [n for n in range(1, most + 1) if size % n == 0]
         number = min((n for n in divisors if n >= count), default=max(divisors, default=0))
-        if len({*sizes}) == 1 and number > 1:
+        if number > 1 and _SUMS * sums <= largest_size(program):
             found.append((axis, number))
     return sorted(found, key=lambda division: -min(2 * division[1], count))
 
 
-def _run(program: Program, axis: int, count: int, arguments: Sequence[Array]) -> list[Array]:
-    """The results, of which each iteration of a loop evaluates a part along the axis."""
+def _is_cut(kind: Any, largest: Any, axis: int) -> bool:
+    """Whether a result has parts along the axis of the largest one."""
+    return kind.ndim == largest.ndim and kind.shape[axis] == largest.shape[axis]
+
+
+def _run(
+    program: Program, axis: int, count: int, copied: set[Any], arguments: Sequence[Array]
+) -> list[Array]:
+    """The results, of which each iteration of a loop evaluates a part along the axis.
+
+    `copied` takes the arguments that are copied in parts.
+    """
     # The arrays that the parts are written to are not made before the arguments are there.
     arguments, zero = lax.optimization_barrier((arguments, jnp.zeros(())))
     zero = vary_like(zero, arguments)
     results = avals(program.jaxpr.outvars)
+    largest = max(results, key=lambda kind: kind.size)
+    is_part = [_is_cut(kind, largest, axis) for kind in results]
 
     def step(made: list[Array], number: Array) -> tuple[list[Array], None]:
-        parts = _Parts(program, arguments, count, number)
-        found = [parts.result(i, axis) for i in range(len(made))]
-        start = number * found[0].shape[axis]
-        pairs = zip(made, found, strict=True)
-        return [lax.dynamic_update_slice_in_dim(*pair, start, axis) for pair in pairs], None
+        parts = _Parts(program, arguments, count, number, copied)
+        pairs = zip(made, program.jaxpr.outvars, is_part, strict=True)
+        return [
+            _written(whole, parts.part(v, axis), number, axis)
+            if part
+            else whole + parts.total(v).astype(whole.dtype)
+            for whole, v, part in pairs
+        ], None
 
-    made = [jnp.full(kind.shape, zero, kind.dtype) for kind in results]
-    return lax.scan(step, made, jnp.arange(count))[0]
+    made = [
+        jnp.full(kind.shape, zero, kind.dtype if part else _wide(kind.dtype))
+        for kind, part in zip(results, is_part, strict=True)
+    ]
+    made = lax.scan(step, made, jnp.arange(count))[0]
+    return [x.astype(kind.dtype) for x, kind in zip(made, results, strict=True)]
+
+
+def _written(whole: Array, part: Array, number: Array, axis: int) -> Array:
+    return lax.dynamic_update_slice_in_dim(whole, part, number * part.shape[axis], axis)
+
+
+def _wide(dtype: Any) -> Any:
+    """The dtype in which sums over parts are added."""
+    return jnp.float32 if dtype in (jnp.bfloat16, jnp.float16) else dtype
 
 
 class _Parts:
@@ -118,13 +176,19 @@ class _Parts:
         arguments: Its arguments.
         count: How many parts there are, which divides each axis that is asked for.
         number: Which part is evaluated.
+        copied: Takes the arguments of which parts are read.
     """
 
     def __init__(
-        self, program: Program, arguments: Sequence[Array], count: int, number: Array
+        self,
+        program: Program,
+        arguments: Sequence[Array],
+        count: int,
+        number: Array,
+        copied: set[Any],
     ) -> None:
         jaxpr = self._jaxpr = program.jaxpr
-        self._count, self._number = count, number
+        self._count, self._number, self._copied = count, number, copied
         self._made_by = {v: e for e in jaxpr.eqns for v in e.outvars}
         self._whole = dict(zip(jaxpr.constvars, program.consts, strict=True))
         self._whole |= dict(zip(jaxpr.invars, arguments, strict=True))
@@ -133,24 +197,58 @@ class _Parts:
         self._asked: dict[Any, int] = {}  # the axis of each large product, computed along one alone
         self._constants = constants(jaxpr)  # such as a causal mask, which XLA fuses into readers
 
-    def result(self, position: int, axis: int) -> Array:
-        """A part of a result along an axis.
+    def part(self, atom: Any, axis: int) -> Array:
+        """A part of a value along an axis.
 
         Raises:
             WholeError: If it takes a whole array with more elements than each argument that is
                 no constant, or such a product along two axes.
         """
-        return self._part(self._jaxpr.outvars[position], axis)
-
-    def _part(self, atom: Any, axis: int) -> Array:
         key = atom, axis
         if key not in self._parts:
             equation = self._made_by.get(atom)
             found = None if equation is None else self._step(equation, atom, axis)
-            self._parts[key] = self._slice(self._all(atom), axis) if found is None else found
+            self._parts[key] = self._slice(atom, axis) if found is None else found
         return self._parts[key]
 
-    def _slice(self, whole: Array, axis: int) -> Array:
+    def total(self, atom: Any) -> Array:
+        """What the part adds to a sum over all parts.
+
+        Raises:
+            WholeError: If the value is not a sum, or as in `part`.
+        """
+        equation = self._made_by.get(atom) if is_variable(atom) else None
+        is_real = jnp.issubdtype(atom.aval.dtype, jnp.inexact)
+        if equation is None or is_placed(equation) or not is_real:
+            raise WholeError(f"{atom.aval.str_short()} is no sum")
+        name, params, operands = equation.primitive.name, equation.params, equation.invars
+        summed: Sequence[Sequence[int]] = [[]]  # the axes of each operand that are summed over
+        if name in ("dot_general", "reduce_sum"):
+            summed = params["dimension_numbers"][0] if name == "dot_general" else [params["axes"]]
+        axes = self._largest(operands[0], summed)
+        if axes is not None:
+            values = [self.part(v, i) for v, i in zip(operands, axes, strict=True)]
+        elif name in _LINEAR:
+            values = [self.total(v) for v in operands]
+        else:
+            raise WholeError(f"{name} of a sum")
+        with scope_of(equation):
+            made: Array = equation.primitive.bind(*values, **params)
+        return made
+
+    def _largest(self, x: Any, axes: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
+        """The largest axis of an operand that has parts, with those of others; None without one."""
+        cut = [
+            of_all
+            for of_all in zip(*axes, strict=True)
+            if x.aval.shape[of_all[0]] % self._count == 0
+        ]
+        return max(cut, key=lambda of_all: x.aval.shape[of_all[0]], default=None)
+
+    def _slice(self, atom: Any, axis: int) -> Array:
+        whole = self._all(atom)
+        if is_variable(atom) and atom not in self._made_by:
+            self._copied.add(atom)
         size = whole.shape[axis] // self._count
         return lax.dynamic_slice_in_dim(whole, self._number * size, size, axis)
 
@@ -206,7 +304,7 @@ class _Parts:
         else:
             return None
         values = [
-            self._all(v) if at is None else self._part(v, at)
+            self._all(v) if at is None else self.part(v, at)
             for v, at in zip(operands, axes, strict=True)
         ]
         with scope_of(equation):

@@ -114,10 +114,15 @@ def is_of_collective(effect: Any) -> bool:
 
 
 def is_placed(equation: JaxprEqn) -> bool:
-    """Whether an equation says where its result is; all values in a `jax.shard_map` are local."""
+    """Whether an equation says on which of several devices its result is.
+
+    All values in a `jax.shard_map` are local.
+    """
     for sharding in (equation.params.get("sharding"), equation.params.get("out_sharding")):
         mesh = getattr(sharding, "mesh", None)
-        if sharding is not None and (mesh is None or not (mesh.empty or mesh.are_all_axes_manual)):
+        if sharding is None:
+            continue
+        if mesh is None or not (mesh.empty or mesh.size == 1 or mesh.are_all_axes_manual):
             return True
     return False
 
