@@ -66,6 +66,11 @@ def multiply_integers_on_gpu(
     return lax.platform_dependent(*operands, cuda=of_integers, default=of_decoded)
 
 
+def cast_to_multiply_on_cpu(operands: list[T], by_cast: Form[T], directly: Form[T]) -> T:
+    """Casts operands before some products on a CPU, which lacks those with a wider result."""
+    return lax.platform_dependent(operands, cpu=by_cast, default=directly)
+
+
 def sum_as_one_on_gpu(operands: tuple[typing.Any, ...], as_one: Form[T], apart: Form[T]) -> T:
     """Takes two sums of a GPU by one reduction of one operand, and apart elsewhere."""
     return lax.platform_dependent(*operands, cuda=as_one, default=apart)

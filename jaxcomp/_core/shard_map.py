@@ -47,6 +47,32 @@ def vary_like(array: jax.Array, others: Iterable[jax.Array]) -> jax.Array:
     return vary(array, frozenset().union(*map(varying_axes, others)))
 
 
+def barrier_by_type(values: T) -> T:
+    """Places an optimisation barrier around arrays that vary over the same mesh axes.
+
+    After one barrier around all of them, each would vary over the axes of all.
+
+    Args:
+        values: Any pytree of arrays.
+
+    Returns:
+        The same arrays with the same types.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> barrier_by_type([jnp.ones(2)])
+        [Array([1., 1.], dtype=float32)]
+    """
+    leaves, tree = jax.tree.flatten(values)
+    axes = list(map(varying_axes, leaves))
+    for of_type in set(axes):
+        places = [i for i, own in enumerate(axes) if own == of_type]
+        held = lax.optimization_barrier([leaves[i] for i in places])
+        for i, leaf in zip(places, held, strict=True):
+            leaves[i] = leaf
+    return jax.tree.unflatten(tree, leaves)
+
+
 def seed_like(seed: jax.Array, array: jax.Array) -> jax.Array:
     """Makes one seed of those of several devices, over axes over which `array` does not vary.
 

@@ -2,8 +2,9 @@
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,9 @@ from jax import lax
 from jax.extend.core import JaxprEqn, jaxpr_as_fun
 from jaxtyping import Array
 
+from jaxcomp._core import platforms
 from jaxcomp._core.one_device import on_one
-from jaxcomp._core.shard_map import vary_like
+from jaxcomp._core.shard_map import barrier_by_type, vary_like
 from jaxcomp.transform._algebra import POINTWISE
 from jaxcomp.transform._axes import WholeError, same_axis
 from jaxcomp.transform._constants import constants
@@ -33,13 +35,21 @@ _EXCESS = 4  # times as many parts as asked for, at most: an axis may have few d
 _RATIO = 8  # of what products read and make to the arguments that are copied in parts
 _SUMS = 16  # times as large as all results that are sums over the parts is the largest array
 _LINEAR = {
-    *("add", "add_any", "sub", "neg", "copy", "convert_element_type"),
+    *("add", "add_any", "sub", "neg", "copy"),
     *("broadcast_in_dim", "reshape", "squeeze", "transpose", "reduce_sum"),
 }
 _REDUCTIONS = {"reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum"}
 
 
 Evaluate = Callable[[Array, Sequence[Array]], list[Array]]
+
+
+class _Division(NamedTuple):
+    """How results are divided: the axis, the number of parts, and which results have parts."""
+
+    axis: int
+    parts: int
+    is_cut: tuple[bool, ...]
 
 
 def in_parts(program: Program, whole: Evaluate, others: int = 0) -> Evaluate:
@@ -76,20 +86,20 @@ def _run_of_parts(program: Program, nbytes: int, least: int) -> Evaluate | None:
     largest = largest_size(program)
     count = -(-4 * largest // nbytes)
     if count > 1 and largest >= least:
-        for axis, number in _divisions(program, count):
+        for division in _divisions(program, count):
             with contextlib.suppress(WholeError):
-                return _traced(program, axis, number)
+                return _traced(program, division)
     return None
 
 
-def _traced(program: Program, axis: int, count: int) -> Evaluate:
-    """Evaluates a program in parts along an axis of its largest result.
+def _traced(program: Program, division: _Division) -> Evaluate:
+    """Evaluates a program in parts.
 
     Raises:
         WholeError: If that cannot be or is not worth it.
     """
     copied: set[Any] = set()
-    run = functools.partial(_run, program, axis, count, copied)
+    run = functools.partial(_run, program, division, copied)
     traced = jaxpr_as_fun(jax.make_jaxpr(run)(avals(program.jaxpr.invars)))
     if _of_products(program) < _RATIO * sum(v.aval.size for v in copied):
         raise WholeError("arguments are large")
@@ -104,56 +114,56 @@ def _of_products(program: Program) -> int:
     return sum(v.aval.size for v in operands if v.aval.size > most)
 
 
-def _divisions(program: Program, count: int) -> list[tuple[int, int]]:
-    """Axes, each with a number of parts: the first with half of `count` or more, else the most.
+def _divisions(program: Program, count: int) -> list[_Division]:
+    """The axes of the largest result, those with half of `count` parts or more first.
 
-    Results of another rank, or of another size along the axis, are sums over the parts.
+    Results of the same size along an axis have parts, and the others are sums over the parts. If
+    that fails, small results of this size may be sums, too: a weight with as many features as there
+    are tokens.
     """
     results = avals(program.jaxpr.outvars)
-    largest = max(results, key=lambda kind: kind.size, default=None)
+    if not results:
+        return []
+    largest = max(results, key=lambda kind: kind.size)
+    most = largest_size(program) // _SUMS
     found = []
-    for axis, size in enumerate(() if largest is None else largest.shape):
-        sums = sum(kind.size for kind in results if not _is_cut(kind, largest, axis))
-        most = min(size, _EXCESS * count)
-        divisors = [n for n in range(1, most + 1) if size % n == 0]
+    for axis, size in enumerate(largest.shape):
+        limit = min(size, _EXCESS * count)
+        divisors = [n for n in range(1, limit + 1) if size % n == 0]
         number = min((n for n in divisors if n >= count), default=max(divisors, default=0))
-        if number > 1 and _SUMS * sums <= largest_size(program):
-            found.append((axis, number))
-    return sorted(found, key=lambda division: -min(2 * division[1], count))
-
-
-def _is_cut(kind: Any, largest: Any, axis: int) -> bool:
-    """Whether a result has parts along the axis of the largest one."""
-    return kind.ndim == largest.ndim and kind.shape[axis] == largest.shape[axis]
+        alike = [axis < kind.ndim and kind.shape[axis] == size for kind in results]
+        large = [kind.size > min(most, largest.size - 1) for kind in results]
+        for cut in dict.fromkeys([tuple(alike), tuple(map(operator.and_, alike, large))]):
+            sums = sum(kind.size for kind, part in zip(results, cut, strict=True) if not part)
+            if number > 1 and sums <= most:
+                found.append(_Division(axis, number, cut))
+    return sorted(found, key=lambda division: -min(2 * division.parts, count))
 
 
 def _run(
-    program: Program, axis: int, count: int, copied: set[Any], arguments: Sequence[Array]
+    program: Program, division: _Division, copied: set[Any], arguments: Sequence[Array]
 ) -> list[Array]:
-    """The results, of which each iteration of a loop evaluates a part along the axis.
+    """The results, of which each iteration of a loop evaluates a part.
 
     `copied` takes the arguments that are copied in parts.
     """
     # The arrays that the parts are written to are not made before the arguments are there.
-    arguments, zero = lax.optimization_barrier((arguments, jnp.zeros(())))
-    zero = vary_like(zero, arguments)
+    zero = vary_like(jnp.zeros(()), arguments)
+    arguments, zero = barrier_by_type((arguments, zero))
     results = avals(program.jaxpr.outvars)
-    largest = max(results, key=lambda kind: kind.size)
-    is_part = [_is_cut(kind, largest, axis) for kind in results]
+    axis, count, is_cut = division
 
     def step(made: list[Array], number: Array) -> tuple[list[Array], None]:
         parts = _Parts(program, arguments, count, number, copied)
-        pairs = zip(made, program.jaxpr.outvars, is_part, strict=True)
+        pairs = zip(made, program.jaxpr.outvars, is_cut, strict=True)
         return [
-            _written(whole, parts.part(v, axis), number, axis)
-            if part
-            else whole + parts.total(v).astype(whole.dtype)
+            _written(whole, parts.part(v, axis), number, axis) if part else whole + parts.total(v)
             for whole, v, part in pairs
         ], None
 
     made = [
         jnp.full(kind.shape, zero, kind.dtype if part else _wide(kind.dtype))
-        for kind, part in zip(results, is_part, strict=True)
+        for kind, part in zip(results, is_cut, strict=True)
     ]
     made = lax.scan(step, made, jnp.arange(count))[0]
     return [x.astype(kind.dtype) for x, kind in zip(made, results, strict=True)]
@@ -164,8 +174,9 @@ def _written(whole: Array, part: Array, number: Array, axis: int) -> Array:
 
 
 def _wide(dtype: Any) -> Any:
-    """The dtype in which sums over parts are added."""
-    return jnp.float32 if dtype in (jnp.bfloat16, jnp.float16) else dtype
+    """The dtype in which sums over parts are made and added."""
+    is_narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
+    return jnp.dtype(jnp.float32) if is_narrow else dtype
 
 
 class _Parts:
@@ -212,7 +223,7 @@ class _Parts:
         return self._parts[key]
 
     def total(self, atom: Any) -> Array:
-        """What the part adds to a sum over all parts.
+        """What the part adds to a sum over all parts, in float32 or a wider dtype.
 
         Raises:
             WholeError: If the value is not a sum, or as in `part`.
@@ -228,13 +239,21 @@ class _Parts:
         axes = self._largest(operands[0], summed)
         if axes is not None:
             values = [self.part(v, i) for v, i in zip(operands, axes, strict=True)]
+            if name == "reduce_sum":
+                values = [x.astype(_wide(x.dtype)) for x in values]
+            else:
+                with scope_of(equation):
+                    return _product(values, params)
+        elif name == "convert_element_type":
+            (value,) = map(self.total, operands)
+            return value.astype(_wide(params["new_dtype"]))
         elif name in _LINEAR:
             values = [self.total(v) for v in operands]
         else:
             raise WholeError(f"{name} of a sum")
         with scope_of(equation):
             made: Array = equation.primitive.bind(*values, **params)
-        return made
+        return made.astype(_wide(made.dtype))
 
     def _largest(self, x: Any, axes: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
         """The largest axis of an operand that has parts, with those of others; None without one."""
@@ -312,6 +331,20 @@ class _Parts:
         if not equation.primitive.multiple_results:
             return made
         return made[equation.outvars.index(result)]
+
+
+def _product(operands: list[Array], params: dict[str, Any]) -> Array:
+    """A product in float32, or in a wider dtype."""
+    dtype = _wide(params["preferred_element_type"])
+    if isinstance(params["precision"], lax.DotAlgorithm | lax.DotAlgorithmPreset):  # tells a dtype
+        return lax.dot_general_p.bind(*operands, **params).astype(dtype)
+    params = params | {"preferred_element_type": dtype}
+    multiply = functools.partial(lax.dot_general_p.bind, **params)
+    return platforms.cast_to_multiply_on_cpu(
+        operands,
+        lambda operands: multiply(*(x.astype(dtype) for x in operands)),
+        lambda operands: multiply(*operands),
+    )
 
 
 def _axes_of_product(equation: JaxprEqn, axis: int) -> tuple[int | None, int | None]:

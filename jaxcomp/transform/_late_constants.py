@@ -16,6 +16,7 @@ from jaxtyping import Array
 
 from jaxcomp._core import barriers
 from jaxcomp._core.one_device import on_one
+from jaxcomp._core.shard_map import barrier_by_type
 from jaxcomp.memory._tracing import CHECKPOINT_PRIMITIVES
 from jaxcomp.transform._builder import flat
 from jaxcomp.transform._causal import in_chunks
@@ -65,7 +66,7 @@ def apply_after(
         return apply(jaxpr, equation, values)
     if equation.primitive.name in CHECKPOINT_PRIMITIVES:
         if equation.params["prevent_cse"]:
-            values = lax.optimization_barrier(values)
+            values = barrier_by_type(values)
         program = flat(closed(equation.params["jaxpr"], ()))
         with scope_of(equation):
             return _in_pieces(program, largest)(cotangent, values)
