@@ -48,9 +48,9 @@ def vary_like(array: jax.Array, others: Iterable[jax.Array]) -> jax.Array:
 
 
 def barrier_by_type(values: T) -> T:
-    """Places an optimisation barrier around arrays that vary over the same mesh axes.
+    """Groups arrays by the mesh axes over which they vary, and places a barrier around each group.
 
-    After one barrier around all of them, each would vary over the axes of all.
+    After a single barrier, each array would vary over the axes of all.
 
     Args:
         values: Any pytree of arrays.
@@ -65,7 +65,7 @@ def barrier_by_type(values: T) -> T:
     """
     leaves, tree = jax.tree.flatten(values)
     axes = list(map(varying_axes, leaves))
-    for of_type in set(axes):
+    for of_type in dict.fromkeys(axes):
         places = [i for i, own in enumerate(axes) if own == of_type]
         held = lax.optimization_barrier([leaves[i] for i in places])
         for i, leaf in zip(places, held, strict=True):

@@ -90,9 +90,10 @@ def part_of(jaxpr: Jaxpr, variable: Any, ranges: Sequence[slice]) -> Array:
 
 
 def _in_memory(values: list[Any], shape: tuple[int, ...]) -> list[Any]:
-    """Writes a matrix that is repeated to memory, such as the mask of all heads.
+    """Places a barrier after a matrix that is then broadcast, such as a mask for all heads.
 
-    XLA for GPUs is slow to choose tiles for a softmax that also computes its mask.
+    XLA then writes the matrix to memory. It takes long to choose tiles for a softmax of a GPU that
+    also computes its mask.
     """
     (x,) = values
     is_matrix = np.size(x) > max(np.shape(x), default=1)

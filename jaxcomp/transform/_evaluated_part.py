@@ -63,8 +63,8 @@ class Part:
         """A part of a value along an axis.
 
         Raises:
-            WholeError: If it takes a whole array with more elements than each argument that is
-                no constant, or such a product along two axes.
+            WholeError: If it takes a whole array that is larger than every argument and no
+                constant, or parts of such a product along two axes.
         """
         key = atom, axis
         if key not in self._parts:

@@ -19,10 +19,10 @@ from jaxcomp.transform._evaluated_part import Part, wide
 from jaxcomp.transform._programs import Program, avals, variables
 
 _PART = 3 * 2**25  # bytes of the largest array of a part, if of float32
-_PART_OF_TPU = 2**25  # with fewer, XLA keeps more of a part in a TPU's fast memory
+_PART_OF_TPU = 2**25  # XLA keeps more of such a small part in a TPU's fast memory
 _EXCESS = 4  # times as many parts as asked for, at most: an axis may have few divisors
-_RATIO = 8  # of what products read and make to the arguments that are copied in parts
-_SUMS = 16  # times as large as all results that are sums over the parts is the largest array
+_RATIO = 8  # of the elements of operands and results of products to those of sliced arguments
+_SUMS = 16  # all results that are sums have at most 1/16 of the elements of the largest array
 
 Evaluate = Callable[[Array, Sequence[Array]], list[Array]]
 
@@ -38,16 +38,17 @@ class _Division(NamedTuple):
 def in_parts(program: Program, whole: Evaluate, others: int = 0) -> Evaluate:
     """Evaluates a program in parts on one device, if it computes large arrays from smaller ones.
 
-    The scores of an attention, for example, take parts of one example or one head after the other,
-    and a feed-forward network with frozen weights parts of the tokens. Small results, such as the
-    gradients of adapters, may be sums over the parts. They are added in float32.
+    An attention is divided along examples or heads, and a feed-forward network with frozen weights
+    along tokens. Each iteration of a loop evaluates one part. Small results, such as the gradients
+    of adapters, may be sums over the parts. They are added in float32.
 
     Args:
         program: The program, flat.
         whole: Evaluates it as a whole, from a cotangent that it waits for and the arguments.
-        others: Elements of the largest array besides. With a larger one, such as the logits of a
-            large vocabulary, the peak is there, and parts would take time for nothing. On a TPU
-            they take less time.
+        others: Elements of the largest array outside of this program, such as the logits of a large
+            vocabulary. If it is at least as large as the largest array of this program, the peak is
+            there, and the program is evaluated as a whole. On a TPU parts take less time than the
+            whole, so this is ignored.
 
     Returns:
         A function from the cotangent and the program's arguments to its results.
@@ -100,9 +101,9 @@ def _of_products(program: Program) -> int:
 def _divisions(program: Program, count: int) -> list[_Division]:
     """The axes of the largest result, those with half of `count` parts or more first.
 
-    Results of the same size along an axis have parts, and the others are sums over the parts. If
-    that fails, small results of this size may be sums, too: a weight with as many features as there
-    are tokens.
+    A result is sliced if its size along the axis is that of the largest result. All others are sums
+    over the parts. In a second candidate small results of equal size are sums, too: a weight may
+    happen to have as many features as there are tokens.
     """
     results = avals(program.jaxpr.outvars)
     if not results:
