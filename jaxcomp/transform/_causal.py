@@ -11,9 +11,10 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 from jaxtyping import Array
 
-from jaxcomp._core.shard_map import vary_like
+from jaxcomp._core.shard_map import barrier_by_type, vary_like
 from jaxcomp.transform._axes import Axes, WholeError
 from jaxcomp.transform._constants import constants, evaluated, part_of
+from jaxcomp.transform._evaluated_part import wide
 from jaxcomp.transform._hidden import Chunk, Scores, State, state_of
 from jaxcomp.transform._in_parts import Evaluate, largest_size
 from jaxcomp.transform._masks import masked_scores
@@ -72,7 +73,7 @@ def _run(
     for chunk, evaluate in parts:
         given = list(arguments)
         if made is not None:
-            given, made = lax.optimization_barrier((given, made))
+            given, made = barrier_by_type((given, made))
         found = evaluate(cotangent, masked.arguments(chunk, given))
         made = masked.added(chunk, made, found)
     assert made is not None
@@ -121,8 +122,8 @@ class _Masked:
         for i, (variable, part) in enumerate(zip(self.jaxpr.outvars, found, strict=True)):
             rows, columns = self._scores.along(variable)
             summed = rows is None
-            if summed and part.dtype in (jnp.bfloat16, jnp.float16):
-                part = part.astype(jnp.float32)
+            if summed:
+                part = part.astype(wide(part.dtype))
             if made is None:
                 whole = vary_like(jnp.zeros(variable.aval.shape, part.dtype), part)
             else:

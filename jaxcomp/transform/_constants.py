@@ -81,7 +81,7 @@ def part_of(jaxpr: Jaxpr, variable: Any, ranges: Sequence[slice]) -> Array:
             return lax.slice(made, [r.start for r in ranges], [r.stop for r in ranges])
         values = [make(v, part) for v, part in zip(equation.invars, operands, strict=True)]
         if name == "broadcast_in_dim":
-            values = _in_memory(values, shape)
+            values = [_in_memory(x, shape) for x in values]
         (made,) = apply(jaxpr, equation.replace(params=params), values)
         return made
 
@@ -89,17 +89,14 @@ def part_of(jaxpr: Jaxpr, variable: Any, ranges: Sequence[slice]) -> Array:
     return made
 
 
-def _in_memory(values: list[Any], shape: tuple[int, ...]) -> list[Any]:
+def _in_memory(x: Any, shape: tuple[int, ...]) -> Any:
     """Places a barrier after a matrix that is then broadcast, such as a mask for all heads.
 
     XLA then writes the matrix to memory. It takes long to choose tiles for a softmax of a GPU that
     also computes its mask.
     """
-    (x,) = values
     is_matrix = np.size(x) > max(np.shape(x), default=1)
-    if is_matrix and math.prod(shape) > x.size:
-        values = lax.optimization_barrier(values)
-    return values
+    return lax.optimization_barrier(x) if is_matrix and math.prod(shape) > x.size else x
 
 
 def value_of(atom: Any, constants: Mapping[Any, np.ndarray[Any, Any]]) -> Any:

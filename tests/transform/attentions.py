@@ -21,6 +21,17 @@ def loss_of(attend, x, w):
     return jnp.sin(mixed.reshape(x.shape) @ w[3]).sum()
 
 
+def projected(frozen):
+    """The loss of a causal attention with a frozen projection under its `jax.checkpoint`."""
+
+    def loss(x, w):
+        q, k, v = ((jnp.tanh(x) @ w[i]).reshape(*x.shape[:2], 4, 16) for i in range(3))
+        mixed = jax.checkpoint(lambda q, k, v: causal(q, k, v).reshape(x.shape) @ frozen)(q, k, v)
+        return jnp.sin(mixed).sum()
+
+    return loss
+
+
 def gradient(function, *args):
     return jax.jit(jax.grad(function, (0, 1)))(*args)
 

@@ -5,6 +5,7 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -12,13 +13,14 @@ import jaxcomp as jc
 from jaxcomp import memory
 from jaxcomp.transform import _causal
 from jaxcomp.transform import _in_parts as in_parts
-from tests.helpers import assert_close, collectives, normal, replicate, shard
+from tests.helpers import as_float, assert_close, collectives, normal, replicate, shard
 from tests.transform.attentions import (
     causal,
     gradient,
     loss_of,
     of_examples,
     over_devices,
+    projected,
     rotated,
     stacked,
 )
@@ -272,6 +274,32 @@ def test_attention_of_flax():
     _causal._SCORES = 2**30  # the fixture restores it
     jax.clear_caches()
     assert work < 0.95 * _work(coded, state, X)
+
+
+def test_sums_of_chunks_are_precise():
+    """Gradients of keys and values are added in float32, so they are rounded once more."""
+    q, k, v = (normal((4, 128, 4, 16), jnp.bfloat16, i) for i in range(3))
+
+    def loss(q, k, v):
+        attend = functools.partial(_attend, lambda s: jnp.where(_before(), s, -1e30))
+        return jnp.sin(jax.checkpoint(attend)(q, k, v).astype(jnp.float32)).sum()
+
+    def errors(function):
+        exact = jax.grad(loss, (1, 2))(*(x.astype(jnp.float32) for x in (q, k, v)))
+        found = jax.jit(jax.grad(function, (1, 2)))(q, k, v)
+        pairs = zip(exact, found, strict=True)
+        return np.array([np.linalg.norm(as_float(f) - as_float(e)) for e, f in pairs])
+
+    ours, stock = errors(jc.checkpoint(loss, jc.Exact())), errors(loss)
+    print(f"{ours / stock} of the error of JAX")
+    assert np.all(ours < 1.5 * stock)
+
+
+def test_weights_that_all_devices_share():
+    loss = projected(W[3])
+    coded, stock = (over_devices(f, True) for f in (jc.checkpoint(loss, jc.Exact()), loss))
+    assert _work(coded, X, W) < 0.95 * _work(stock, X, W)
+    assert_close(gradient(coded, X, W), gradient(stock, X, W), 1e-5)
 
 
 def test_masks_of_chunks_are_in_memory():

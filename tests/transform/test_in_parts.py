@@ -18,6 +18,7 @@ from tests.transform.attentions import (
     loss_of,
     of_examples,
     over_devices,
+    projected,
     rotated,
     stacked,
 )
@@ -196,11 +197,7 @@ def test_shard_map(check):
 
 
 def test_weights_that_all_devices_share():
-    def loss(x, w):
-        q, k, v = ((jnp.tanh(x) @ w[i]).reshape(*x.shape[:2], 4, 16) for i in range(3))
-        mixed = jax.checkpoint(lambda q, k, v: causal(q, k, v).reshape(x.shape) @ W[3])(q, k, v)
-        return jnp.sin(mixed).sum()
-
+    loss = projected(W[3])
     coded = over_devices(jc.checkpoint(loss, jc.Exact()), True)
     assert _has_loop(coded, X, W)
     assert_close(gradient(coded, X, W), gradient(over_devices(loss, True), X, W), 1e-5)
