@@ -10,6 +10,7 @@ from jax.extend.core import JaxprEqn
 from jaxtyping import Array
 
 from jaxcomp._core import platforms
+from jaxcomp.memory._tracing import inner_jaxprs
 from jaxcomp.transform._algebra import POINTWISE
 from jaxcomp.transform._axes import WholeError, same_axis
 from jaxcomp.transform._constants import constants
@@ -63,8 +64,8 @@ class Part:
         """A part of a value along an axis.
 
         Raises:
-            WholeError: If it takes a whole array that is larger than every argument and no
-                constant, or parts of such a product along two axes.
+            WholeError: If it takes a whole array that is no constant, and is larger than every
+                argument or made by a loop; or parts of a large product along two axes.
         """
         key = atom, axis
         if key not in self._parts:
@@ -125,7 +126,8 @@ class Part:
     def _all(self, atom: Any) -> Array:
         if is_variable(atom) and atom not in self._whole:
             equation = self._made_by[atom]
-            if atom.aval.size > self._most and atom not in self._constants:
+            is_costly = atom.aval.size > self._most or any(inner_jaxprs(equation))
+            if is_costly and atom not in self._constants:
                 raise WholeError(f"{equation.primitive} of shape {atom.aval.shape}")
             made = apply(self._jaxpr, equation, [self._all(v) for v in equation.invars])
             self._whole |= dict(zip(equation.outvars, made, strict=True))

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from jaxtyping import Array
 
 from jaxcomp._core.one_device import on_one
 from jaxcomp._core.shard_map import barrier_by_type, vary_like
+from jaxcomp.memory._flops import jaxpr_flops
 from jaxcomp.transform._axes import WholeError
 from jaxcomp.transform._evaluated_part import Part, wide
 from jaxcomp.transform._programs import Program, avals, variables
@@ -22,6 +24,7 @@ _PART = 3 * 2**25  # bytes of the largest array of a part, if of float32
 _PART_OF_TPU = 2**25  # XLA keeps more of such a small part in a TPU's fast memory
 _EXCESS = 4  # times as many parts as asked for, at most: an axis may have few divisors
 _RATIO = 8  # of the elements of operands and results of products to those of sliced arguments
+_WORK = 1.1  # of the FLOPs of the whole, at most
 _SUMS = 16  # all results that are sums have at most 1/16 of the elements of the largest array
 
 Evaluate = Callable[[Array, Sequence[Array]], list[Array]]
@@ -84,10 +87,18 @@ def _traced(program: Program, division: _Division) -> Evaluate:
     """
     copied: set[Any] = set()
     run = functools.partial(_run, program, division, copied)
-    traced = jaxpr_as_fun(jax.make_jaxpr(run)(avals(program.jaxpr.invars)))
+    made = jax.make_jaxpr(run)(avals(program.jaxpr.invars))
     if _of_products(program) < _RATIO * sum(v.aval.size for v in copied):
         raise WholeError("arguments are large")
+    if _flops(made) > _WORK * _flops(program):
+        raise WholeError("each part takes products of the whole")
+    traced = jaxpr_as_fun(made)
     return lambda _, arguments: traced(*arguments)
+
+
+def _flops(program: Program) -> float:
+    found = jaxpr_flops(program.jaxpr, "cuda")
+    return math.inf if found is None else found
 
 
 def _of_products(program: Program) -> int:
