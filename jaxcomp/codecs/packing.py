@@ -3,7 +3,9 @@
 Codes of 8 and 4 bits use XLA's own dtypes, which keep the array's layout and any odd size. Two
 2-bit codes share a `uint4`, because an optimisation barrier on a TPU cannot hold XLA's own 2-bit
 arrays. Eight 1-bit codes share a byte. 3-bit codes are stored as 2 bits and 1 bit. Neighbours along
-the last axis share an element, so a GPU packs them in the kernel that computes the array.
+the last axis share an element, so a GPU packs them in the kernel that computes the array. A byte of
+1-bit codes is four `uint2`s, each with the code of an element and of the fourth after it: a GPU
+then reads and writes whole `uint2`s.
 
 On a GPU two threads must not write the halves of one byte: they would take turns, which takes three
 times as long. So 2-bit codes are packed there by a conversion to `uint2`, of which XLA gives one
@@ -57,9 +59,9 @@ def pack(
         [('uint4', (8,)), ('uint8', (2,))]
     """
     if bits == 3:
-        return platforms.pack_by_platform(
-            codes, tpu=_two_and_one_bit, other=_two_and_one_bit_by_sum
-        )
+        by_sum = _two_and_one_bit_by_sum
+        gpu = on_one("cuda", _two_and_one_bit_by_dtype, by_sum)
+        return platforms.pack_by_platform(codes, tpu=_two_and_one_bit, gpu=gpu, other=by_sum)
     if bits == 8:
         return (codes.astype(jnp.uint8),)
     if bits == 4:
@@ -132,7 +134,6 @@ def _two_and_one_bit_by_sum(codes: Array) -> tuple[Array, ...]:
     """Computes `_two_and_one_bit` by one sum of eight codes, except on TPUs.
 
     The codes have one reader, the sum: two would make XLA write them to memory with 32 bits each.
-    Both results have the sum's shape, so one kernel of a GPU computes them from it.
     """
     count = (codes.shape or (1,))[-1]
     eight = _in_groups(_padded(codes, 3, 8, jnp.uint32), 8)
@@ -143,9 +144,28 @@ def _two_and_one_bit_by_sum(codes: Array) -> tuple[Array, ...]:
     return low, (joined >> 16).astype(jnp.uint8)
 
 
+def _two_and_one_bit_by_dtype(codes: Array) -> tuple[Array, ...]:
+    """Computes `_two_and_one_bit` for GPUs: the kernel of the codes writes two `uint2` arrays.
+
+    Another kernel joins the single bits. Without the barrier it would compute the codes again.
+    """
+    count = (codes.shape or (1,))[-1]
+    codes = in_row_major(_padded(codes, 3, 8, jnp.uint8))
+    single = lax.optimization_barrier((codes >> 2).astype(jnp.uint2))
+    eight = _in_groups(single, 8).astype(jnp.uint8)
+    high = (eight[..., :4] | eight[..., 4:] << 1).astype(jnp.uint2)
+    low = lax.bitcast_convert_type(_in_groups((codes & 3).astype(jnp.uint2), 2), jnp.uint4)
+    return low[..., : -(-count // 2)], lax.bitcast_convert_type(high, jnp.uint8)
+
+
 def _places(x: Array, bits: int) -> Array:
     """The position of the first bit of each element along the last axis."""
-    return lax.broadcasted_iota(x.dtype, x.shape, x.ndim - 1) * bits
+    return _place(lax.broadcasted_iota(x.dtype, x.shape, x.ndim - 1), bits)
+
+
+def _place(index: Array, bits: int) -> Array:
+    """The position of the first bit of the code with this index in the element it shares."""
+    return (index & 3) << 1 | index >> 2 if bits == 1 else index * bits
 
 
 def _convert(codes: Array) -> Array:
@@ -168,8 +188,13 @@ def _padded(codes: Array, bits: int, sharing: int, dtype: DTypeLike) -> Array:
 
 
 def _unpack_last(packed: Array, shape: tuple[int, ...], bits: int) -> Array:
-    by_matmul, by_shift = (functools.partial(f, bits) for f in (_split_by_matmul, _split_by_shift))
-    codes = platforms.pack_by_platform(packed.astype(jnp.uint8), tpu=by_matmul, other=by_shift)
+    tpu, gpu, other = (
+        functools.partial(split, bits)
+        for split in (_split_by_matmul, _split_by_dtype, _split_by_shift)
+    )
+    codes = platforms.pack_by_platform(
+        packed.astype(jnp.uint8), tpu=tpu, gpu=on_one("cuda", gpu, other), other=other
+    )
     return lax.slice_in_dim(codes, 0, (shape or (1,))[-1], axis=-1).reshape(shape)
 
 
@@ -208,8 +233,18 @@ def _join_by_bytes(codes: Array) -> Array:
 
 def _split_by_shift(bits: int, packed: Array) -> Array:
     _, sharing = _SHARING[bits]
-    place = lax.broadcasted_iota(jnp.uint8, (*packed.shape, sharing), packed.ndim) * bits
-    codes = (packed[..., None] >> place) & (2**bits - 1)
+    each = jnp.broadcast_to(packed[..., None], (*packed.shape, sharing))
+    codes = (each >> _places(each, bits)) & (2**bits - 1)
+    return codes.reshape(*packed.shape[:-1], sharing * packed.shape[-1])
+
+
+def _split_by_dtype(bits: int, packed: Array) -> Array:
+    """Computes `_split_by_shift` for GPUs by a conversion from `uint2`."""
+    dtype, sharing = _SHARING[bits]
+    codes = lax.bitcast_convert_type(packed.astype(dtype), jnp.uint2).astype(jnp.uint8)
+    if bits == 1:
+        half = lax.broadcasted_iota(jnp.uint8, (*packed.shape, 2, 4), packed.ndim)
+        codes = (codes[..., None, :] >> half) & 1
     return codes.reshape(*packed.shape[:-1], sharing * packed.shape[-1])
 
 
@@ -230,8 +265,8 @@ def _split_by_matmul(bits: int, packed: Array) -> Array:
     def split(packed: Array) -> Array:
         repeated = _product(packed, _factors(sharing * packed.shape[-1], bits).T > 0)
         place = lax.broadcasted_iota(jnp.int32, repeated.shape, repeated.ndim - 1)
-        place = lax.rem(place, lax.full_like(place, sharing))
-        return ((repeated >> (place * bits)) & (2**bits - 1)).astype(jnp.uint8)
+        place = _place(lax.rem(place, lax.full_like(place, sharing)), bits)
+        return ((repeated >> place) & (2**bits - 1)).astype(jnp.uint8)
 
     return _by_blocks(packed, 128, split)
 
@@ -247,8 +282,8 @@ def _factors(count: int, bits: int) -> Array:
     _, sharing = _SHARING[bits]
     code, joined = (lax.broadcasted_iota(jnp.int32, (count, count // sharing), i) for i in (0, 1))
     each = lax.full_like(code, sharing)
-    place = lax.rem(code, each)
-    return jnp.where(lax.div(code, each) == joined, 1 << (place * bits), 0)
+    place = _place(lax.rem(code, each), bits)
+    return jnp.where(lax.div(code, each) == joined, 1 << place, 0)
 
 
 def _product(x: Array, matrix: Array) -> Array:

@@ -246,11 +246,10 @@ class NormActVjp:
 
     def _sums(self, dz: Array, normalized: list[Array], variances: tuple[Array, ...]) -> _Sums:
         """Returns the gradients of the bias and of every scale; NaN where a statistic is NaN."""
-        dscales = [
-            (dz * h).sum(self.norm.axes) + 0 * var
-            for h, var in zip(normalized, variances, strict=True)
-        ]
-        return dz.sum(self.norm.axes), dscales
+        axes = self.norm.axes
+        dbias, first = sums_of(dz, dz * normalized[0], axes)
+        dscales = [first, *((dz * h).sum(axes) for h in normalized[1:])]
+        return dbias, [d + 0 * var for d, var in zip(dscales, variances, strict=True)]
 
     def _over_windows(
         self,
@@ -342,6 +341,23 @@ def input_gradients(
         dx += h * jnp.where(var == 0, 0, slope)
         inputs.append(Input(dx, dscales[i], dbias))
     return tuple(inputs)
+
+
+def sums_of(one: Array, other: Array, axes: tuple[int, ...]) -> tuple[Array, Array]:
+    """Returns the sums of two arrays that are made of the same costly values.
+
+    XLA for GPUs estimates that a kernel computes these once for each operand of its reduction, and
+    then rather writes them to memory. Complex numbers are one operand.
+    """
+
+    def as_one(one: Array, other: Array) -> tuple[Array, Array]:
+        both = lax.complex(one, other).sum(axes)
+        return both.real, both.imag
+
+    def apart(one: Array, other: Array) -> tuple[Array, Array]:
+        return one.sum(axes), other.sum(axes)
+
+    return platforms.sum_as_one_on_gpu((one, other), as_one, apart)
 
 
 def sign(scale: Array) -> Array:

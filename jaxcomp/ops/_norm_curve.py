@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from jaxcomp._core import barriers, platforms
+from jaxcomp._core import barriers
 from jaxcomp._core.shard_map import match_varying
 from jaxcomp.codecs import Codec, Encoded, SignAware, _dithered, noise, packing
 from jaxcomp.codecs._codec import Seed
@@ -19,7 +19,7 @@ from jaxcomp.ops import _curves
 from jaxcomp.ops._coded_array import CodedArray
 from jaxcomp.ops._curves import Curve
 from jaxcomp.ops._norm import Norm
-from jaxcomp.ops._norm_act_vjp import Input, input_gradients
+from jaxcomp.ops._norm_act_vjp import Input, input_gradients, sums_of
 
 
 class Kept(typing.NamedTuple):
@@ -137,7 +137,7 @@ def norm_curve(
 
         _, slope, product = barriers.decode_after(dy, code, read, codec)
         wide, unknown = dy.astype(jnp.float32), 0 * variance
-        dbias, dscale = _sums(wide * slope, wide * product, norm.axes)
+        dbias, dscale = sums_of(wide * slope, wide * product, norm.axes)
         sums = dbias, [dscale + unknown]
         # Without the barrier, XLA writes the decoded values of one pass for the other.
         code, sums = barriers.barrier_together(code, sums)
@@ -154,20 +154,3 @@ def norm_curve(
     channel_scale = jnp.hypot(norm.wide(given.scale), norm.wide(given.bias))
     channel_scale = jax.lax.stop_gradient(channel_scale + norm.wide(0 * variance))
     return CodedArray(y, channel_scale, code, placed_like(codec, curved)), mean, variance
-
-
-def _sums(one: Array, other: Array, axes: tuple[int, ...]) -> tuple[Array, Array]:
-    """Returns the sums of two arrays that are made of the same costly values.
-
-    XLA for GPUs estimates that a kernel computes these once for each operand of its reduction, and
-    then rather writes them to memory. Complex numbers are one operand.
-    """
-
-    def as_one(one: Array, other: Array) -> tuple[Array, Array]:
-        both = jax.lax.complex(one, other).sum(axes)
-        return both.real, both.imag
-
-    def apart(one: Array, other: Array) -> tuple[Array, Array]:
-        return one.sum(axes), other.sum(axes)
-
-    return platforms.sum_as_one_on_gpu((one, other), as_one, apart)

@@ -53,28 +53,29 @@ def test_pairs_share_four_bits_along_the_last_axis(shape, packed):
 
 @pytest.mark.parametrize("bits", [1, 2])
 @pytest.mark.parametrize("size", [0, 8, 64, 256, 264, 1024, 1032, 2056])
-def test_tpus_pack_the_same_bytes(bits, size):
+def test_all_platforms_pack_the_same_bytes(bits, size):
     @jax.jit
     def all_ways(codes):
         packed = packing._join_by_matmul(bits, codes)
-        ways = packing._split_by_matmul, packing._split_by_shift
+        ways = packing._split_by_matmul, packing._split_by_shift, packing._split_by_dtype
         split = (way(bits, packed.astype(jnp.uint8)) for way in ways)
         return packed, packing._join_by_sum(bits, codes), *split
 
     codes = jnp.asarray(np.random.default_rng(0).integers(0, 2**bits, (3, size)), jnp.uint8)
-    packed, summed, by_matmul, by_shift = all_ways(codes)
+    packed, summed, *split = all_ways(codes)
     np.testing.assert_array_equal(packed, summed)
-    np.testing.assert_array_equal(by_matmul, codes)
-    np.testing.assert_array_equal(by_shift, codes)
+    for unpacked in split:
+        np.testing.assert_array_equal(unpacked, codes)
 
 
 @pytest.mark.parametrize("shape", [(), (7,), (3, 16), (2, 5, 17), (4, 0)])
 def test_gpus_and_tpus_pack_three_bits_into_the_same_bytes(shape):
     codes = jnp.asarray(np.random.default_rng(0).integers(0, 8, shape), jnp.int32)
-    ways = packing._two_and_one_bit, packing._two_and_one_bit_by_sum
-    for one, other in zip(*(jax.jit(way)(codes) for way in ways), strict=True):
-        assert one.dtype == other.dtype
-        np.testing.assert_array_equal(one.astype(jnp.uint8), other.astype(jnp.uint8))
+    expected = jax.jit(packing._two_and_one_bit)(codes)
+    for way in packing._two_and_one_bit_by_sum, packing._two_and_one_bit_by_dtype:
+        for one, other in zip(jax.jit(way)(codes), expected, strict=True):
+            assert (one.shape, one.dtype) == (other.shape, other.dtype)
+            np.testing.assert_array_equal(one.astype(jnp.uint8), other.astype(jnp.uint8))
 
 
 @pytest.mark.parametrize("shape", [(2,), (3, 16), (2, 5, 18), (4, 0)])
@@ -93,21 +94,28 @@ def test_other_bits_are_an_error(bits):
         packing.check_bits(bits)
 
 
+def _there_and_back(codes, bits):
+    packed = packing.pack(codes, bits)
+    return packed, packing.unpack(jax.lax.optimization_barrier(packed), codes.shape, bits)
+
+
 @pytest.mark.aot
+@pytest.mark.parametrize("bits", [2, 3])
 @pytest.mark.parametrize("size", [24, 32, 48, 128])
-def test_gpus_pack_an_axis_that_is_spread_over_devices(size):
+def test_gpus_pack_an_axis_that_is_spread_over_devices(size, bits):
     mesh = memory.mesh("h100:8", (8,), ("model",))
     sharding = jax.NamedSharding(mesh, jax.P(None, "model"))
     codes = jax.ShapeDtypeStruct((3, size), jnp.uint8, sharding=sharding)
-    report = memory.analyze(lambda c: packing.pack(c, 2), codes, target="h100:8")
+    report = memory.analyze(lambda c: _there_and_back(c, bits), codes, target="h100:8")
     assert report.total_bytes > 0
 
 
 @pytest.mark.aot
-def test_gpus_pack_a_transposed_array():
+@pytest.mark.parametrize("bits", [2, 3])
+def test_gpus_pack_a_transposed_array(bits):
     """XLA cannot compile a transposition of `uint2`."""
     codes = jax.ShapeDtypeStruct((8, 12, 64, 1024), jnp.uint8)
     report = memory.analyze(
-        lambda c: packing.pack(c.transpose(0, 3, 1, 2), 2), codes, target="h100"
+        lambda c: _there_and_back(c.transpose(0, 3, 1, 2), bits), codes, target="h100"
     )
     assert report.total_bytes > 0
