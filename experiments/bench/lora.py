@@ -10,7 +10,8 @@ steps are compiled ahead of time; nothing is run.
 
 Each row is compiled at two lengths. A line through the bytes of both estimates the longest context
 that fits, which is compiled too. If it does not fit after all, the line through the last two
-lengths gives the next.
+lengths gives the next. A compiler may reject a length without telling the bytes. The next is then
+at most halfway to it.
 """
 
 from collections.abc import Callable
@@ -137,8 +138,11 @@ def measure(row: str, target: str) -> dict[str, Any]:
         compile_at(length)
     fits = False
     while not fits:
-        needed = {length: point["total_bytes"] for length, point in points.items()}
+        needed = {n: point["total_bytes"] for n, point in points.items() if point["total_bytes"]}
         most = largest(needed, {target: room}, STEP)[target]
+        rejected = [n for n in points if n not in needed]
+        if rejected:
+            most = min(most, (max(needed) + min(rejected)) // 2 // STEP * STEP)
         if most in points or most < STEP:
             break
         fits = compile_at(most)
