@@ -10,8 +10,8 @@ steps are compiled ahead of time; nothing is run.
 
 Each row is compiled at two lengths. A line through the bytes of both estimates the longest context
 that fits, which is compiled too. If it does not fit after all, the line through the last two
-lengths gives the next. A compiler may reject a length without telling the bytes. Bisection then
-ends within 1/16 of the longest context.
+lengths gives the next. A compiler may reject a length without reporting bytes. Bisection then
+ends when that length is at most 1/16 longer than the longest that fits.
 """
 
 from collections.abc import Callable

@@ -4,8 +4,8 @@ Codes of 8 and 4 bits use XLA's own dtypes, which keep the array's layout and an
 2-bit codes share a `uint4`, because an optimisation barrier on a TPU cannot hold XLA's own 2-bit
 arrays. Eight 1-bit codes share a byte. 3-bit codes are stored as 2 bits and 1 bit. Neighbours along
 the last axis share an element, so a GPU packs them in the kernel that computes the array. A byte of
-1-bit codes is four `uint2`s, each with the code of an element and of the fourth after it: a GPU
-then reads and writes whole `uint2`s.
+1-bit codes is four `uint2`s. Each holds the codes i and i + 4 of the eight, so a GPU reads and
+writes whole `uint2`s.
 
 On a GPU two threads must not write the halves of one byte: they would take turns, which takes three
 times as long. So 2-bit codes are packed there by a conversion to `uint2`, of which XLA gives one

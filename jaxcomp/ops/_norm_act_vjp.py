@@ -247,8 +247,13 @@ class NormActVjp:
     def _sums(self, dz: Array, normalized: list[Array], variances: tuple[Array, ...]) -> _Sums:
         """Returns the gradients of the bias and of every scale; NaN where a statistic is NaN."""
         axes = self.norm.axes
-        dbias, first = sums_of(dz, dz * normalized[0], axes)
-        dscales = [first, *((dz * h).sum(axes) for h in normalized[1:])]
+        products = [dz * h for h in normalized]
+        if isinstance(self.stored_by, Offload):
+            # XLA for GPUs copies more codes from the host at once if the sums are one.
+            dbias, first = dz.sum(axes), products[0].sum(axes)
+        else:
+            dbias, first = sums_of(dz, products[0], axes)
+        dscales = [first, *(product.sum(axes) for product in products[1:])]
         return dbias, [d + 0 * var for d, var in zip(dscales, variances, strict=True)]
 
     def _over_windows(
@@ -347,7 +352,7 @@ def sums_of(one: Array, other: Array, axes: tuple[int, ...]) -> tuple[Array, Arr
     """Returns the sums of two arrays that are made of the same costly values.
 
     XLA for GPUs estimates that a kernel computes these once for each operand of its reduction, and
-    then rather writes them to memory. Complex numbers are one operand.
+    therefore writes them to memory. Complex numbers are one operand.
     """
 
     def as_one(one: Array, other: Array) -> tuple[Array, Array]:

@@ -83,7 +83,7 @@ def _traced(program: Program, division: _Division) -> Evaluate:
     """Evaluates a program in parts.
 
     Raises:
-        WholeError: If that cannot be or is not worth it.
+        WholeError: If that is impossible or not worthwhile.
     """
     copied: set[Any] = set()
     run = functools.partial(_run, program, division, copied)
