@@ -140,11 +140,11 @@ def measure(row: str, target: str) -> dict[str, Any]:
         rejected = min(points.keys() - needed.keys(), default=0)
         if rejected:
             following = (longest + rejected) // 2 // STEP * STEP
-            is_found = rejected <= longest * 17 / 16
+            is_close = rejected <= longest * 17 / 16
         else:
             following = largest(needed, {target: room}, STEP)[target]
-            is_found = longest > LENGTHS[1] or following in points or following < STEP
-        if is_found:
+            is_close = longest > LENGTHS[1]
+        if is_close or following in points or following < STEP:
             return {"row": row, "target": target, "longest": longest, "points": points}
         compile_at(following)
 

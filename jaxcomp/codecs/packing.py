@@ -154,7 +154,7 @@ def _two_and_one_bit_by_dtype(codes: Array) -> tuple[Array, ...]:
     single = lax.optimization_barrier((codes >> 2).astype(jnp.uint2))
     eight = _in_groups(single, 8).astype(jnp.uint8)
     high = (eight[..., :4] | eight[..., 4:] << 1).astype(jnp.uint2)
-    low = lax.bitcast_convert_type(_in_groups((codes & 3).astype(jnp.uint2), 2), jnp.uint4)
+    low = _join_by_dtype(codes & 3)
     return low[..., : -(-count // 2)], lax.bitcast_convert_type(high, jnp.uint8)
 
 

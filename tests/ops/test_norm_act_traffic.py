@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxcomp import SignAware, memory, ops
+from jaxcomp.ops import _norm_act_vjp
 from jaxcomp.ops._norm_act_vjp import NormActVjp
 
 
@@ -67,7 +68,8 @@ def test_a_tpu_sums_over_the_map(monkeypatch):
 
 
 @pytest.mark.aot
-def test_an_h100_never_writes_what_is_pooled():
+def test_an_h100_never_writes_what_is_pooled(monkeypatch):
+    """By the arrays in memory; and by the traffic where each norm takes its two sums apart."""
     x, row = (64, 56, 56, 64), (64,)
     codec = SignAware(bits=4)
     window = (3, 3), (2, 2), ((1, 1), (1, 1))
@@ -83,3 +85,11 @@ def test_an_h100_never_writes_what_is_pooled():
     print(f"h100, pooled norm: {found} maps in memory, {expected} with one after the other")
     assert found == ["bf16[64,56,56,64]"] * 2  # the argument and its gradient
     assert len(expected) > len(found)
+
+    def sums_apart(one, other, axes):
+        return one.sum(axes), other.sum(axes)
+
+    monkeypatch.setattr(_norm_act_vjp, "sums_of", sums_apart)
+    found, expected = traffic(at_once, x, row, row), traffic(apart, x, row, row)
+    print(f"h100, pooled norm: {found} bytes, {expected} with one after the other")
+    assert found < expected - 1.5 * 2 * math.prod(x)
