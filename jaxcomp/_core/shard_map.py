@@ -8,6 +8,7 @@ import typing
 from collections.abc import Iterable
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
@@ -85,6 +86,11 @@ def seed_like(seed: jax.Array, array: jax.Array) -> jax.Array:
 def varying_axes(array: jax.Array) -> frozenset[str]:
     """Returns the names of the mesh axes over which an array varies by its type."""
     return jax.typeof(array).manual_axis_type.varying
+
+
+def filled(aval: typing.Any, value: float) -> jax.Array:
+    """Returns an array of one value, that varies over the mesh axes that `aval` varies over."""
+    return vary(jnp.full(aval.shape, value, aval.dtype), aval.manual_axis_type.varying)
 
 
 def type_like(array: jax.Array) -> typing.Any:

@@ -7,10 +7,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxcomp._core import barriers
+from jaxcomp._core.custom_derivative import reverse_mode_only, with_derivative
+from jaxcomp._core.linear_map import ByPosition
 from jaxcomp._core.shard_map import match_varying, type_like
 from jaxcomp.codecs import Codec
 from jaxcomp.codecs._codec import Seed
-from jaxcomp.ops._linear import is_argument, is_perturbed
 
 
 def affine(
@@ -63,37 +64,41 @@ def affine(
     x, scale, bias, seed = match_varying((x, scale, bias, seed))
     like_scale = type_like(scale)
 
-    @jax.custom_vjp
-    def op(x: Array, scale: Array, bias: Array | None, seed: Seed) -> Array:
-        return stock(x, scale, bias)
+    def function(seed: Seed, *values: Array) -> list[Array]:
+        return [stock(*values)]
 
-    def forward(*given: typing.Any) -> typing.Any:
-        x, scale, bias, seed = jax.tree.map(lambda a: a.value, given, is_leaf=is_argument)
-        if not is_perturbed(given[1]):  # a frozen scale: nothing reads `x`
-            return stock(x, scale, bias), (None, scale)
+    def is_x_read(seed: Seed, values: list[Array], differentiated: list[int]) -> bool:
+        """Whether the backward pass reads `x`: not if the scale is frozen."""
+        return 1 in differentiated
+
+    def forward(is_read: bool, seed: Seed, values: list[Array]) -> tuple[list[Array], typing.Any]:
+        x, scale, *biases = values
+        if not is_read:
+            return [stock(*values)], (None, scale)
         code = codec.encode(x, seed)
         # The barrier takes an array that is written to memory anyway: the input of LayerScale, or
         # the result of an affine layer, which a matrix product reads.
-        if bias is None:
+        if not biases:
             x, code = barriers.save_residual(x, code, codec)
-            return stock(x, scale), (code, scale)
-        y, code = barriers.save_residual(stock(x, scale, bias), code, codec)
-        return y, (code, scale)
+            return [stock(x, scale)], (code, scale)
+        y, code = barriers.save_residual(stock(*values), code, codec)
+        return [y], (code, scale)
 
-    def backward(residual: typing.Any, cotangent: Array) -> typing.Any:
+    def backward(is_read: bool, residual: typing.Any, cotangents: ByPosition) -> ByPosition:
         code, scale = residual
-        dscale = None
-        if code is not None:
+        cotangent = cotangents[0]
+        found: ByPosition = {}
+        if is_read:
             decoded = barriers.decode_after(cotangent, code, codec.decode)
             transpose = jax.linear_transpose(lambda scale: stock(decoded, scale), like_scale)
-            (dscale,) = transpose(cotangent.astype(jnp.result_type(decoded, like_scale.dtype)))
-        dbias = None if bias is None else cotangent.sum(others).astype(bias.dtype)
+            (found[1],) = transpose(cotangent.astype(jnp.result_type(decoded, like_scale.dtype)))
         if bias is not None:
-            dscale, cotangent = barriers.barrier_together(dscale, cotangent)
-        dx = (cotangent * jnp.expand_dims(scale, others)).astype(x.dtype)
+            found[2] = cotangent.sum(others).astype(bias.dtype)
+            found[1], cotangent = barriers.barrier_together(found.get(1), cotangent)
+        found[0] = (cotangent * jnp.expand_dims(scale, others)).astype(x.dtype)
         if bias is None:
-            dscale, dx = barriers.barrier_together(dscale, dx)
-        return dx, dscale, dbias, None
+            found[1], found[0] = barriers.barrier_together(found.get(1), found[0])
+        return found
 
-    op.defvjp(forward, backward, symbolic_zeros=True)
-    return op(x, scale, bias, seed)
+    op = with_derivative(function, is_x_read, forward, reverse_mode_only, backward)
+    return op(seed, x, scale, *([] if bias is None else [bias]))[0]

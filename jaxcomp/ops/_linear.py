@@ -6,12 +6,13 @@ from collections.abc import Callable, Sequence
 
 import jax
 from jax import lax
-from jax.custom_derivatives import CustomVJPPrimal
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxcomp._core import barriers
+from jaxcomp._core.custom_derivative import reverse_mode_only, with_derivative
 from jaxcomp._core.explicit import over_automatic_axes
+from jaxcomp._core.linear_map import ByPosition
 from jaxcomp._core.shard_map import match_varying, type_like
 from jaxcomp.codecs import BlockSparse, Codec, Encoded, Offload
 from jaxcomp.codecs._codec import Seed
@@ -170,33 +171,41 @@ def bilinear(
     check_sink(sink, lhs.shape)
     travels = code is not None
 
-    @jax.custom_vjp
-    def op(lhs: Array, rhs: Array, code: Encoded | None, sink: Sink | None, seed: Seed) -> Array:
-        return stock(lhs, rhs)
+    lhs, rhs, code, sink, seed = match_varying((lhs, rhs, code, sink, seed))
+    like_lhs, like_rhs = type_like(lhs), type_like(rhs)
+    optional, tree = jax.tree.flatten((code, sink))
+    at_sink = 2 + len(jax.tree.leaves(code))
 
-    def forward(*given: typing.Any) -> typing.Any:
-        values = jax.tree.map(lambda leaf: leaf.value, given, is_leaf=is_argument)
-        lhs, rhs, code, sink, seed = values
-        if not (is_perturbed(given[1]) or is_perturbed(given[3])):
-            # For example a frozen kernel: the backward pass does not read `lhs`.
-            return stock(lhs, rhs), (None, rhs)
+    def function(seed: Seed, lhs: Array, rhs: Array, *optional: Array) -> list[Array]:
+        return [stock(lhs, rhs)]
+
+    def is_lhs_read(seed: Seed, values: list[Array], differentiated: list[int]) -> bool:
+        """Whether the backward pass reads `lhs`: not, for example, if the kernel is frozen."""
+        return any(i == 1 or i >= at_sink for i in differentiated)
+
+    def forward(is_read: bool, seed: Seed, values: list[Array]) -> tuple[list[Array], typing.Any]:
+        lhs, rhs, *optional = values
+        code, sink = jax.tree.unflatten(tree, optional)
+        if not is_read:
+            return [stock(lhs, rhs)], (None, rhs)
         if code is None:
             coded = codec.encode(part(lhs), seed, importance(sink))
             (lhs, rhs), code = barriers.save_residual((lhs, rhs), coded, codec)
         elif isinstance(codec, Offload):
             rhs = barriers.await_host_copy(rhs, code)
-        return stock(lhs, rhs), (code, values[1])
+        return [stock(lhs, rhs)], (code, values[1])
 
-    def backward(residual: typing.Any, cotangent: Array) -> typing.Any:
+    def backward(is_read: bool, residual: typing.Any, cotangents: ByPosition) -> ByPosition:
         code, rhs = residual
-        drhs = dsink = None
-        if code is not None:
+        cotangent = cotangents[0]
+        found: ByPosition = {}
+        if is_read:
             code, cotangent = barriers.barrier_together(code, cotangent, codec)
             decoded = codec.decode(code)
             if travels and reads is not None:
                 decoded = part(decoded)  # rounding noise depends on the index in the whole array
             if sink is not None:
-                dsink = sensitivity(decoded, cotangent, uses)
+                found[at_sink] = sensitivity(decoded, cotangent, uses)
             if weight_gradient is not None:
                 if travels:
                     arrays = jax.tree.map(lambda a: part(a) if a.ndim else a, code.arrays)
@@ -205,22 +214,9 @@ def bilinear(
             else:
                 transpose = jax.linear_transpose(lambda rhs: product(decoded, rhs), like_rhs)
                 (drhs,) = transpose(cotangent)
-            drhs, cotangent = barriers.barrier_together(row_major(drhs), cotangent, codec)
-        (dlhs,) = jax.linear_transpose(lambda lhs: stock(lhs, rhs), like_lhs)(cotangent)
-        return dlhs, drhs, None, dsink, None
+            found[1], cotangent = barriers.barrier_together(row_major(drhs), cotangent, codec)
+        (found[0],) = jax.linear_transpose(lambda lhs: stock(lhs, rhs), like_lhs)(cotangent)
+        return found
 
-    lhs, rhs, code, sink, seed = match_varying((lhs, rhs, code, sink, seed))
-    like_lhs, like_rhs = type_like(lhs), type_like(rhs)
-    op.defvjp(forward, backward, symbolic_zeros=True)
-    return op(lhs, rhs, code, sink, seed)
-
-
-def is_argument(leaf: typing.Any) -> bool:
-    """Returns whether a leaf is what a custom forward rule with `symbolic_zeros` receives."""
-    return isinstance(leaf, CustomVJPPrimal)
-
-
-def is_perturbed(argument: typing.Any) -> bool:
-    """Returns whether a gradient with respect to an argument of a custom forward rule is taken."""
-    leaves = jax.tree.leaves(argument, is_leaf=is_argument)
-    return any(leaf.perturbed for leaf in leaves)
+    op = with_derivative(function, is_lhs_read, forward, reverse_mode_only, backward)
+    return op(seed, lhs, rhs, *optional)[0]

@@ -3,16 +3,17 @@
 import typing
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
 from jaxcomp._core import barriers
+from jaxcomp._core.custom_derivative import reverse_mode_only, with_derivative
+from jaxcomp._core.linear_map import ByPosition
 from jaxcomp._core.shard_map import match_varying
 from jaxcomp.codecs import Codec
 from jaxcomp.codecs._codec import Seed
-from jaxcomp.ops._linear import is_argument, is_perturbed, layer_gradient
+from jaxcomp.ops._linear import layer_gradient
 
 
 def scaled_linear(
@@ -71,42 +72,43 @@ def scaled_linear(
     def by_column(x: Array, row: Array, operation: Callable[[Array, Array], Array]) -> Array:
         return operation(x, jnp.expand_dims(row.astype(x.dtype), others))
 
-    def stock(x: Array, kernel: Array, bias: Array | None, scale: Array) -> Array:
+    def stock(x: Array, kernel: Array, scale: Array, bias: Array | None = None) -> Array:
         y = times(x, kernel)
         y = y if bias is None else by_column(y, bias, lax.add)
         return by_column(y, scale, lax.mul)
 
-    @jax.custom_vjp
-    def op(x: Array, kernel: Array, bias: Array | None, scale: Array, seed: Seed) -> Array:
-        return stock(x, kernel, bias, scale)
+    def function(seed: Seed, *values: Array) -> list[Array]:
+        return [stock(*values)]
 
-    def forward(*given: typing.Any) -> typing.Any:
-        *arguments, seed = jax.tree.map(lambda a: a.value, given, is_leaf=is_argument)
-        x, *parameters = arguments
+    def is_x_read(seed: Seed, values: list[Array], differentiated: list[int]) -> bool:
+        """Whether the backward pass reads `x`: not if kernel and scale are frozen."""
+        return 1 in differentiated or 2 in differentiated
+
+    def forward(is_read: bool, seed: Seed, values: list[Array]) -> tuple[list[Array], typing.Any]:
         code = None
-        if is_perturbed(given[1]) or is_perturbed(given[3]):  # else nothing reads `x`
-            (x, *parameters), code = barriers.save_residual(
-                (x, *parameters), codec.encode(x, seed), codec
-            )
-        return stock(x, *parameters), (code, *arguments[1:])
+        given = values
+        if is_read:
+            given, code = barriers.save_residual(values, codec.encode(values[0], seed), codec)
+        return [stock(*given)], (code, values[1:])
 
-    def backward(residual: typing.Any, cotangent: Array) -> typing.Any:
-        code, kernel, bias, scale = residual
+    def backward(is_read: bool, residual: typing.Any, cotangents: ByPosition) -> ByPosition:
+        code, (kernel, scale, *biases) = residual
+        cotangent = cotangents[0]
         total = cotangent.sum(others, dtype=wide)
-        dbias = None if bias is None else (total * scale).astype(bias.dtype)
-        dkernel = dscale = None
-        if code is not None:
+        found: ByPosition = {}
+        if bias is not None:
+            found[3] = (total * scale).astype(bias.dtype)
+        if is_read:
             code, cotangent = barriers.barrier_together(code, cotangent)
             of_scaled, cotangent = barriers.barrier_together(product(code, cotangent), cotangent)
-            dkernel = (of_scaled * scale[None].astype(wide)).astype(kernel.dtype)
+            found[1] = (of_scaled * scale[None].astype(wide)).astype(kernel.dtype)
             dscale = (of_scaled * kernel.astype(wide)).sum(0)
-            dscale = dscale if bias is None else dscale + total * bias
-            dscale = dscale.astype(scale.dtype)
+            found[2] = sum((total * bias for bias in biases), dscale).astype(scale.dtype)
         if x.dtype == jnp.float16:  # a kernel times LayerScale's 1e-6 would underflow
             cotangent = by_column(cotangent, scale, lax.mul)
         else:
             kernel = kernel.astype(wide) * scale[None].astype(wide)
-        return times(cotangent, kernel.T), dkernel, dbias, dscale, None
+        return found | {0: times(cotangent, kernel.T)}
 
-    op.defvjp(forward, backward, symbolic_zeros=True)
-    return op(x, kernel, bias, scale, seed)
+    op = with_derivative(function, is_x_read, forward, reverse_mode_only, backward)
+    return op(seed, x, kernel, scale, *([] if bias is None else [bias]))[0]

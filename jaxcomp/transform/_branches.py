@@ -1,5 +1,6 @@
 """`cond` and `switch` in a function: each branch stores what the policy says of its values."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,17 +11,31 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import JaxprEqn, jaxpr_as_fun
 
+from jaxcomp._core.custom_derivative import with_derivative
+from jaxcomp._core.linear_map import ByPosition
+from jaxcomp._core.shard_map import filled
 from jaxcomp.codecs import noise
 from jaxcomp.policies._policy import has_codecs
 from jaxcomp.transform import _passes as passes
 from jaxcomp.transform._decisions import PolicyLog
-from jaxcomp.transform._linear_map import ByPosition
-from jaxcomp.transform._programs import avals, filled, is_of_collective
-from jaxcomp.transform._rules import with_both_modes, with_reverse_mode
+from jaxcomp.transform._programs import avals, is_of_collective
 from jaxcomp.transform._scheduled import Make, Part, Scheduled, scoped
 
 Entries = dict[tuple[bool, int], Any]  # what a branch has stored, or its seed, by number
-Known = tuple[tuple[Scheduled, ...], list[dict[Any, int]]]
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["places"])
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """What the branch that was taken has stored, where branches share memory.
+
+    Attributes:
+        arrays: The entries; zeros where the branch has none.
+        places: The place in `arrays` of each entry, for each branch.
+    """
+
+    arrays: list[Any]
+    places: tuple[tuple[tuple[tuple[bool, int], int], ...], ...]
 
 
 def is_conditional(equation: JaxprEqn) -> bool:
@@ -52,12 +67,16 @@ def coded_branches(
     def conditional(seed: Any, index: Any, *values: Any) -> list[Any]:
         return list(lax.switch(index, [*map(jaxpr_as_fun, branches)], *values))
 
-    def forward(seed: Any, values: list[Any], perturbed: list[int]) -> tuple[list[Any], Known, Any]:
-        index, *given = values
+    def prepare(seed: Any, values: list[Any], perturbed: list[int]) -> Part:
         active = [i - 1 for i in perturbed if jnp.issubdtype(kinds[i].dtype, jnp.inexact)]
         coded = [i for i in operands if encodes and not is_free[i + 1]]
         chosen = tuple(make(scoped(each, equation), active, coded, log) for each in branches)
         parts.append(Part(chosen))
+        return parts[-1]
+
+    def forward(part: Part, seed: Any, values: list[Any]) -> tuple[list[Any], Any]:
+        index, *given = values
+        chosen = part.programs
         own = noise.folded(seed, number) if encodes else None
 
         def run(branch: Scheduled, own: Any, *given: Any) -> tuple[list[Any], Entries]:
@@ -66,34 +85,32 @@ def coded_branches(
             entries = {(True, i): value for i, value in stored.items() if i not in outside}
             return made, entries | {(False, i): v for i, v in used.items() if i not in operands}
 
-        made, kept, places = _switch_with_entries(
+        made, kept = _switch_with_entries(
             index, [functools.partial(run, branch) for branch in chosen], own, *given
         )
         # No policy decides about values that are ours by this name.
-        kept = jax.tree.map(lambda leaf: checkpoint_name(leaf, parts[-1].name), kept)
+        kept = jax.tree.map(lambda leaf: checkpoint_name(leaf, part.name), kept)
         used = {i for b in chosen for i in passes.used_arguments(b.schedule)}
         used |= {i for b in chosen for i in b.stored_operands.values()}
         held = {i: given[i] for i in operands if i in used}
-        return made, (chosen, places), (index, kept, held)
+        return made, (index, kept, held)
 
-    def linear(known: Known, residual: Any, tangents: ByPosition) -> ByPosition:
-        schedule = known[0][0].schedule
-        moves = [tangents[i + 1] for i in schedule.active]
-        made = in_branch(known, residual, lambda branch, own: branch.linear(own, moves))
-        return dict(zip(schedule.smooth, made, strict=True))
+    def linear(part: Part, residual: Any, tangents: ByPosition) -> ByPosition:
+        of_operands = {i - 1: t for i, t in tangents.items()}
+        return in_branch(part, residual, lambda branch, own: branch.linear(own, of_operands))
 
-    def backward(known: Known, residual: Any, cotangents: ByPosition) -> ByPosition:
-        made = in_branch(known, residual, lambda branch, own: branch.backward(own, cotangents))
-        return {i + 1: c for i, c in zip(known[0][0].schedule.active, made, strict=True)}
+    def backward(part: Part, residual: Any, cotangents: ByPosition) -> ByPosition:
+        made = in_branch(part, residual, lambda branch, own: branch.backward(own, cotangents))
+        return {i + 1: c for i, c in made.items()}
 
     def in_branch(
-        known: Known, residual: Any, function: Callable[[Scheduled, Any], list[Any]]
-    ) -> list[Any]:
+        part: Part, residual: Any, function: Callable[[Scheduled, Any], ByPosition]
+    ) -> ByPosition:
         """Calls a function of the branch that was taken and of what it has stored."""
         index, kept, held = residual
 
-        def run(branch: Scheduled, places: dict[Any, int]) -> list[Any]:
-            entries = {key: kept[place] for key, place in places.items()}
+        def run(branch: Scheduled, places: tuple[Any, ...]) -> ByPosition:
+            entries = {key: kept.arrays[place] for key, place in places}
             stored, own = (
                 {i: entry for (is_stored, i), entry in entries.items() if is_stored == which}
                 for which in (True, False)
@@ -101,22 +118,20 @@ def coded_branches(
             stored |= {number: held[i] for number, i in branch.stored_operands.items()}
             return function(branch, (stored, own | held))
 
-        runs = [functools.partial(run, *each) for each in zip(*known, strict=True)]
-        return list(lax.switch(index, runs))
+        pairs = zip(part.programs, kept.places, strict=True)
+        made: ByPosition = lax.switch(index, [functools.partial(run, *pair) for pair in pairs])
+        return made
 
-    if encodes:
-        return with_reverse_mode(conditional, forward, backward, len(kinds))
-    return with_both_modes(conditional, forward, linear, backward)
+    return with_derivative(conditional, prepare, forward, linear, backward)
 
 
 def _switch_with_entries(
     index: Any, functions: Sequence[Callable[..., tuple[list[Any], Entries]]], *operands: Any
-) -> tuple[list[Any], list[Any], list[dict[Any, int]]]:
+) -> tuple[list[Any], Kept]:
     """Calls one of several functions that return results and entries of their own.
 
     Returns:
-        The results; the entries, of which those of equal types share a place; and the place of each
-        entry of each function. What the function that was called has no entry for is zero.
+        The results, and the entries, of which those of equal types share a place.
     """
     traced = [jax.make_jaxpr(f, return_shape=True)(*operands) for f in functions]
     programs = [program for program, _ in traced]
@@ -149,7 +164,7 @@ def _switch_with_entries(
 
     runs = [functools.partial(run, number) for number in range(len(functions))]
     results, kept = lax.switch(index, runs, *jax.tree.leaves(operands))
-    return results, kept, places
+    return results, Kept(kept, tuple(tuple(sorted(of_one.items())) for of_one in places))
 
 
 def _zero(kind: Any) -> Any:

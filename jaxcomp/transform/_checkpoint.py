@@ -13,20 +13,19 @@ import jax.numpy as jnp
 from jax.extend.core import InconclusiveDimensionOperation, jaxpr_as_fun
 
 from jaxcomp._core import remat3
+from jaxcomp._core.custom_derivative import with_derivative
 from jaxcomp._core.explicit import explicit_axes
 from jaxcomp.codecs import noise
 from jaxcomp.codecs._codec import Seed
-from jaxcomp.policies._policy import JaxPolicy, Policy, has_codecs
+from jaxcomp.policies._policy import JaxPolicy, Policy
 from jaxcomp.policies._specs import PolicyLike, policy_for_function
 from jaxcomp.transform._decisions import PolicyLog
 from jaxcomp.transform._exactly import has_codes, without_codes
 from jaxcomp.transform._explicit import automatic, run_over_automatic_axes
 from jaxcomp.transform._keyed import Keyed
-from jaxcomp.transform._linear_map import ByPosition
 from jaxcomp.transform._parts import scheduled
 from jaxcomp.transform._plan import Plan
 from jaxcomp.transform._programs import Program, avals, closed
-from jaxcomp.transform._rules import with_both_modes, with_reverse_mode
 from jaxcomp.transform._schedule import plain_bytes
 from jaxcomp.transform._scheduled import Scheduled
 
@@ -224,31 +223,16 @@ def _with_derivative(
     def function(seed: Seed, *arguments: Any) -> list[Any]:
         return list(jaxpr_as_fun(program)(*arguments))
 
-    def forward(
-        seed: Any, values: list[Any], perturbed: list[int]
-    ) -> tuple[list[Any], Scheduled | None, Any]:
+    def prepare(seed: Any, values: list[Any], perturbed: list[int]) -> Scheduled | None:
         # An integer that came out of another such call counts as perturbed, too.
         active = [i for i in perturbed if jnp.issubdtype(values[i].dtype, jnp.inexact)]
-        if not active:
-            return derived(None, *values), None, ()
-        chosen = _scheduled_once(program, active, coded, policy)
-        own = _seed_of_call(seed, [values[i] for i in active])
-        made, stored = chosen.forward(own, values)
-        return made, chosen, stored
+        return _scheduled_once(program, active, coded, policy) if active else None
 
-    def backward(chosen: Scheduled, residual: Any, cotangents: ByPosition) -> ByPosition:
-        made = chosen.backward(residual, cotangents)
-        return dict(zip(chosen.schedule.active, made, strict=True))
+    def forward(chosen: Scheduled, seed: Any, values: list[Any]) -> tuple[list[Any], Any]:
+        of_call = _seed_of_call(seed, [values[i] for i in chosen.schedule.active])
+        return chosen.forward(of_call, values)
 
-    def linear(chosen: Scheduled, residual: Any, tangents: ByPosition) -> ByPosition:
-        made = chosen.linear(residual, [tangents[i] for i in chosen.schedule.active])
-        return dict(zip(chosen.schedule.smooth, made, strict=True))
-
-    if has_codecs(policy):
-        derived = with_reverse_mode(function, forward, backward, len(program.jaxpr.invars))
-    else:
-        derived = with_both_modes(function, forward, linear, backward)
-    return derived
+    return with_derivative(function, prepare, forward, Scheduled.linear, Scheduled.backward)
 
 
 def _seed_of_call(seed: Seed, arguments: list[Any]) -> Any:

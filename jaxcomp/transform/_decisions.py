@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
+from jaxcomp._core.custom_derivative import without_undivided
 from jaxcomp.codecs import Codec
 from jaxcomp.codecs._offload import inner_codec
 from jaxcomp.memory._source_line import source_line
@@ -100,6 +101,8 @@ def decide(graph: Graph, roles: Mapping[Any, str], log: PolicyLog) -> dict[Any, 
             decisions[variable] = Decision("keep")
             continue
         made_by = graph.made_by.get(variable)
+        if made_by is not None:
+            made_by = without_undivided(made_by)
         value = Value(
             variable.aval.shape,
             variable.aval.dtype,

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn, Var
 
+from jaxcomp._core.shard_map import filled
 from jaxcomp.transform._algebra import ELEMENTWISE, tangents_of
 from jaxcomp.transform._builder import Builder, renamed
 from jaxcomp.transform._linearized import Linearized
-from jaxcomp.transform._programs import Program, avals, filled, is_variable
+from jaxcomp.transform._programs import Program, avals, is_variable
 
 Costly = Callable[[Any], bool]
 

@@ -21,7 +21,7 @@ from jaxcomp.transform._programs import (
 )
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_CHECKPOINTED = os.path.join(_PACKAGE, "transform") + os.sep  # of `checkpoint`
+_WITH_DERIVATIVES = tuple(os.path.join(_PACKAGE, room) + os.sep for room in ("ops", "transform"))
 _BARRIERS = os.path.join(_PACKAGE, "_core", "barriers.py")  # codes without a derivative
 
 
@@ -87,10 +87,10 @@ def _looked_through(equation: JaxprEqn) -> Any:
 def _is_ours(equation: JaxprEqn) -> bool:
     """Whether an equation has a derivative of this package."""
     of_vjp = _is_in(equation, "custom_vjp_call", _PACKAGE)
-    return of_vjp or _is_in(equation, "custom_jvp_call", _CHECKPOINTED)
+    return of_vjp or _is_in(equation, "custom_jvp_call", _WITH_DERIVATIVES)
 
 
-def _is_in(equation: JaxprEqn, primitive: str, start: str) -> bool:
+def _is_in(equation: JaxprEqn, primitive: str, start: str | tuple[str, ...]) -> bool:
     """Whether an equation calls a function of files whose paths start so."""
     if equation.primitive.name != primitive:
         return False

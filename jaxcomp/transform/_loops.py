@@ -9,15 +9,16 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import JaxprEqn, jaxpr_as_fun
 
+from jaxcomp._core.custom_derivative import undivided, with_derivative
+from jaxcomp._core.linear_map import ByPosition
+from jaxcomp._core.shard_map import filled
 from jaxcomp.codecs import noise
 from jaxcomp.policies._policy import has_codecs
 from jaxcomp.transform import _passes as passes
 from jaxcomp.transform._algebra import tangents_of
 from jaxcomp.transform._decisions import PolicyLog
-from jaxcomp.transform._linear_map import ByPosition
-from jaxcomp.transform._programs import Program, avals, filled, is_of_collective, is_variable
-from jaxcomp.transform._rules import with_both_modes, with_reverse_mode
-from jaxcomp.transform._scheduled import Make, Part, Scheduled, scoped, with_zeros
+from jaxcomp.transform._programs import Program, avals, is_of_collective, is_variable
+from jaxcomp.transform._scheduled import Make, Part, scoped, with_zeros
 
 _SCAN = "scan"
 
@@ -54,29 +55,32 @@ def coded_loop(
         final, ys = lax.scan(step, list(values[consts:at_x]), rest, reverse=reverse, **options)
         return [*final, *ys]
 
-    def forward(
-        seed: Any, values: list[Any], perturbed: list[int]
-    ) -> tuple[list[Any], Scheduled, Any]:
+    def prepare(seed: Any, values: list[Any], perturbed: list[int]) -> Part:
         active = _active(body.jaxpr, {*perturbed}, consts, carries)
         chosen = make(scoped(body, equation), active, coded, log.inside(length))
         parts.append(Part((chosen,), length))
+        return parts[-1]
 
-        def step(carry: Any, x: list[Any]) -> tuple[Any, Any]:
-            index, state = carry
-            of_iteration = noise.folded(noise.folded(seed, number), index) if encodes else None
-            made, (stored, used) = chosen.forward(of_iteration, [*values[:consts], *state, *x])
-            own = {i: value for i, value in used.items() if not is_held(i)}
-            return (index + jnp.uint32(1), made[:carries]), (made[carries:], (stored, own))
+    def forward(part: Part, seed: Any, values: list[Any]) -> tuple[list[Any], Any]:
+        (chosen,) = part.programs
 
-        start = jnp.uint32(0), values[consts:at_x]
-        (count, final), (ys, kept) = lax.scan(
-            step, start, values[at_x:], reverse=reverse, **options
-        )
+        def run(seed: Any, values: list[Any]) -> Any:
+            def step(carry: Any, x: list[Any]) -> tuple[Any, Any]:
+                index, state = carry
+                of_iteration = noise.folded(noise.folded(seed, number), index) if encodes else None
+                made, (stored, used) = chosen.forward(of_iteration, [*values[:consts], *state, *x])
+                own = {i: value for i, value in used.items() if not is_held(i)}
+                return (index + jnp.uint32(1), made[:carries]), (made[carries:], (stored, own))
+
+            start = jnp.uint32(0), values[consts:at_x]
+            return lax.scan(step, start, values[at_x:], reverse=reverse, **options)
+
+        (count, final), (ys, kept) = undivided(run, seed, values)
         # No policy decides about values that are ours by this name, such as the iteration count.
-        kept, _ = jax.tree.map(lambda leaf: checkpoint_name(leaf, parts[-1].name), (kept, count))
+        kept, _ = jax.tree.map(lambda leaf: checkpoint_name(leaf, part.name), (kept, count))
         used = passes.used_arguments(chosen.schedule)
         held = {i: values[i] for i in used if is_held(i)}
-        return [*final, *ys], chosen, (kept, held)
+        return [*final, *ys], (kept, held)
 
     def is_held(i: int) -> bool:
         """Whether what the backward pass reads is an operand of the loop, and not its own seed.
@@ -85,7 +89,8 @@ def coded_loop(
         """
         return i < len(kinds)
 
-    def linear(chosen: Scheduled, residual: Any, given: ByPosition) -> ByPosition:
+    def linear(part: Part, residual: Any, given: ByPosition) -> ByPosition:
+        (chosen,) = part.programs
         smooth, active = chosen.schedule.smooth, chosen.schedule.active
         kept, whole, stacked = split(residual)
         fixed = {i: move for i, move in given.items() if i < consts}
@@ -99,8 +104,7 @@ def coded_loop(
         def step(state: Any, x: Any) -> tuple[dict[int, Any], dict[int, Any]]:
             (stored, own), rest, moving = x
             moves = fixed | state | moving
-            made = chosen.linear((stored, own | rest | whole), [moves[i] for i in active])
-            found = dict(zip(smooth, made, strict=True))
+            found = chosen.linear((stored, own | rest | whole), moves)
             return {i: found[i - consts] for i in state}, {
                 i: move for i, move in found.items() if i >= carries
             }
@@ -109,7 +113,8 @@ def coded_loop(
         still = {i: filled(equation.outvars[i].aval, 0.0) for i in smooth}
         return still | {i - consts: move for i, move in final.items()} | each
 
-    def backward(chosen: Scheduled, residual: Any, cotangents: ByPosition) -> ByPosition:
+    def backward(part: Part, residual: Any, cotangents: ByPosition) -> ByPosition:
+        (chosen,) = part.programs
         active = chosen.schedule.active
         summed, carried, along = (
             [i for i in active if i in places]
@@ -122,8 +127,7 @@ def coded_loop(
             sums, arrived = carry
             (stored, own), rest, dys = x
             state = {i - consts: cotangent for i, cotangent in arrived.items()}
-            made = chosen.backward((stored, own | rest | whole), state | dys)
-            found = dict(zip(active, made, strict=True))
+            found = chosen.backward((stored, own | rest | whole), state | dys)
             sums = {i: sums[i] + found[i] for i in summed}
             return (sums, {i: found[i] for i in carried}), {i: found[i] for i in along}
 
@@ -144,9 +148,7 @@ def coded_loop(
         )
         return kept, whole, stacked
 
-    if encodes:
-        return with_reverse_mode(loop, forward, backward, len(kinds))
-    return with_both_modes(loop, forward, linear, backward)
+    return with_derivative(loop, prepare, forward, linear, backward)
 
 
 def _counts(equation: JaxprEqn, body: Program) -> tuple[int, int]:

@@ -6,11 +6,8 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.extend.core
-import jax.numpy as jnp
-from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
-from jaxtyping import Array
 
 from jaxcomp.transform._algebra import CHEAP, HEAVY, REDUCTIONS
 
@@ -94,13 +91,6 @@ def scope_of(equation: JaxprEqn) -> Any:
 def avals(atoms: Sequence[Any]) -> list[Any]:
     """Shapes, dtypes and manual mesh axes of a program's arguments or results."""
     return [atom.aval for atom in atoms]
-
-
-def filled(aval: Any, value: float) -> Array:
-    """An array of one value, that varies over the mesh axes that `aval` varies over."""
-    array = jnp.full(aval.shape, value, aval.dtype)
-    varying = tuple(aval.manual_axis_type.varying)
-    return lax.pcast(array, varying, to="varying") if varying else array
 
 
 def is_variable(atom: Any) -> bool:

@@ -8,14 +8,15 @@ from typing import Any, TypeAlias
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
-from jaxcomp._core.shard_map import vary_like
+from jaxcomp._core.custom_derivative import reverse_mode_only
+from jaxcomp._core.linear_map import ByPosition
+from jaxcomp._core.shard_map import filled, vary_like
 from jaxcomp.codecs._codec import Seed
 from jaxcomp.transform import _passes as passes
 from jaxcomp.transform._builder import Builder
 from jaxcomp.transform._decisions import PolicyLog
 from jaxcomp.transform._graph import PART
-from jaxcomp.transform._linear_map import ByPosition
-from jaxcomp.transform._programs import Program, filled
+from jaxcomp.transform._programs import Program
 from jaxcomp.transform._schedule import Schedule
 from jaxcomp.transform._units import Recognized
 
@@ -73,19 +74,25 @@ class Scheduled:
         made, stored = passes.forward(self.schedule, seed, arguments)
         return made, (stored, {i: arguments[i] for i in passes.used_arguments(self.schedule)})
 
-    def linear(self, residual: Any, tangents: Sequence[Any]) -> list[Any]:
+    def linear(self, residual: Any, tangents: ByPosition) -> ByPosition:
         """The tangents of the results in `schedule.smooth`, from those of the active arguments.
 
-        For schedules that encode nothing.
+        Raises:
+            TypeError: If the schedule encodes a value.
         """
+        if any(how.is_noisy for how in self.schedule.stored.values()):
+            reverse_mode_only(self, residual, tangents)
         stored, used = residual
-        return passes.linear(self.schedule, stored, used, tangents)
+        of_active = [tangents[i] for i in self.schedule.active]
+        made = passes.linear(self.schedule, stored, used, of_active)
+        return dict(zip(self.schedule.smooth, made, strict=True))
 
-    def backward(self, residual: Any, cotangents: ByPosition) -> list[Any]:
+    def backward(self, residual: Any, cotangents: ByPosition) -> ByPosition:
         """The cotangents of the active arguments, from those of the results."""
         arriving = with_zeros(cotangents, self.schedule.smooth, self.schedule.graph.jaxpr.outvars)
         stored, used = residual
-        return passes.backward(self.schedule, stored, used, list(arriving.values()))
+        made = passes.backward(self.schedule, stored, used, list(arriving.values()))
+        return dict(zip(self.schedule.active, made, strict=True))
 
 
 def with_zeros(cotangents: ByPosition, smooth: Sequence[int], results: Sequence[Any]) -> ByPosition:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jaxcomp.transform._programs import filled
+from jaxcomp._core.shard_map import filled
 
 ByPosition = dict[int, Any]
 
@@ -33,7 +33,7 @@ def linear_map(
     Args:
         apply: From the residual and tangents to the tangents of results.
         transpose: From the residual and the cotangents of results, those that are not zero, to
-            cotangents of at least what has a tangent.
+            the cotangents of arguments. What it leaves out is zero.
         residual: Any pytree of arrays. It is all that waits for the transpose.
         tangents: The tangents.
         results: Arrays of the shapes and dtypes of the results.
@@ -49,7 +49,7 @@ def linear_map(
     def transpose_flat(leaves: Sequence[Any], arrived: ByPosition) -> list[Any]:
         cotangents = {i: arrived[k] for k, i in enumerate(outs) if k in arrived}
         made = transpose(jax.tree.unflatten(tree, leaves), cotangents)
-        return [made[i] for i in arguments]
+        return [made.get(i) for i in arguments]
 
     made = _linear_map.bind(
         *leaves,
