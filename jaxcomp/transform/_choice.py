@@ -136,12 +136,11 @@ def choose(
     return _Choice(graph, decisions, biased, instead_of).store(demand)
 
 
-def without_codecs(decisions: dict[Any, Decision]) -> dict[Any, Decision]:
-    """The same decisions, with every value that has a codec left as it is.
+def without_codecs(decisions: dict[Any, Decision], note: str) -> dict[Any, Decision]:
+    """The same decisions, with every value that has a codec left as it is, and a note why.
 
     No product is computed again: a function is not run twice to save codes.
     """
-    note = "kept exactly: codes of all values take more bytes than what they follow from"
 
     def exact(decision: Decision) -> Decision:
         if decision.codec is not None:

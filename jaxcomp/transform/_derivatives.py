@@ -1,7 +1,6 @@
 """Chains of elementwise derivatives become one coefficient each."""
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ from jaxcomp._core.shard_map import filled
 from jaxcomp.transform._algebra import ELEMENTWISE, tangents_of
 from jaxcomp.transform._builder import Builder, renamed
 from jaxcomp.transform._linearized import Linearized
-from jaxcomp.transform._programs import Program, avals, is_variable
+from jaxcomp.transform._programs import Program, avals, is_variable, read, scope_of
 
 Costly = Callable[[Any], bool]
 
@@ -87,9 +86,7 @@ def _with_derivatives(
         if not tangents.intersection(equation.outvars):
             builder.copy(equation, env)
     for start, chain in chains.items():
-        (env[start],) = builder.trace(functools.partial(_ones, start.aval))
-        for equation in chain.equations:
-            builder.copy(equation, env)
+        env.update(zip(chain.ends, _derivatives_of(builder, start, chain, env), strict=True))
     coefficients = [env[v] for v in (*needed, *start_of)]
     return builder.program(forward.jaxpr, arguments, [*made[: linearized.results], *coefficients])
 
@@ -117,8 +114,43 @@ def _shortened(
     return builder.program(jaxpr, arguments, renamed(env, jaxpr.outvars))
 
 
-def _ones(kind: Any) -> list[Any]:
-    return [filled(kind, 1.0)]
+def _derivatives_of(
+    builder: Builder, start: Any, chain: _Chain, coefficients: dict[Any, Any]
+) -> list[Any]:
+    """The derivatives of a chain's ends by its start, each rounded once to the dtype of its end.
+
+    Steps between are taken in float32 or wider. In a narrower dtype the product of factors that are
+    the same for all elements, such as a scale and that of dropout, would be rounded alike for all.
+    """
+    wide = jnp.result_type(jnp.float32, start.aval, *(end.aval for end in chain.ends))
+    inputs = {
+        atom: coefficients[atom]
+        for equation in chain.equations
+        for atom in equation.invars
+        if is_variable(atom) and atom in coefficients
+    }
+
+    def evaluate(*values: Any) -> list[Any]:
+        env = dict(zip(inputs, values, strict=True))
+        env[start] = filled(start.aval.update(dtype=wide), 1.0)
+        for equation in chain.equations:
+            operands = [_widened(read(env, atom), wide) for atom in equation.invars]
+            with scope_of(equation), equation.ctx.manager:
+                (env[equation.outvars[0]],) = _step(equation, operands)
+        return [env[end].astype(end.aval.dtype) for end in chain.ends]
+
+    return builder.trace(evaluate, *inputs.values())
+
+
+def _step(equation: JaxprEqn, operands: list[Any]) -> list[Any]:
+    if equation.primitive.name == "convert_element_type":
+        return operands
+    return [equation.primitive.bind(*operands, **equation.params)]
+
+
+def _widened(value: Any, dtype: Any) -> Any:
+    is_float = jnp.issubdtype(jnp.result_type(value), jnp.floating)
+    return jnp.asarray(value, dtype) if is_float else value
 
 
 def _scaled(tangent: Any, derivative: Any) -> list[Any]:

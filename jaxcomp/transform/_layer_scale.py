@@ -21,7 +21,8 @@ class LayerScale(Codeless):
 
     The scale's gradient follows from that of the scaled weights, so that nothing is saved for it:
     `(x @ w + b) * s` is differentiated as `x @ (w * s) + b * s`. It reads the product's two
-    operands, the bias if there is one, and the scale.
+    operands, the bias if there is one, and the scale. In float16, `w * s` would underflow for the
+    scales that training begins with, so there it is left as it is.
 
     Attributes:
         product: The equation of the product.
@@ -62,7 +63,10 @@ class LayerScale(Codeless):
         y = lax.dot_general_p.bind(x, (w * by).astype(w.dtype), **params)
         (out,) = self.results
         y = y.astype(out.aval.dtype)
-        return y + (bias[0] * scale).astype(y.dtype) if bias else y
+        if not bias:
+            return y
+        offset = (bias[0] * scale).astype(y.dtype)
+        return y + jnp.expand_dims(offset, range(y.ndim - 1))
 
 
 def layer_scales(pattern: Pattern) -> Iterator[LayerScale]:
@@ -79,7 +83,9 @@ def _has_features_last(equation: JaxprEqn) -> bool:
         return False
     (_, contracted), (batch, _) = equation.params["dimension_numbers"]
     weights: Any = equation.invars[1]
-    return is_variable(weights) and not batch and weights.aval.ndim == len(contracted) + 1
+    if not is_variable(weights) or weights.aval.dtype == jnp.float16:
+        return False
+    return not batch and weights.aval.ndim == len(contracted) + 1
 
 
 def _layer_scale(pattern: Pattern, product: JaxprEqn) -> LayerScale | None:

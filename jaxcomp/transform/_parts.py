@@ -5,25 +5,47 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
+from jaxcomp.policies._policy import has_codecs
 from jaxcomp.transform._algebra import tangents_of
 from jaxcomp.transform._branches import coded_branches, is_conditional
 from jaxcomp.transform._builder import Builder, flat
 from jaxcomp.transform._decisions import PolicyLog
 from jaxcomp.transform._graph import Graph
+from jaxcomp.transform._layer_scale import LayerScale
 from jaxcomp.transform._loops import coded_loop, is_loop
 from jaxcomp.transform._programs import Program, is_variable, variables
 from jaxcomp.transform._schedule import schedule
 from jaxcomp.transform._scheduled import Part, Scheduled
-from jaxcomp.transform._units import recognize
+from jaxcomp.transform._units import Recognized, recognize
 from jaxcomp.transform._with_units import with_units
 
 
 def scheduled(
     program: Program, active: Sequence[int], coded: Collection[int], log: PolicyLog
 ) -> Scheduled:
-    """As `schedule`, for a program, the iterations of its loops and its branches."""
+    """As `schedule`, for a program, the iterations of its loops and its branches.
+
+    Where nothing of the program itself can be encoded, it is differentiated as JAX does it.
+    """
     program = flat(program)
     units = recognize(program, active, log)
+    if has_codecs(log.policy):
+        chosen = _scheduled(program, units, active, coded, log, exact=False)
+        if chosen.schedule.encodes or any(unit.codec is not None for unit in units):
+            return chosen
+    units = [unit for unit in units if not isinstance(unit.unit, LayerScale)]
+    return _scheduled(program, units, active, coded, log, exact=True)
+
+
+def _scheduled(
+    program: Program,
+    units: Sequence[Recognized],
+    active: Sequence[int],
+    coded: Collection[int],
+    log: PolicyLog,
+    *,
+    exact: bool,
+) -> Scheduled:
     parts: list[Part] = []
     has_parts = any(is_loop(e) or is_conditional(e) for e in program.jaxpr.eqns)
     takes_seed = bool(units) or has_parts
@@ -32,7 +54,7 @@ def scheduled(
     log = log.of_arrays(v for equation in program.jaxpr.eqns for v in equation.outvars)
     if has_parts:
         program = _with_coded_parts(program, active, coded, log, parts)
-    chosen = schedule(program, active, coded, log)
+    chosen = schedule(program, active, coded, log, exact=exact)
     return Scheduled(chosen, tuple(parts), tuple(units), takes_seed)
 
 

@@ -29,6 +29,8 @@ from jaxcomp.transform._linearized import Linearized, linearize, transpose
 from jaxcomp.transform._programs import Program, is_variable
 from jaxcomp.transform._rewrites import with_rewrites
 
+_LARGER = "kept exactly: codes of all values take more bytes than what they follow from"
+
 
 @dataclasses.dataclass(frozen=True)
 class Coefficient:
@@ -77,12 +79,19 @@ class Schedule:
     biased: bool
     largest: int
 
+    @property
+    def encodes(self) -> bool:
+        """Whether a value waits as a code, which is not exact."""
+        return any(how.is_noisy for how in self.stored.values())
+
 
 def schedule(
     program: Program,
     active: Sequence[int],
     coded: Collection[int],
     log: PolicyLog,
+    *,
+    exact: bool,
 ) -> Schedule:
     """Decides what of a program waits for its backward pass.
 
@@ -91,28 +100,23 @@ def schedule(
         active: The arguments that are differentiated.
         coded: The arguments that the policy may store in another form.
         log: The policy, which takes note of what it decides.
+        exact: Whether nothing is encoded. The backward program then has the steps and the rounding
+            of JAX's; otherwise chains of elementwise derivatives are one coefficient each.
 
     Raises:
         TypeError: If the policy answers what is no answer.
     """
     linearized = linearize(program, active)
-    before = _graph(linearized.forward, coded)
-    exact = before.free | before.statistics
-    linearized = merge(
-        linearized,
-        lambda v: (
-            is_variable(v)
-            and v not in exact
-            and v.aval.size > 1
-            and jnp.issubdtype(v.aval.dtype, jnp.floating)
-        ),
-    )
+    if not exact:
+        linearized = _with_merged_derivatives(linearized, coded)
     forward, same = with_rewrites(linearized.forward)
     linearized = dataclasses.replace(linearized, forward=forward)
     graph = _graph(forward, coded, same)
     demand = Demand.of(linearized)
     roles = graph.roles(demand.roles)
     decisions = decide(graph, roles, log)
+    if exact:
+        decisions = without_codecs(decisions, "kept exactly: a code would bias what reads it")
     biased = isinstance(log.policy, Policy) and log.policy.lossy_recomputation
     stored, numbered, coefficients = _complete(
         linearized, graph, choose(graph, decisions, demand, biased=biased), roles, biased
@@ -120,7 +124,7 @@ def schedule(
     if not biased and any(decision.codec for decision in decisions.values()):
         others = (
             choose(graph, decisions, demand, biased=False, instead_of=stored),
-            choose(graph, without_codecs(decisions), demand, biased=False),
+            choose(graph, without_codecs(decisions, _LARGER), demand, biased=False),
         )
         for other in others:
             if total_bytes(other) < total_bytes(stored):
@@ -140,6 +144,17 @@ def schedule(
         biased,
         log.largest,
     )
+
+
+def _with_merged_derivatives(linearized: Linearized, coded: Collection[int]) -> Linearized:
+    graph = _graph(linearized.forward, coded)
+    exact = graph.free | graph.statistics
+
+    def is_costly(value: Any) -> bool:
+        is_array = is_variable(value) and value not in exact and value.aval.size > 1
+        return is_array and jnp.issubdtype(value.aval.dtype, jnp.floating)
+
+    return merge(linearized, is_costly)
 
 
 def _complete(

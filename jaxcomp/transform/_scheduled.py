@@ -80,7 +80,7 @@ class Scheduled:
         Raises:
             TypeError: If the schedule encodes a value.
         """
-        if any(how.is_noisy for how in self.schedule.stored.values()):
+        if self.schedule.encodes:
             reverse_mode_only(self, residual, tangents)
         stored, used = residual
         of_active = [tangents[i] for i in self.schedule.active]

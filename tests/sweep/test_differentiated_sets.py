@@ -1,0 +1,67 @@
+"""Gradients for every set of differentiated arguments, once and for several sets in one loss."""
+
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from tests.sweep.combinations import SETS, B, Combination, W, X, combinations
+
+_ORDERS = (SETS, SETS[::-1])
+
+
+def _frozen(arguments, differentiated):
+    return [a if i in differentiated else lax.stop_gradient(a) for i, a in enumerate(arguments)]
+
+
+def _gradients(f):
+    """By set: the gradient of a loss with one call; by order: that of one call for each set."""
+
+    def loss(arguments, sets):
+        w, x, b = arguments
+        total = jnp.float32(0)
+        for number, differentiated in enumerate(sets):
+            of_call = jnp.roll(x, number, axis=0), b * (1 + 0.1 * number)
+            total += jnp.sum(jnp.sin(f(*_frozen((w, *of_call), differentiated))) ** 2)
+        return total
+
+    def all_of_them(arguments):
+        runs = [(s,) for s in SETS] + list(_ORDERS)
+        return [jax.value_and_grad(loss)(arguments, sets) for sets in runs]
+
+    return jax.jit(all_of_them)([W, X, B])
+
+
+def check(combination: Combination) -> None:
+    """Raises an AssertionError that names the sets of which a gradient is wrong."""
+    stock, coded = combination.functions()
+    wrong = []
+    pairs = zip(_gradients(coded), _gradients(stock), strict=True)
+    for number, ((loss, gradient), (expected_loss, expected)) in enumerate(pairs):
+        name = SETS[number] if number < len(SETS) else f"all, order {number - len(SETS)}"
+        np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+        for i, (one, other) in enumerate(zip(gradient, expected, strict=True)):
+            distance, scale = jnp.linalg.norm(one - other), jnp.linalg.norm(other)
+            if not distance <= combination.error * scale:
+                wrong.append(f"{name}: argument {i} by {distance / scale:.2g}")
+    assert not wrong, f"{combination}: {'; '.join(wrong)}"
+
+
+SINGLE = combinations(1)
+NESTED = combinations(2)
+# Each wrapper, thing and policy several times.
+SAMPLE = random.Random(0).sample(SINGLE, 24) + random.Random(0).sample(NESTED, 12)
+
+
+@pytest.mark.parametrize("combination", SAMPLE, ids=str)
+def test_gradients_of_a_sample(combination):
+    check(combination)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("combination", SINGLE + NESTED, ids=str)
+def test_gradients(combination):
+    check(combination)
