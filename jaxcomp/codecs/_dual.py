@@ -65,20 +65,22 @@ class DualPrecision(Codec):
         features = self._as_map(x.shape)
         pool = self._pool(features)
         (means,) = pool._encode(x.reshape(features), None)
-        most = float(jnp.finfo(jnp.bfloat16).max)  # less than that of float32
-        means = to_bfloat16(jnp.clip(means.astype(jnp.float32), -most, most))
-        low = pool._decode((means.astype(jnp.float32),), features, jnp.float32).reshape(x.shape)
+        if x.dtype != jnp.bfloat16:  # the largest numbers would round to Inf
+            most = float(jnp.finfo(jnp.bfloat16).max)
+            means = jnp.clip(means.astype(jnp.float32), -most, most)
+        means = to_bfloat16(means)
         # Halves: the largest difference does not overflow.
-        rest = (x.astype(jnp.float32) / 2 - low / 2).astype(x.dtype)
+        half = pool._decode((means.astype(jnp.float32) / 2,), features, jnp.float32)
+        rest = (x.astype(jnp.float32) / 2 - half.reshape(x.shape)).astype(x.dtype)
         return means, *self._rest._encode(rest, seed)
 
     def _decode(self, arrays: tuple[Array, ...], shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         means, *coded = arrays
         features = self._as_map(shape)
-        low = self._pool(features)._decode((means.astype(jnp.float32),), features, jnp.float32)
+        low = self._pool(features)._decode((means.astype(jnp.float32) / 2,), features, jnp.float32)
         rest = self._rest._decode(tuple(coded), shape, jnp.float32)
         most = float(jnp.finfo(dtype).max)
-        half = lax.clamp(-most / 2, low.reshape(shape) / 2 + rest, most / 2)
+        half = lax.clamp(-most / 2, low.reshape(shape) + rest, most / 2)
         return (half * 2).astype(dtype)
 
     @property
