@@ -71,6 +71,11 @@ def cast_to_multiply_on_cpu(operands: list[T], by_cast: Form[T], directly: Form[
     return lax.platform_dependent(operands, cpu=by_cast, default=directly)
 
 
+def mark_nans_on_cpu(operands: tuple[typing.Any, ...], mark: Form[T], unmarked: Form[T]) -> T:
+    """Makes a maximum NaN on a CPU if a value is; on other platforms it is so by itself."""
+    return lax.platform_dependent(*operands, cpu=mark, default=unmarked)
+
+
 def sum_as_one_on_gpu(operands: tuple[typing.Any, ...], as_one: Form[T], apart: Form[T]) -> T:
     """Takes two sums of a GPU by one reduction of one operand, and apart elsewhere."""
     return lax.platform_dependent(*operands, cuda=as_one, default=apart)

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer
 
 from jaxcomp.codecs._codec import Codec, Encoded, Exact, Seed, array_nbytes
+from jaxcomp.codecs._offload import inner_codec
 
 Block = int | tuple[int, int]
 Product = typing.Literal["auto", "dense", "rows", "triton", "tpu"]
@@ -179,6 +180,7 @@ class BlockSparse(Codec):
             >>> codec.to_bcsr(codec.encode(jnp.ones((2, 16, 32)))).shape
             (2, 2, 4, 8, 8)
         """
+        self._check_code(encoded)
         grid = self.grid(encoded.shape)
         indices = encoded.arrays[0]
         pointers = jnp.arange(grid.rows + 1, dtype=_index_dtype(grid.rows * grid.kept + 1))
@@ -192,8 +194,9 @@ class BlockSparse(Codec):
 
     def data(self, encoded: Encoded) -> Array:
         """Returns the values of the kept blocks, row by row: (batch, blocks, height, width)."""
-        shape = self.data_shape(encoded.shape)
-        return self.values.decode(Encoded(encoded.arrays[1:], shape, encoded.dtype))
+        self._check_code(encoded)
+        arrays, shape = encoded.arrays[1:], self.data_shape(encoded.shape)
+        return self.values.decode(Encoded(arrays, shape, encoded.dtype, inner_codec(self.values)))
 
     def slots(self, encoded: Encoded) -> Integer[Array, "batch rows columns"]:
         """Returns the position of each block among the kept blocks of its row.
@@ -205,6 +208,7 @@ class BlockSparse(Codec):
             Array of shape (batch, rows of blocks, columns of blocks). Positions count from 1; 0
             means that the block was dropped.
         """
+        self._check_code(encoded)
         grid = self.grid(encoded.shape)
         indices = encoded.arrays[0].reshape(encoded.shape[0], grid.rows, grid.kept, 1)
         here = indices == jnp.arange(grid.columns, dtype=indices.dtype).reshape(1, 1, 1, -1)
@@ -235,7 +239,7 @@ class BlockSparse(Codec):
         return indices, *self.values.encode(data, seed).arrays
 
     def _decode(self, arrays: tuple[Array, ...], shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-        encoded = Encoded(arrays, shape, jnp.dtype(dtype))
+        encoded = Encoded(arrays, shape, jnp.dtype(dtype), self)
         grid = self.grid(shape)
         (tall, wide), batch = grid.block, shape[0]
         data = self.data(encoded).reshape(batch, grid.rows, grid.kept, tall, wide)

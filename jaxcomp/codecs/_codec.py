@@ -4,6 +4,7 @@ import abc
 import dataclasses
 import functools
 import math
+import reprlib
 import typing
 
 import jax
@@ -65,11 +66,13 @@ class Encoded:
         arrays: The stored arrays, or tuples of them, in an order that the codec defines.
         shape: Shape of the array that was encoded.
         dtype: Dtype of the array that was encoded.
+        codec: Codec that encoded it, without an `Offload` around it. No other decodes it.
     """
 
     arrays: tuple[typing.Any, ...]  # JAX may replace the arrays by shapes or specs
     shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     dtype: jnp.dtype = dataclasses.field(metadata={"static": True})
+    codec: "Codec" = dataclasses.field(metadata={"static": True})
 
     @property
     def nbytes(self) -> int:
@@ -83,7 +86,7 @@ class Codec(abc.ABC):
     A codec is a frozen, hashable dataclass of static options. Axis 0 of an array is the batch. A
     codec never mixes samples, so a batch that is sharded over devices needs no communication, but
     for the few elements that seed the noise of `SignAware`. NaN and Inf decode to non-finite
-    values.
+    values, and finite values to finite ones unless a codec says otherwise.
 
     Subclasses define `_encode` and `_decode`.
 
@@ -138,18 +141,27 @@ class Codec(abc.ABC):
             The stored arrays with the shape and dtype of `x`.
 
         Raises:
-            TypeError: If the codec cannot store the dtype of `x`.
+            TypeError: If `x` is no array, or the codec cannot store its dtype.
             ValueError: If the codec cannot store the shape of `x`.
             NotImplementedError: If it is differentiated, unless the codec is exact.
         """
-        self.check(x.shape, x.dtype)
+        self._check_array(x)
         x = x if self.is_exact else undifferentiable(x)
         with jax.named_scope(self.stored_name()):
             encode = self._encode_explicit if explicit_axes() else self._encode_once
-            return Encoded(encode(x, seed), x.shape, x.dtype)
+            return Encoded(encode(x, seed), x.shape, x.dtype, self)
 
     def decode(self, encoded: Encoded) -> Shaped[Array, "..."]:
-        """Returns the array that `encoded` stands for, in the shape and dtype of the original."""
+        """Returns the array that `encoded` stands for, in the shape and dtype of the original.
+
+        Args:
+            encoded: What `encode` of an equal codec returned.
+
+        Raises:
+            TypeError: If `encoded` is no code.
+            ValueError: If another codec encoded it.
+        """
+        self._check_code(encoded)
         with jax.named_scope(self.stored_name()):
             decode = self._decode_explicit if explicit_axes() else self._decode_once
             return decode(encoded.arrays, encoded.shape, encoded.dtype)
@@ -186,6 +198,18 @@ class Codec(abc.ABC):
         name = jnp.dtype(dtype).name
         if name not in FLOATS:
             raise TypeError(f"{type(self).__name__} stores {FLOATS}; got x of dtype {name}")
+
+    def _check_array(self, x: typing.Any) -> None:
+        if not (hasattr(x, "shape") and hasattr(x, "dtype")):
+            raise TypeError(f"x={reprlib.repr(x)}: expected an array")
+        self.check(x.shape, x.dtype)
+
+    def _check_code(self, encoded: typing.Any) -> None:
+        if not isinstance(encoded, Encoded):
+            given = reprlib.repr(encoded)
+            raise TypeError(f"encoded={given}: expected what {self}.encode returns")
+        if encoded.codec != self:
+            raise ValueError(f"encoded: expected a code of {self}, got one of {encoded.codec}")
 
     def _encode_explicit(self, x: Array, seed: Seed) -> tuple[Array, ...]:
         """The arrays to store, sharded as `x`."""

@@ -5,6 +5,7 @@ import math
 import typing
 
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
@@ -24,7 +25,8 @@ class DualPrecision(Codec):
     The means are those of `AvgPool`. The differences have a smaller range than the values, so the
     quantization step is smaller. The differences are taken to the stored means, so the decoded
     value is unbiased up to half a unit in the last place of the array's dtype. The error is at most
-    one step of `Quantize` for the differences. A NaN or Inf makes all values of its channel
+    one step of `Quantize` for the differences. A value that would be decoded beyond the largest
+    number of the array's dtype decodes to that. A NaN or Inf makes all values of its channel
     non-finite.
 
     Source: DIVISION (Wang et al., ICML 2023, arXiv:2208.04187, section 3). The published code
@@ -63,17 +65,23 @@ class DualPrecision(Codec):
         features = self._as_map(x.shape)
         pool = self._pool(features)
         (means,) = pool._encode(x.reshape(features), None)
+        if x.dtype != jnp.bfloat16:  # the largest numbers would round to Inf
+            most = float(jnp.finfo(jnp.bfloat16).max)
+            means = jnp.clip(means.astype(jnp.float32), -most, most)
         means = to_bfloat16(means)
-        low = pool._decode((means.astype(jnp.float32),), features, jnp.float32).reshape(x.shape)
-        rest = (x.astype(jnp.float32) - low).astype(x.dtype)
+        # Halves: the largest difference does not overflow.
+        half = pool._decode((means.astype(jnp.float32) / 2,), features, jnp.float32)
+        rest = (x.astype(jnp.float32) / 2 - half.reshape(x.shape)).astype(x.dtype)
         return means, *self._rest._encode(rest, seed)
 
     def _decode(self, arrays: tuple[Array, ...], shape: tuple[int, ...], dtype: DTypeLike) -> Array:
-        means, *rest = arrays
+        means, *coded = arrays
         features = self._as_map(shape)
-        low = self._pool(features)._decode((means.astype(jnp.float32),), features, jnp.float32)
-        high = self._rest._decode(tuple(rest), shape, jnp.float32)
-        return (low.reshape(shape) + high).astype(dtype)
+        low = self._pool(features)._decode((means.astype(jnp.float32) / 2,), features, jnp.float32)
+        rest = self._rest._decode(tuple(coded), shape, jnp.float32)
+        most = float(jnp.finfo(dtype).max)
+        half = lax.clamp(-most / 2, low.reshape(shape) + rest, most / 2)
+        return (half * 2).astype(dtype)
 
     @property
     def _rest(self) -> Quantize:

@@ -75,6 +75,9 @@ class Offload(Codec):
         """Encodes an array by `codec`; the result is still on the device."""
         return self.codec.encode(x, seed, importance)
 
+    def _check_code(self, encoded: typing.Any) -> None:
+        self.codec._check_code(encoded)
+
     def _encode(self, x: Array, seed: Seed) -> tuple[Array, ...]:
         return self.codec._encode(x, seed)
 

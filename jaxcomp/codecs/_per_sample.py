@@ -81,14 +81,14 @@ class PerSample(Codec):
         """Encodes an array; arguments as in `Codec.encode`.
 
         Raises:
-            TypeError: If `x` is not float32, bfloat16 or float16.
+            TypeError: If `x` is not a float32, bfloat16 or float16 array.
             ValueError: If `x` has fewer than two axes, or `importance` is not of shape (batch,).
         """
-        self.check(x.shape, x.dtype)
+        self._check_array(x)
         if importance is not None and importance.shape != x.shape[:1]:
             raise ValueError(f"importance of shape {importance.shape}: expected {x.shape[:1]}")
         with jax.named_scope(self.stored_name()):
-            return Encoded(self._encode(x, seed, importance), x.shape, x.dtype)
+            return Encoded(self._encode(x, seed, importance), x.shape, x.dtype, self)
 
     def _encode(self, x: Array, seed: Seed, importance: Array | None = None) -> tuple[Array, ...]:
         whole = self._whole(x.shape)

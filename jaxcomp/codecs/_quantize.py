@@ -14,6 +14,7 @@ from jaxcomp._core.barriers import undifferentiable
 from jaxcomp._core.layouts import row_major_on_one_gpu
 from jaxcomp.codecs import noise, packing
 from jaxcomp.codecs._codec import Codec, Encoded, Seed, array_nbytes, channel_axes
+from jaxcomp.codecs._ranges import least_and_greatest
 
 Grouping = typing.Literal["channel", "sample", "row"]
 Rounding = typing.Literal["stochastic", "nearest"]
@@ -27,7 +28,8 @@ class Quantize(Codec):
     The extremes are stored in the array's dtype. The smallest and the largest value of a group
     decode exactly, and so does a constant group. Exceptions: a range below 2^-114 decodes to its
     smallest value, the sign of a zero may change, and subnormal numbers become zero on devices that
-    flush them.
+    flush them. On a CPU the largest number of float32 may decode to Inf in a group that also holds
+    the lowest.
 
     A step is (max - min) / (2^bits - 1) of the group. With stochastic rounding the decoded value is
     unbiased to 2^-17 of a step (2^-14 with 8 bits, where the level itself is rounded), and the
@@ -110,9 +112,7 @@ class Quantize(Codec):
             Two arrays in the dtype of `x` that broadcast to `x`. Both are NaN for a group with a
             NaN or Inf.
         """
-        axes = self.range_axes(x.shape)
-        low = jnp.min(x, axes, keepdims=True, initial=jnp.inf)
-        high = jnp.max(x, axes, keepdims=True, initial=-jnp.inf)
+        low, high = least_and_greatest(x, self.range_axes(x.shape))
         finite = jnp.isfinite(low) & jnp.isfinite(high)
         return jnp.where(finite, low, jnp.nan), jnp.where(finite, high, jnp.nan)
 
@@ -158,7 +158,7 @@ class Quantize(Codec):
         with jax.named_scope(self.stored_name()):
             ends = _on_grid(low, high, 2**self.bits - 1, float(jnp.finfo(x.dtype).eps))
             least, most = (jnp.full((1,) * x.ndim, end, x.dtype) for end in ends)
-            return Encoded(self.encode_between(x, least, most, seed), x.shape, x.dtype)
+            return Encoded(self.encode_between(x, least, most, seed), x.shape, x.dtype, self)
 
     def _encode(self, x: Array, seed: Seed) -> tuple[Array, ...]:
         return self.encode_between(x, *self.extremes(x), seed)

@@ -19,6 +19,7 @@ from jaxcomp.codecs._ranges import (
     mean_unless_all,
     outward,
     reciprocal,
+    with_nans,
 )
 
 BITS = (2, 3, 4)
@@ -156,7 +157,7 @@ class SignAware(Codec):
         t = value * reciprocal(scale)
         codes = self.levels.encode(t, x > 0, noise.indexed_words(x.shape, salt))
         arrays = *packing.pack(codes, self.bits), salt, channel_scale, jnp.zeros((1,) * x.ndim)
-        return Encoded(arrays, x.shape, x.dtype)
+        return Encoded(arrays, x.shape, x.dtype, self)
 
     @functools.partial(jax.jit, static_argnums=0, inline=True)
     def encode_activation(self, x: Array, channel_scale: Array, salt: Array) -> Encoded:
@@ -177,7 +178,8 @@ class SignAware(Codec):
 
     def _greatest(self, x: Array) -> Array:
         """Returns the scale at which the maximum of each channel and sample is the top level."""
-        greatest = jnp.max(jnp.abs(x), channel_axes(x.ndim), keepdims=True, initial=0)
+        axes = channel_axes(x.ndim)
+        greatest = with_nans(jnp.max(jnp.abs(x), axes, keepdims=True, initial=0), x, axes)
         return outward(greatest.astype(jnp.float32) / self.levels.top)
 
     def _encode(self, x: Array, seed: Seed) -> tuple[Array, ...]:

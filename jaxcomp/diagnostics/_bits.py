@@ -49,7 +49,7 @@ class _Probe(Codec):
         noisy = quantize.decode(quantize.encode(x, seed))
         assert importance is not None  # its modules have sinks
         on = jnp.expand_dims(importance > 0, tuple(range(1, x.ndim)))
-        return Encoded((jnp.where(on, noisy, x),), x.shape, x.dtype)
+        return Encoded((jnp.where(on, noisy, x),), x.shape, x.dtype, self)
 
     def _encode(self, x: Array, seed: Seed) -> tuple[Array, ...]:
         return (x,)

@@ -139,6 +139,7 @@ def coded_activation(
     """
     argument = CodedArgument(typing.cast(Quantize, inner_codec(codec)), of)
     gated = GatedLinearUnit(argument)
+    own = argument if len(operands) == 1 else gated
     operands, seed = match_varying((tuple(operands), seed))
 
     def compute(operands: tuple[Array, ...], seed: Seed) -> tuple[Encoded, Array]:
@@ -148,7 +149,7 @@ def coded_activation(
             of_factor = noise.folded(seed, jnp.uint32(1))
             arrays += (argument.encode_between(factor, of_factor),)
         y, arrays = barriers.save_residual(function(*operands), arrays, codec)
-        return Encoded(arrays, y.shape, y.dtype), y
+        return Encoded(arrays, y.shape, y.dtype, own), y
 
     @jax.custom_vjp
     def op(operands: tuple[Array, ...], seed: Seed) -> tuple[Encoded, Array]:
@@ -174,4 +175,4 @@ def coded_activation(
     op.defvjp(forward, backward)
     code, y = op(operands, seed)
     scale = jnp.ones((*(1,) * (y.ndim - 1), y.shape[-1]))
-    return CodedArray(y, scale, code, placed_like(codec, argument if len(operands) == 1 else gated))
+    return CodedArray(y, scale, code, placed_like(codec, own))

@@ -13,6 +13,7 @@ from jaxcomp._core.shard_map import match_varying
 from jaxcomp.codecs import Codec, Encoded
 from jaxcomp.codecs._codec import Seed, channel_axes
 from jaxcomp.codecs._offload import inner_codec, placed_like
+from jaxcomp.codecs._ranges import with_nans
 from jaxcomp.ops._coded_array import CodedArray
 
 
@@ -81,6 +82,7 @@ def gate(x: CodedArray, factor: Float[Array, "batch ... channels"]) -> CodedArra
     made = op(*given)
     _, code, factor = given
     factor = jax.lax.stop_gradient(factor)
-    arrays = Encoded((*code.arrays, factor), made.shape, made.dtype)
-    scale = x.channel_scale * jnp.abs(factor).max(0, keepdims=True)
-    return CodedArray(made, scale, arrays, placed_like(x.codec, Gated(codec)))
+    gated = Gated(codec)
+    product = Encoded((*code.arrays, factor), made.shape, made.dtype, gated)
+    largest = with_nans(jnp.abs(factor).max(0, keepdims=True), factor, (0,))
+    return CodedArray(made, x.channel_scale * largest, product, placed_like(x.codec, gated))

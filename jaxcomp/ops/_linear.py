@@ -209,7 +209,7 @@ def bilinear(
             if weight_gradient is not None:
                 if travels:
                     arrays = jax.tree.map(lambda a: part(a) if a.ndim else a, code.arrays)
-                    code = Encoded(arrays, stored.shape, stored.dtype)
+                    code = Encoded(arrays, stored.shape, stored.dtype, code.codec)
                 drhs = weight_gradient(code, cotangent)
             else:
                 transpose = jax.linear_transpose(lambda rhs: product(decoded, rhs), like_rhs)

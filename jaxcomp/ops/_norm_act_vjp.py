@@ -170,7 +170,7 @@ class NormActVjp:
         y = self._after_codes(inputs, residual, y, after)
         packed, own, index = codes
         arrays = *packed, *barriers.name_residual(barriers.undifferentiable(affine), self.stored_by)
-        return y, Kept(Encoded(arrays, y.shape, y.dtype), own, index), means, variances
+        return y, Kept(Encoded(arrays, y.shape, y.dtype, codec), own, index), means, variances
 
     def _after_codes(
         self, inputs: tuple[Input, ...], residual: Array | None, made: Array, after: _Statistics

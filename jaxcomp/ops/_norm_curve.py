@@ -117,7 +117,7 @@ def norm_curve(
             (y, affine, variance), (code, piece), codec
         )
         affine = barriers.name_residual(barriers.undifferentiable(affine), codec)
-        return Encoded((*packed, *affine), y.shape, y.dtype), y, mean, variance
+        return Encoded((*packed, *affine), y.shape, y.dtype, curved), y, mean, variance
 
     @jax.custom_vjp
     def op(*arguments: Array) -> typing.Any:

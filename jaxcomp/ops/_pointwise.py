@@ -1,5 +1,6 @@
 """Gradients of 1x1 kernels, computed from the code of the input where that is cheaper."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -106,7 +107,7 @@ def _of_multiples(
 
     def gradient(code: Encoded, cotangent: Array) -> Array:
         *packed, _, channel_scale, offset = code.arrays
-        code = Encoded((*packed, None, channel_scale, offset), code.shape, code.dtype)
+        code = dataclasses.replace(code, arrays=(*packed, None, channel_scale, offset))
         channels, rows = kernel.shape[inputs], cotangent.size // kernel.shape[features]
         if channel_scale.size != channels or math.prod(code.shape) != rows * channels:
             return of_decoded(code, cotangent)  # scales for each sample, or feature groups

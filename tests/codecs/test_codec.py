@@ -7,7 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxcomp import AvgPool, BlockSparse, Cast, Exact, Packed, PerSample, Quantize
+from jaxcomp import (
+    AvgPool,
+    BlockSparse,
+    Cast,
+    DualPrecision,
+    Exact,
+    Float8,
+    Offload,
+    Packed,
+    PerSample,
+    Quantize,
+    SignAware,
+)
 from jaxcomp.codecs import Encoded
 from jaxcomp.codecs._codec import array_nbytes
 from tests.helpers import (
@@ -123,6 +135,111 @@ def test_other_dtypes_are_an_error(codec, dtype):
         codec.nbytes((2, 4, 4, 3), dtype)
     with pytest.raises(TypeError, match=message):
         codec.encode(jnp.zeros((2, 4, 4, 3), dtype))
+
+
+# With the part of the largest number up to which values decode to finite ones.
+OF_FLOATS = [
+    (Exact(), 1),
+    (Cast("bfloat16"), 0.99),
+    (AvgPool(3), 1),
+    (Quantize(2), 1),
+    (Quantize(8, "row", "nearest"), 1 - 2**-20),
+    (PerSample((4, 1)), 1 - 2**-20),
+    (BlockSparse((4, 1), 0.5, Quantize(4, "sample")), 1 - 2**-20),
+    (DualPrecision(4, 2), 1),
+    (DualPrecision(3, 4, along="features"), 1),
+    (SignAware(3), 0.74),
+    (Float8(), 1),
+    (Float8("e5m2", -2, "nearest"), 1),
+    (Offload(Quantize(4)), 1 - 2**-20),
+]
+
+
+@pytest.mark.parametrize(("codec", "part"), OF_FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_finite_values_decode_to_finite_ones(codec, part, dtype):
+    """Each sample is one kind of extreme values."""
+    info, random, shape = jnp.finfo(dtype), np.random.default_rng(0), (6, 6, 4)
+    most, least = part * float(info.max), float(info.smallest_subnormal)
+    subnormal = least * random.integers(-50, 50, shape)
+    wide = most * random.uniform(-1, 1, shape)
+    samples = [
+        wide,
+        np.abs(wide),
+        most * random.choice([-1, 1], shape),
+        np.full(shape, most),
+        np.full(shape, -most),
+        most * (1 - float(info.eps) * random.integers(0, 8, shape)),
+        subnormal,
+        np.where(wide > 0, wide, subnormal),
+    ]
+    x = jnp.asarray(np.stack(samples).astype(dtype))
+    assert np.isfinite(as_float(x)).all()
+    decoded = jax.jit(lambda x: codec.decode(codec.encode(x, 1)))(x)
+    assert np.isfinite(as_float(decoded)).all()
+
+
+@pytest.mark.parametrize("codec", [codec for codec, _ in OF_FLOATS], ids=str)
+@pytest.mark.parametrize("shape", [(8, 16, 8, 16), (8, 1024)])
+def test_nan_and_inf_decode_to_non_finite_values(codec, shape):
+    """XLA for CPUs computes the extremes of arrays of this size by a library that drops NaNs."""
+    if isinstance(codec, AvgPool | BlockSparse | Float8) and len(shape) == 2:
+        shape = (8, 32, 32)
+    bad = [np.nan, -np.nan, np.inf, -np.inf]
+    for dtype in DTYPES if isinstance(codec, Quantize) else (jnp.float32,):
+        x = normal(shape, dtype)
+        places = [(i, *(n // 2 for n in shape[1:])) for i in range(len(bad))]
+        for place, value in zip(places, bad, strict=True):
+            x = x.at[place].set(value)
+        decoded = as_float(jax.jit(lambda x: codec.decode(codec.encode(x, 1)))(x))
+        assert not np.isfinite([decoded[place] for place in places]).any()
+        assert np.isfinite(decoded[len(bad) :]).all()
+
+
+def test_a_nan_makes_its_whole_group_nan():
+    x = normal((8, 16, 8, 16)).at[1, 2, 3, 5].set(jnp.nan)
+    expected = np.zeros(x.shape, bool)
+    expected[1, ..., 5] = True
+    codec = Quantize(4)
+    for decoded in (codec.decode(codec.encode(x)), jax.jit(codec.decode)(codec.encode(x))):
+        np.testing.assert_array_equal(np.isnan(decoded), expected)
+
+
+@pytest.mark.parametrize("codec", [*CODECS, Packed(), Offload(Quantize(2)), SignAware()], ids=str)
+def test_encode_takes_arrays_and_decode_codes_of_the_same_codec_alone(codec):
+    x = jnp.zeros((2, 4, 4, 3), bool if isinstance(codec, Packed) else jnp.float32)
+    with without_type_checks():
+        for other in (None, 1.0, [1.0, 2.0]):
+            with pytest.raises(TypeError, match=r"^x=.*: expected an array"):
+                codec.encode(other)
+        for other in (None, x, codec.encode(x).arrays):
+            with pytest.raises(TypeError, match=r"^encoded=.*: expected what .*\.encode returns"):
+                codec.decode(other)
+    code = Quantize(4).encode(jnp.zeros((2, 4, 4, 3)))
+    if codec != Quantize(4):
+        with pytest.raises(ValueError, match=r"encoded: expected a code of .*, got one of Quanti"):
+            codec.decode(code)
+
+
+def test_a_code_of_another_codec_is_an_error_in_transformed_functions():
+    x, message = normal((3, 4, 5)), r"a code of Quantize\(bits=2.*, got one of Quantize\(bits=4"
+    code = jax.vmap(Quantize(4).encode)(x)
+
+    def decode(code):
+        return Quantize(2).decode(code)
+
+    for transformed in (
+        jax.jit(decode),
+        jax.vmap(decode),
+        lambda code: jax.lax.scan(lambda carry, code: (carry, decode(code)), 0, code),
+        lambda code: Offload(Quantize(2)).decode(code),
+    ):
+        with pytest.raises(ValueError, match=message):
+            transformed(code)
+    # Where the code waits makes no difference.
+    both = [codec.decode(Quantize(4).encode(x)) for codec in (Quantize(4), Offload(Quantize(4)))]
+    np.testing.assert_array_equal(*both)
+    np.testing.assert_array_equal(Quantize(4).decode(Offload(Quantize(4)).encode(x)), both[0])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -32,3 +32,13 @@ def test_a_constant_channel_comes_back():
     decoded, step = _dithered.decode(_dithered.encode(h, 4, 0), 4, h.shape)
     np.testing.assert_array_equal(step[..., 7], 0)
     np.testing.assert_array_equal(decoded[..., 7], 0)
+
+
+@pytest.mark.parametrize("shape", [(8, 16, 8, 16), (8, 7, 3)])
+def test_a_channel_with_a_nan_decodes_to_nan(shape):
+    """XLA for CPUs computes the extremes of large arrays by a library that drops NaNs."""
+    h = normal(shape).at[1, 2, ..., 2].set(jnp.nan)
+    decoded, _ = jax.jit(lambda h: _dithered.decode(_dithered.encode(h, 4, 0), 4, shape))(h)
+    expected = np.zeros(shape, bool)
+    expected[1, ..., 2] = True
+    np.testing.assert_array_equal(np.isnan(decoded), expected)

@@ -37,6 +37,15 @@ def test_error_is_below_a_step_of_the_rest(shape, dtype, window, seed):
     assert np.max(np.abs(as_float(decoded) - as_float(x)), initial=0) <= limit
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_error_is_below_a_step_up_to_the_largest_number(dtype):
+    most = float(jnp.finfo(dtype).max)
+    signs = np.random.default_rng(0).uniform(-1, 1, (2, 9, 9, 3))
+    x = jnp.asarray((most * np.append(signs, np.sign(signs), axis=0)).astype(dtype))
+    error = as_float(round_trip(DualPrecision(4, bits=8), x)) / most - as_float(x) / most
+    assert np.max(np.abs(error)) <= 4 / 255
+
+
 @hypothesis.settings(max_examples=25)
 @hypothesis.given(SHAPES, st.sampled_from(DTYPES), st.integers(1, 9), st.sampled_from((1, 2, 4)))
 def test_bytes_are_those_of_means_and_rest(shape, dtype, window, bits):

@@ -24,3 +24,11 @@ def test_a_product_has_the_code_of_its_operand():
     dfactor = jax.grad(lambda factor: (gate(coded, factor).value * dy).sum())(factor)
     expected = (dy * decoded).sum((1, 2), keepdims=True)
     np.testing.assert_allclose(dfactor, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_nan_in_a_factor_is_in_the_scale():
+    """XLA for CPUs computes the maxima of large arrays by a library that drops NaNs."""
+    x, factor = jnp.ones((64, 2, 2, 128)), normal((64, 1, 1, 128)).at[5, 0, 0, 7].set(jnp.nan)
+    coded = ops.encode_activation(x, jnp.ones((1, 1, 1, 128)), SignAware(bits=4))
+    scale = jax.jit(lambda factor: gate(coded, factor).channel_scale)(factor)
+    assert np.flatnonzero(np.isnan(scale)).tolist() == [7]

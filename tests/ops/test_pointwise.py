@@ -1,11 +1,12 @@
 """The gradient of a 1x1 kernel from integers is that of the decoded input."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
 
 from jaxcomp import Offload, SignAware, memory, ops
-from jaxcomp.codecs import Encoded
 from jaxcomp.ops import _conv as conv
 from tests.helpers import assert_close, collectives, normal, replicate, shard
 
@@ -35,7 +36,7 @@ def test_integers_times_their_unit_are_what_is_decoded(bits):
     assert multiples.dtype == jnp.int8
     assert len(jnp.unique(multiples)) == 2**bits - 1  # two codes are zero
     *packed, _, scale, offset = x.code.arrays
-    levels = Encoded((*packed, None, scale, offset), x.code.shape, x.code.dtype)
+    levels = dataclasses.replace(x.code, arrays=(*packed, None, scale, offset))
     assert_close(multiples * channel_scale, x.codec.decode(levels), 1e-6)
 
 
