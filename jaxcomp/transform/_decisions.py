@@ -101,12 +101,11 @@ def decide(graph: Graph, roles: Mapping[Any, str], log: PolicyLog) -> dict[Any, 
             decisions[variable] = Decision("keep")
             continue
         made_by = graph.made_by.get(variable)
-        if made_by is not None:
-            made_by = without_undivided(made_by)
+        step = None if made_by is None else without_undivided(made_by)
         value = Value(
             variable.aval.shape,
             variable.aval.dtype,
-            made_by.primitive.name if made_by is not None else "",
+            step.primitive.name if step is not None else "",
             names,
             roles.get(variable, "other") if made_by is not None else "input",
             source_line(made_by),
@@ -115,7 +114,7 @@ def decide(graph: Graph, roles: Mapping[Any, str], log: PolicyLog) -> dict[Any, 
         )
         log.values.append(value)
         named = graph.names.get(variable, [])
-        decision = _decide(log, value, made_by, named)
+        decision = _decide(log, value, step, named)
         if decision.action == "recompute" and value.primitive == "scan":
             decision = Decision("keep", note="kept: a loop is not run again as a whole")
         decisions[variable] = decision

@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from jax import lax
 
+from tests.helpers import normal
 from tests.sweep.combinations import SETS, B, Combination, W, X, combinations
 
+COTANGENT = normal(X.shape, seed=4)
 _ORDERS = (SETS, SETS[::-1])
 
 
@@ -24,8 +26,9 @@ def _gradients(f):
         w, x, b = arguments
         total = jnp.float32(0)
         for number, differentiated in enumerate(sets):
-            of_call = jnp.roll(x, number, axis=0), b * (1 + 0.1 * number)
-            total += jnp.sum(jnp.sin(f(*_frozen((w, *of_call), differentiated))) ** 2)
+            of_call = w, jnp.roll(x, number, axis=0), b * (1 + 0.1 * number)
+            result = f(*_frozen(of_call, differentiated))
+            total += jnp.vdot(result, jnp.roll(COTANGENT, number, axis=1))
         return total
 
     def all_of_them(arguments):
@@ -42,7 +45,7 @@ def check(combination: Combination) -> None:
     pairs = zip(_gradients(coded), _gradients(stock), strict=True)
     for number, ((loss, gradient), (expected_loss, expected)) in enumerate(pairs):
         name = SETS[number] if number < len(SETS) else f"all, order {number - len(SETS)}"
-        np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+        np.testing.assert_allclose(loss, expected_loss, rtol=1e-4, atol=1e-2)
         for i, (one, other) in enumerate(zip(gradient, expected, strict=True)):
             distance, scale = jnp.linalg.norm(one - other), jnp.linalg.norm(other)
             if not distance <= combination.error * scale:
@@ -52,8 +55,7 @@ def check(combination: Combination) -> None:
 
 SINGLE = combinations(1)
 NESTED = combinations(2)
-# Each wrapper, thing and policy several times.
-SAMPLE = random.Random(0).sample(SINGLE, 24) + random.Random(0).sample(NESTED, 12)
+SAMPLE = random.Random(0).sample(SINGLE, 12) + random.Random(0).sample(NESTED, 4)
 
 
 @pytest.mark.parametrize("combination", SAMPLE, ids=str)
