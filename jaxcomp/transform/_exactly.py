@@ -9,6 +9,7 @@ import jax
 from jax.extend.core import JaxprEqn
 
 from jaxcomp.memory._tracing import CHECKPOINT_PRIMITIVES, inner_jaxprs, open_jaxpr
+from jaxcomp.transform._custom_rules import has_rule_in
 from jaxcomp.transform._programs import (
     BODIES,
     CALLS,
@@ -80,19 +81,15 @@ def _looked_through(equation: JaxprEqn) -> Any:
     """The program that an equation calls, of a jitted function or one of this package, or None."""
     if equation.primitive.name in CALLS:
         return equation.params[CALLS[equation.primitive.name]]
-    is_looked_through = _is_ours(equation) or _is_in(equation, "custom_jvp_call", _BARRIERS)
-    return equation.params["call_jaxpr"] if is_looked_through else None
+    return equation.params["call_jaxpr"] if _is_ours(equation) or _is_barrier(equation) else None
 
 
 def _is_ours(equation: JaxprEqn) -> bool:
     """Whether an equation has a derivative of this package."""
-    of_vjp = _is_in(equation, "custom_vjp_call", _PACKAGE)
-    return of_vjp or _is_in(equation, "custom_jvp_call", _CHECKPOINTED)
+    start = {"custom_vjp_call": _PACKAGE, "custom_jvp_call": _CHECKPOINTED}
+    name = equation.primitive.name
+    return name in start and has_rule_in(equation, start[name])
 
 
-def _is_in(equation: JaxprEqn, primitive: str, start: str) -> bool:
-    """Whether an equation calls a function of files whose paths start so."""
-    if equation.primitive.name != primitive:
-        return False
-    file: str = equation.params["call_jaxpr"].jaxpr.debug_info.func_filename or ""
-    return file.startswith(start)
+def _is_barrier(equation: JaxprEqn) -> bool:
+    return equation.primitive.name == "custom_jvp_call" and has_rule_in(equation, _BARRIERS)
