@@ -11,7 +11,7 @@ from jax.extend.core import JaxprEqn
 from jax.extend.linear_util import WrappedFun
 
 _JAX = os.path.dirname(jax.__file__) + os.sep
-_HOLDERS = (jax.custom_jvp, type(jax.jit(len)))  # of one function
+_HOLDERS: Any = (jax.custom_jvp, type(jax.jit(len)))  # of one function
 _TRACED_BY = {  # the parameters that trace the rule of a call
     "custom_jvp_call": ("jvp_jaxpr_fun",),
     "custom_vjp_call": ("fwd_jaxpr_thunk", "bwd"),

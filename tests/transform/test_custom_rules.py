@@ -5,8 +5,10 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.extend.core import jaxpr_as_fun
 
 import jaxcomp as jc
+from jaxcomp.transform._exactly import without_codes
 from tests.helpers import assert_close, normal
 
 X, W = normal((16, 4, 8)), normal((16, 4, 8), seed=1)
@@ -42,16 +44,11 @@ def by_static_argument(slope):
     return functools.partial(function, slope)
 
 
+_NAMES = "relu relu6 gelu silu hard_swish elu leaky_relu softplus log_sigmoid"
 OF_JAX = {
-    **{
-        name: getattr(jax.nn, name)
-        for name in (
-            "relu relu6 gelu silu elu selu celu softplus leaky_relu log_sigmoid hard_swish"
-        ).split()
-    },
+    **{name: getattr(jax.nn, name) for name in _NAMES.split()},
     "gelu, exact": functools.partial(jax.nn.gelu, approximate=False),
     "logsumexp": lambda x: jax.nn.logsumexp(x, -1, keepdims=True) + x,
-    "logaddexp": lambda x: jnp.logaddexp(x, 0.5),
     "sinc": jnp.sinc,
     "where": lambda x: jnp.where(x > 0.1, x, 0.25 * x),
 }
@@ -106,14 +103,18 @@ AROUND = {
 }
 
 
-EVERYWHERE = {"Exact": jc.Exact(), "automatic": "automatic"}
-OTHERS = {
+POLICIES = {
+    "Exact": jc.Exact(),
+    "automatic": "automatic",
     "nothing_saveable": jax.checkpoint_policies.nothing_saveable,
-    "fused:bits=4": "fused:bits=4",
+    "fused": "fused:bits=4",
 }
 CASES = [
-    *((around, policy) for around in AROUND for policy in EVERYWHERE),
-    *(("after a batch norm", policy) for policy in OTHERS),
+    *(("after a batch norm", policy) for policy in POLICIES),
+    ("alone", "Exact"),
+    ("alone", "automatic"),
+    ("in a scan", "Exact"),
+    ("in jit and vmap", "automatic"),
 ]
 
 
@@ -128,9 +129,36 @@ def test_gradients_follow_the_rule(around, policy):
 
         return jax.jit(jax.grad(loss))(dict.fromkeys(FUNCTIONS, X))
 
-    found = gradients(lambda f: jc.checkpoint(f, (EVERYWHERE | OTHERS)[policy]))
+    found = gradients(lambda f: jc.checkpoint(f, POLICIES[policy]))
     expected = gradients(lambda f: f)
     rtol = 1e-5 if policy in ("Exact", "nothing_saveable") else 0.35  # noise of codes
     for name in FUNCTIONS:
         error, norm = (jnp.linalg.norm(a) for a in (found[name] - expected[name], expected[name]))
         assert error <= rtol * norm, name
+
+
+def test_equal_programs_are_decided_once_if_the_rules_are_of_jax():
+    asked = []
+
+    def policy(primitive, *_, **__):
+        asked.append(primitive)
+        return False
+
+    def decisions(functions):
+        counts = []
+        for function in functions:
+            asked.clear()
+            jax.grad(lambda x, f=function: jnp.sum(jc.checkpoint(f, policy)(x)))(X)
+            counts.append(len(asked))
+        return counts
+
+    first, *others = decisions([lambda x, f=f: f(jnp.sin(x)) for f in [jax.nn.relu] * 3])
+    assert first and not any(others)
+    assert all(decisions([lambda x, s=s: scaled(jnp.sign, s)(jnp.sin(x)) for s in (1.0, 1.0)]))
+
+
+def test_a_users_rule_of_a_function_of_this_package_is_not_taken_for_a_code():
+    function = jax.custom_vjp(jc.ops.relu)
+    function.defvjp(lambda x: (jc.ops.relu(x), None), lambda _, g: (3 * g,))
+    exact = jaxpr_as_fun(without_codes(jax.make_jaxpr(function)(X)))
+    assert_close(jax.grad(lambda x: jnp.sum(exact(x)[0]))(X), jnp.full_like(X, 3))
