@@ -25,7 +25,7 @@ from jaxcomp.transform._keyed import Keyed
 from jaxcomp.transform._linear_map import ByPosition
 from jaxcomp.transform._parts import scheduled
 from jaxcomp.transform._plan import Plan
-from jaxcomp.transform._programs import Program, avals, closed
+from jaxcomp.transform._programs import Program, as_array, avals, closed
 from jaxcomp.transform._rules import with_both_modes, with_reverse_mode
 from jaxcomp.transform._schedule import plain_bytes
 from jaxcomp.transform._scheduled import Scheduled
@@ -65,7 +65,7 @@ class Checkpointed:
         def run(program: Program, *arguments: Any) -> list[Any]:
             return self._run(program, coded, arguments)
 
-        given = [*constants, *leaves]
+        given = [*map(_array, constants), *map(_array, leaves)]
         if explicit_axes():
             made = run_over_automatic_axes(program, run, given)
         else:
@@ -170,6 +170,11 @@ def _check_unchanged(before: list[tuple[Any, Any]], after: list[tuple[Any, Any]]
         )
 
 
+def _array(value: Any) -> Any:
+    """A Python scalar as an array of its weak type, also one that is differentiated."""
+    return jnp.asarray(value) if jax.typeof(value).weak_type else value
+
+
 def _leaves(tree: Any) -> list[Any]:
     return jax.tree.leaves(tree)
 
@@ -230,7 +235,7 @@ def _with_derivative(
         # An integer that came out of another such call counts as perturbed, too.
         active = [i for i in perturbed if jnp.issubdtype(values[i].dtype, jnp.inexact)]
         if not active:
-            return derived(None, *values), None, ()
+            return [*map(as_array, derived(None, *values))], None, ()
         chosen = _scheduled_once(program, active, coded, policy)
         own = _seed_of_call(seed, [values[i] for i in active])
         made, stored = chosen.forward(own, values)

@@ -41,6 +41,11 @@ def read(env: Values, atom: Any) -> Any:
     return atom.val if isinstance(atom, Literal) else env[atom]
 
 
+def as_array(value: Any) -> Any:
+    """A value that was read, as an array: that of a literal is a scalar of Python or NumPy."""
+    return value if isinstance(value, jax.Array) else jnp.asarray(value)
+
+
 def variables(atoms: Sequence[Any]) -> list[Any]:
     """Those of an equation's operands or results that are variables, each once."""
     return list(dict.fromkeys(a for a in atoms if not isinstance(a, Literal | DropVar)))
