@@ -92,7 +92,9 @@ class Checkpointed:
         active = [
             i
             for i, argument in enumerate(avals(program.jaxpr.invars))
-            if jnp.issubdtype(argument.dtype, jnp.inexact) and i not in fixed
+            if jnp.issubdtype(argument.dtype, jnp.inexact)
+            and i not in fixed
+            and not isinstance(argument, jax.ref.AbstractRef)
         ]
         if not active:
             raise ValueError("no argument is a floating-point array: there is no gradient")
@@ -171,8 +173,9 @@ def _check_unchanged(before: list[tuple[Any, Any]], after: list[tuple[Any, Any]]
 
 
 def _array(value: Any) -> Any:
-    """A Python scalar as an array of its weak type, also one that is differentiated."""
-    return jnp.asarray(value) if jax.typeof(value).weak_type else value
+    """A Python scalar as an array of its weak type, and so is its tangent."""
+    kind = jax.typeof(value)
+    return jnp.copy(value) if kind.weak_type and not kind.shape else value
 
 
 def _leaves(tree: Any) -> list[Any]:
@@ -333,7 +336,8 @@ def checkpoint(
             function changes an argument, as a Flax NNX module updates its state; once a gradient is
             taken, if a required rule of the policy matches nothing.
         NotImplementedError: If a second derivative passes through a code; once a gradient is taken,
-            if a shape is symbolic or a reference of `jax.new_ref` holds differentiated values.
+            if a shape is symbolic, or the function makes or differentiates a reference of
+            `jax.new_ref`.
 
     Example:
         >>> from jaxcomp import Quantize

@@ -9,6 +9,7 @@ import jax
 from jax.extend.core import JaxprEqn
 
 from jaxcomp.memory._tracing import CHECKPOINT_PRIMITIVES, inner_jaxprs, open_jaxpr
+from jaxcomp.policies._save_compressed import codec_types
 from jaxcomp.transform._custom_rules import has_rule_in
 from jaxcomp.transform._programs import (
     BODIES,
@@ -63,6 +64,21 @@ def has_codes(program: Any) -> bool:
     return any(
         _is_ours(equation) or _has_codes_inside(equation) for equation in open_jaxpr(program).eqns
     )
+
+
+def saves_codes(gradient: Any) -> bool:
+    """Whether a traced gradient saves a value in a form that is not exact, or a mask in bits."""
+    kinds = [kind for kind in codec_types() if hasattr(kind, "name") and not kind.is_exact]
+    names = {kind.stored_name() for kind in kinds}
+
+    def saves(program: Any) -> bool:
+        return any(
+            (equation.primitive.name == "name" and equation.params["name"] in names)
+            or any(map(saves, inner_jaxprs(equation)))
+            for equation in open_jaxpr(program).eqns
+        )
+
+    return saves(gradient)
 
 
 def _has_codes_inside(equation: JaxprEqn) -> bool:

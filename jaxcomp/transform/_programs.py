@@ -20,6 +20,7 @@ CALLS = {
     "pjit": "jaxpr",
     "closed_call": "call_jaxpr",
     "eval_jaxpr": "call_jaxpr",  # of an inner jax.checkpoint, from JAX 0.12 on
+    "remat_opt": "fwd_jaxpr",  # of a jax.custom_vjp with optimize_remat; it has no transpose
 }
 BODIES = {"scan": "jaxpr", "cond": "branches"}  # by the parameter that holds them
 _SIMPLE = CHEAP | HEAVY | REDUCTIONS - {"reduce"}  # without programs among their parameters
