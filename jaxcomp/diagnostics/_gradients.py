@@ -20,7 +20,7 @@ from jaxcomp.diagnostics._losses import (
     sgd_variance,
     vector,
 )
-from jaxcomp.transform._exactly import has_codes
+from jaxcomp.transform._exactly import has_codes, saves_codes
 
 _SIGNIFICANCE = 0.05
 _LOST, _NEAR = 0.1, 0.5  # noise in units of SGD's: lost in it, and of its size
@@ -144,8 +144,9 @@ def check_gradients(
     Raises:
         TypeError: If an argument has another type, or `loss` returns no floating-point scalar.
         ValueError: If there are fewer than 3 draws or 2 parts, the batch does not divide into the
-            parts, nothing is compressed, there are codes in a `while` loop or in `jax.shard_map`,
-            there are no float32 parameters, or the exact gradient is zero or not finite.
+            parts, nothing is compressed or coded, there are codes in a `while` loop or in
+            `jax.shard_map`, there are no float32 parameters, or the exact gradient is zero or not
+            finite.
 
     Example:
         >>> from jaxcomp import Quantize
@@ -165,6 +166,12 @@ def check_gradients(
         raise ValueError(
             f"model={type(model).__name__}: nothing is compressed; expected a model of "
             "jaxcomp.compress, layers with codecs, or a loss that calls jaxcomp.checkpoint"
+        )
+    if not saves_codes(jax.make_jaxpr(jax.grad(of))(params, batch)):
+        raise ValueError(
+            f"loss, model={type(model).__name__}: nothing is coded, since the policy keeps every "
+            "value exactly; expected values that are large enough for it where they are computed, "
+            "which those of one example under jax.vmap may not be"
         )
     if not any(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(params)):
         raise ValueError("model: expected float32 parameters")

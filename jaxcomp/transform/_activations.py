@@ -2,18 +2,19 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Literal
+from jaxtyping import Array
 
 from jaxcomp.ops._curves import CURVES, Curve
 from jaxcomp.transform._builder import flat
+from jaxcomp.transform._custom_rules import rule_of
 from jaxcomp.transform._one_result import OneResult
 from jaxcomp.transform._pattern import Pattern
 from jaxcomp.transform._programs import Program, is_variable, variables
-from jaxcomp.transform._rewrites import is_of_jax
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -37,7 +38,7 @@ def activation_of(pattern: Pattern, value: Any) -> Activation | None:
 
 
 def _as(pattern: Pattern, value: Any, curve: Curve) -> Activation | None:
-    text, length = _text(curve, value.aval.shape, value.aval.dtype)
+    text, rules, length = _signature(curve.function, value.aval.shape, value.aval.dtype)
     equations = _from(pattern, value, length)
     if len(equations) != length:
         return None
@@ -48,18 +49,26 @@ def _as(pattern: Pattern, value: Any, curve: Curve) -> Activation | None:
         return None
     if any(id(e) not in own for v in inside for e in pattern.readers.get(v, [])):
         return None
-    called = [e for e in equations if e.primitive.name == "custom_jvp_call"]
     program = pattern.slice([value], last.outvars)
-    if program is None or str(program.jaxpr) != text or not all(map(is_of_jax, called)):
+    if program is None or str(program.jaxpr) != text:
+        return None
+    if None in rules or _rules(program) != rules:
         return None
     return Activation(curve, program, last)
 
 
 @functools.cache
-def _text(curve: Curve, shape: tuple[int, ...], dtype: Any) -> tuple[str, int]:
-    """A function's equations, and how many there are."""
-    jaxpr = flat(jax.make_jaxpr(curve.function)(jax.ShapeDtypeStruct(shape, dtype))).jaxpr
-    return str(jaxpr), len(jaxpr.eqns)
+def _signature(
+    function: Callable[[Array], Array], shape: tuple[int, ...], dtype: Any
+) -> tuple[str, list[Any], int]:
+    """A function's equations, the rules of those that have one, and how many there are."""
+    program = flat(jax.make_jaxpr(function)(jax.ShapeDtypeStruct(shape, dtype)))
+    return str(program.jaxpr), _rules(program), len(program.jaxpr.eqns)
+
+
+def _rules(program: Program) -> list[Any]:
+    """The rules of the `jax.custom_jvp` functions that a program calls."""
+    return [rule_of(e) for e in program.jaxpr.eqns if e.primitive.name == "custom_jvp_call"]
 
 
 def _from(pattern: Pattern, value: Any, length: int) -> list[JaxprEqn]:
@@ -122,17 +131,20 @@ def gate_of(equation: JaxprEqn, coded: Mapping[Any, int]) -> Gate | None:
     return None
 
 
-@functools.cache
-def _relu_source() -> str:
-    (equation,) = jax.make_jaxpr(jax.nn.relu)(0.0).eqns
-    while equation.primitive.name != "custom_jvp_call":
-        (equation,) = equation.params["jaxpr"].eqns
-    return str(equation.params["call_jaxpr"].jaxpr.debug_info.func_src_info)
-
-
 def is_relu(equation: JaxprEqn) -> bool:
     """Whether an equation is `jax.nn.relu`, whose derivative at 0 is 0."""
     if equation.primitive.name != "custom_jvp_call":
         return False
-    called = equation.params["call_jaxpr"].jaxpr
-    return str(called.debug_info.func_src_info) == _relu_source()
+    rule = rule_of(equation)
+    return rule is not None and [rule] == _relu_rules() and _is_max_with_0(equation)
+
+
+@functools.cache
+def _relu_rules() -> list[Any]:
+    return _rules(flat(jax.make_jaxpr(jax.nn.relu)(0.0)))
+
+
+def _is_max_with_0(call: JaxprEqn) -> bool:
+    steps = flat(call.params["call_jaxpr"]).jaxpr.eqns
+    literals = [a.val for step in steps for a in step.invars if isinstance(a, Literal)]
+    return [step.primitive.name for step in steps] == ["max"] and literals == [0]

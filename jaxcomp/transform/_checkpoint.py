@@ -25,7 +25,7 @@ from jaxcomp.transform._explicit import automatic, run_over_automatic_axes
 from jaxcomp.transform._keyed import Keyed
 from jaxcomp.transform._parts import scheduled
 from jaxcomp.transform._plan import Plan
-from jaxcomp.transform._programs import Program, avals, closed
+from jaxcomp.transform._programs import Program, as_array, avals, closed
 from jaxcomp.transform._schedule import plain_bytes
 from jaxcomp.transform._scheduled import Scheduled
 
@@ -64,7 +64,7 @@ class Checkpointed:
         def run(program: Program, *arguments: Any) -> list[Any]:
             return self._run(program, coded, arguments)
 
-        given = [*constants, *leaves]
+        given = [*map(_array, constants), *map(_array, leaves)]
         if explicit_axes():
             made = run_over_automatic_axes(program, run, given)
         else:
@@ -91,7 +91,9 @@ class Checkpointed:
         active = [
             i
             for i, argument in enumerate(avals(program.jaxpr.invars))
-            if jnp.issubdtype(argument.dtype, jnp.inexact) and i not in fixed
+            if jnp.issubdtype(argument.dtype, jnp.inexact)
+            and i not in fixed
+            and not isinstance(argument, jax.ref.AbstractRef)
         ]
         if not active:
             raise ValueError("no argument is a floating-point array: there is no gradient")
@@ -169,6 +171,12 @@ def _check_unchanged(before: list[tuple[Any, Any]], after: list[tuple[Any, Any]]
         )
 
 
+def _array(value: Any) -> Any:
+    """A Python scalar as an array of its weak type, and so is its tangent."""
+    kind = jax.typeof(value)
+    return jnp.copy(value) if kind.weak_type and not kind.shape else value
+
+
 def _leaves(tree: Any) -> list[Any]:
     return jax.tree.leaves(tree)
 
@@ -221,7 +229,7 @@ def _with_derivative(
     """The program as a function of a seed and of its arguments."""
 
     def function(seed: Seed, *arguments: Any) -> list[Any]:
-        return list(jaxpr_as_fun(program)(*arguments))
+        return [*map(as_array, jaxpr_as_fun(program)(*arguments))]
 
     def prepare(seed: Any, values: list[Any], perturbed: list[int]) -> Scheduled | None:
         # An integer that came out of another such call counts as perturbed, too.
@@ -312,7 +320,8 @@ def checkpoint(
             function changes an argument, as a Flax NNX module updates its state; once a gradient is
             taken, if a required rule of the policy matches nothing.
         NotImplementedError: If a second derivative passes through a code; once a gradient is taken,
-            if a shape is symbolic or a reference of `jax.new_ref` holds differentiated values.
+            if a shape is symbolic, or the function makes or differentiates a reference of
+            `jax.new_ref`.
 
     Example:
         >>> from jaxcomp import Quantize

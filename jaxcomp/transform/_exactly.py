@@ -9,6 +9,8 @@ import jax
 from jax.extend.core import JaxprEqn
 
 from jaxcomp.memory._tracing import CHECKPOINT_PRIMITIVES, inner_jaxprs, open_jaxpr
+from jaxcomp.policies._save_compressed import codec_types
+from jaxcomp.transform._custom_rules import has_rule_in
 from jaxcomp.transform._programs import (
     BODIES,
     CALLS,
@@ -21,7 +23,7 @@ from jaxcomp.transform._programs import (
 )
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_WITH_DERIVATIVES = tuple(os.path.join(_PACKAGE, room) + os.sep for room in ("ops", "transform"))
+_DERIVATIVES = os.path.join(_PACKAGE, "_core", "custom_derivative.py")
 _BARRIERS = os.path.join(_PACKAGE, "_core", "barriers.py")  # codes without a derivative
 
 
@@ -64,6 +66,21 @@ def has_codes(program: Any) -> bool:
     )
 
 
+def saves_codes(gradient: Any) -> bool:
+    """Whether a traced gradient saves a value in a form that is not exact, or a mask in bits."""
+    kinds = [kind for kind in codec_types() if hasattr(kind, "name") and not kind.is_exact]
+    names = {kind.stored_name() for kind in kinds}
+
+    def saves(program: Any) -> bool:
+        return any(
+            (equation.primitive.name == "name" and equation.params["name"] in names)
+            or any(map(saves, inner_jaxprs(equation)))
+            for equation in open_jaxpr(program).eqns
+        )
+
+    return saves(gradient)
+
+
 def _has_codes_inside(equation: JaxprEqn) -> bool:
     return any(map(has_codes, inner_jaxprs(equation)))
 
@@ -80,19 +97,15 @@ def _looked_through(equation: JaxprEqn) -> Any:
     """The program that an equation calls, of a jitted function or one of this package, or None."""
     if equation.primitive.name in CALLS:
         return equation.params[CALLS[equation.primitive.name]]
-    is_looked_through = _is_ours(equation) or _is_in(equation, "custom_jvp_call", _BARRIERS)
-    return equation.params["call_jaxpr"] if is_looked_through else None
+    return equation.params["call_jaxpr"] if _is_ours(equation) or _is_barrier(equation) else None
 
 
 def _is_ours(equation: JaxprEqn) -> bool:
     """Whether an equation has a derivative of this package."""
-    of_vjp = _is_in(equation, "custom_vjp_call", _PACKAGE)
-    return of_vjp or _is_in(equation, "custom_jvp_call", _WITH_DERIVATIVES)
+    start = {"custom_vjp_call": _PACKAGE, "custom_jvp_call": _DERIVATIVES}
+    name = equation.primitive.name
+    return name in start and has_rule_in(equation, start[name])
 
 
-def _is_in(equation: JaxprEqn, primitive: str, start: str | tuple[str, ...]) -> bool:
-    """Whether an equation calls a function of files whose paths start so."""
-    if equation.primitive.name != primitive:
-        return False
-    file: str = equation.params["call_jaxpr"].jaxpr.debug_info.func_filename or ""
-    return file.startswith(start)
+def _is_barrier(equation: JaxprEqn) -> bool:
+    return equation.primitive.name == "custom_jvp_call" and has_rule_in(equation, _BARRIERS)

@@ -10,9 +10,9 @@ from jax.extend.core import Jaxpr, Literal
 from jax.extend.linear_util import WrappedFun
 from jax.sharding import Mesh
 
+from jaxcomp.transform._custom_rules import is_of_jax, rule_of
 from jaxcomp.transform._origins import module_path
 from jaxcomp.transform._programs import Program
-from jaxcomp.transform._rewrites import is_of_jax
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Keyed:
         """The program with its key; None where there is no telling.
 
         There is none if a parameter of an equation is a function, such as the rule of a user's
-        `jax.custom_vjp`: it may close over anything.
+        `jax.custom_jvp` or `jax.custom_vjp`: it may close over anything.
         """
         if program.jaxpr.effects:
             return None
@@ -70,12 +70,14 @@ def _key_of_jaxpr(jaxpr: Jaxpr) -> Any:
     for equation in jaxpr.eqns:
         operands = tuple(map(operand, equation.invars))
         parameters = dict(equation.params)
-        if is_of_jax(equation):  # of which the rule is a new function each time
-            parameters["jvp_jaxpr_fun"] = parameters["call_jaxpr"].jaxpr.debug_info.func_src_info
+        rule = None
+        if is_of_jax(equation):
+            rule = rule_of(equation)
+            del parameters["jvp_jaxpr_fun"]  # which traces it, a new function each time
         named = tuple((name, _key(v)) for name, v in sorted(parameters.items()))
         info = equation.source_info
         where = str(info.name_stack), module_path(equation), info.traceback
-        rows.append((equation.primitive, operands, named, where, equation.ctx))
+        rows.append((equation.primitive, operands, named, rule, where, equation.ctx))
         for value in equation.outvars:
             numbers[value] = len(numbers)
     avals = tuple(v.aval for v in arguments)

@@ -44,10 +44,11 @@ def linearize(program: Program, active: Sequence[int]) -> Linearized:
     Every coefficient of the linear program is computed in the forward one, at the exact values.
 
     Raises:
-        NotImplementedError: If the linear program writes to references.
+        NotImplementedError: If the linear program reads or writes references.
     """
     arguments = avals(program.jaxpr.invars)
     results = avals(program.jaxpr.outvars)
+    _check_no_references([arguments[i] for i in active])
     smooth = [i for i, r in enumerate(results) if jnp.issubdtype(r.dtype, jnp.inexact)]
     function = jaxpr_as_fun(program)
     linear: list[Jaxpr] = []  # without its constants, which are tracers of the forward program
@@ -66,17 +67,24 @@ def linearize(program: Program, active: Sequence[int]) -> Linearized:
 
     forward = flat(jax.make_jaxpr(both)(*arguments))
     (opened,) = linear
-    refs = [v for e in opened.eqns for v in e.outvars if isinstance(v.aval, jax.ref.AbstractRef)]
-    if refs:
-        raise NotImplementedError(
-            f"fn keeps differentiated values in a reference of jax.new_ref ({refs[0].aval}): "
-            "expected arrays alone; use x.at[...].set, or the carry of jax.lax.scan"
-        )
+    made = [v for e in opened.eqns for v in e.outvars]
+    _check_no_references(avals([*opened.constvars, *opened.invars, *made]))
     whole = closed(
         opened.replace(constvars=[], invars=[*opened.constvars, *opened.invars]),
         [],
     )
     return Linearized(forward, flat(whole), len(results), tuple(active), tuple(smooth))
+
+
+def _check_no_references(kinds: Sequence[Any]) -> None:
+    """Raises a NotImplementedError if a type of a linear program is that of a reference."""
+    refs = [kind for kind in kinds if isinstance(kind, jax.ref.AbstractRef)]
+    if refs:
+        raise NotImplementedError(
+            f"fn makes or differentiates a reference of jax.new_ref ({refs[0]}): expected arrays "
+            "alone. Use x.at[...].set or the carry of jax.lax.scan; make a reference that counts "
+            "outside of fn"
+        )
 
 
 def transpose(linearized: Linearized) -> Program:

@@ -15,7 +15,7 @@ from jaxcomp.transform._algebra import HEAVY, tangents_of
 from jaxcomp.transform._choice import Stored
 from jaxcomp.transform._graph import needed
 from jaxcomp.transform._late_constants import apply_after
-from jaxcomp.transform._programs import apply, is_variable, read, scope_of, variables
+from jaxcomp.transform._programs import apply, as_array, is_variable, read, scope_of, variables
 from jaxcomp.transform._rebuild import Rebuild, Residual
 from jaxcomp.transform._schedule import Coefficient, Schedule
 
@@ -77,7 +77,7 @@ def forward(schedule: Schedule, seed: Seed, arguments: Sequence[Any]) -> tuple[l
         with scope_of(equation):
             for out in equation.outvars:
                 settle(out)
-    return [read(env, atom) for atom in results], stored
+    return [as_array(read(env, atom)) for atom in results], stored
 
 
 def _stored_early(equations: Sequence[JaxprEqn], of_results: Sequence[JaxprEqn]) -> list[JaxprEqn]:

@@ -17,6 +17,7 @@ CALLS = {
     "pjit": "jaxpr",
     "closed_call": "call_jaxpr",
     "eval_jaxpr": "call_jaxpr",  # of an inner jax.checkpoint, from JAX 0.12 on
+    "remat_opt": "fwd_jaxpr",  # of a jax.custom_vjp with optimize_remat; it has no transpose
 }
 BODIES = {"scan": "jaxpr", "cond": "branches"}  # by the parameter that holds them
 _SIMPLE = CHEAP | HEAVY | REDUCTIONS - {"reduce"}  # without programs among their parameters
@@ -36,6 +37,11 @@ class Static:
 def read(env: Values, atom: Any) -> Any:
     """The value of a variable, or of a literal."""
     return atom.val if isinstance(atom, Literal) else env[atom]
+
+
+def as_array(value: Any) -> Any:
+    """A value that was read, as an array: that of a literal is a scalar of Python or NumPy."""
+    return value if isinstance(value, jax.Array) else jnp.asarray(value)
 
 
 def variables(atoms: Sequence[Any]) -> list[Any]:

@@ -1,16 +1,15 @@
 """Second ways to compute a value of the forward program, for when its operands are lossy."""
 
 import functools
-import os
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn, Primitive
 
 from jaxcomp.transform._algebra import is_cheap_rule
 from jaxcomp.transform._builder import Builder
+from jaxcomp.transform._custom_rules import is_of_jax
 from jaxcomp.transform._origins import located
 from jaxcomp.transform._programs import Program, avals, closed, is_variable
 
@@ -61,11 +60,3 @@ def _selected(compare: Primitive, kind: Any, *values: Any) -> list[Any]:
 def _broadcast(value: Any, shape: tuple[int, ...]) -> Any:
     """A scalar or an array of as many axes, in a shape."""
     return lax.broadcast_in_dim(value, shape, range(len(shape) - jnp.ndim(value), len(shape)))
-
-
-def is_of_jax(equation: JaxprEqn) -> bool:
-    """Whether an equation calls a `jax.custom_jvp` function that JAX defines."""
-    if equation.primitive.name != "custom_jvp_call":
-        return False
-    file = equation.params["call_jaxpr"].jaxpr.debug_info.func_filename or ""
-    return bool(file.startswith(os.path.dirname(jax.__file__) + os.sep))

@@ -253,7 +253,19 @@ def test_a_loss_may_return_more():
     assert more == jc.check_gradients(loss, model, BATCH, draws=3)
 
 
-def test_a_policy_that_encodes_nothing_is_told():
+def test_a_policy_that_encodes_nothing_is_an_error():
+    """As where values are too small, of one example under `jax.vmap`."""
     model = jc.compress(Blocks(), only(jc.Quantize(), min_size=10**6))
     batch = normal((64, 16)), jnp.arange(64) % 16
-    assert "nothing was encoded" in str(jc.check_gradients(loss, model, batch, draws=3))
+    with pytest.raises(ValueError, match="model=Blocks: nothing is coded"):
+        jc.check_gradients(loss, model, batch, draws=3)
+
+    model = jc.compress(Blocks(), only(jc.Quantize(), min_size=512))
+
+    def of_each(model, batch):
+        return jnp.mean(jax.vmap(lambda x: model(x[None])[0])(batch[0]) ** 2)
+
+    plan = jc.plan(model, batch[0])
+    assert plan.saved_bytes < plan.exact_bytes
+    with pytest.raises(ValueError, match=r"under jax\.vmap"):
+        jc.check_gradients(of_each, model, batch, draws=3)

@@ -102,10 +102,31 @@ def test_references():
         ref[...] = jnp.sin(x)
         return jnp.sum(x**2 * ref[...])
 
+    def counted_inside(x):
+        ref = jax.new_ref(jnp.int32(0))
+        ref[...] += 1
+        return jnp.sum(x) * ref[...]
+
+    def scaled(x, ref):
+        return jnp.sum(x * ref[...])
+
+    def added(x, ref):
+        return lax.scan(lambda c, _: (c * ref[...], ref.__setitem__(..., 1.0)), x, None, 2)[0].sum()
+
     assert_close(jax.jit(jax.grad(jc.checkpoint(counted, jc.Exact())))(X), jnp.cos(X))
     assert count[...] == 1
-    with pytest.raises(NotImplementedError, match=r"reference of jax.new_ref \(Ref{float32\[16,32"):
-        jax.grad(jc.checkpoint(written, jc.Exact()))(X)
+    scale = jax.new_ref(jnp.float32(3))
+    assert_close(jax.grad(jc.checkpoint(scaled, jc.Exact()))(X, scale), jnp.full_like(X, 3))
+    assert jc.plan(jc.checkpoint(scaled), X, scale).saved_bytes >= 0
+    message = r"makes or differentiates a reference of jax.new_ref \(Ref{float"
+    for refused in (
+        lambda: jax.grad(jc.checkpoint(written, jc.Exact()))(X),
+        lambda: jax.grad(jc.checkpoint(counted_inside))(X),
+        lambda: jax.vjp(jc.checkpoint(scaled), X, scale)[1](1.0),
+        lambda: jax.grad(lambda x: jc.checkpoint(added)(x, jax.new_ref(jnp.float32(1))))(X),
+    ):
+        with pytest.raises(NotImplementedError, match=message):
+            refused()
 
 
 def test_forward_mode():

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 
 import jaxcomp as jc
 from tests.helpers import assert_close
@@ -35,6 +36,14 @@ def _other_derivative(primals, tangents):
     return mixed(*primals), 2 * jnp.cos(primals[0] @ W) * (tangents[0] @ W)
 
 
+def _sine(optimize_remat):
+    """A `jax.custom_vjp` function whose derivative is a triple one."""
+    sine = jax.custom_vjp(jnp.sin)
+    backward = lambda x, g: (3 * jnp.cos(x) * g,)  # noqa: E731
+    sine.defvjp(lambda x: (jnp.sin(x), x), backward, optimize_remat=optimize_remat)
+    return sine
+
+
 FUNCTIONS = {
     "a rule of cheap steps": lambda x: x * rounded(x) ** 2,
     "a rule with a product": lambda x: x * mixed(x),
@@ -54,3 +63,26 @@ def test_second_derivatives_are_the_functions_own(name, policy):
 
     fn = FUNCTIONS[name]
     assert_close(second(jc.checkpoint(fn, policy)), second(fn))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda f: lambda x: x * f(2 * x),
+        lambda f: lambda x: x * jax.jit(f)(2 * x),
+        lambda f: lambda x: lax.scan(lambda c, _: (f(2 * c), None), x, None, length=2)[0],
+        lambda f: lambda x: lax.cond(x.sum() > 0, f, jnp.cos, x),
+    ],
+    ids=["alone", "jit", "scan", "cond"],
+)
+def test_second_derivatives_of_a_custom_vjp_with_optimize_remat(around, policy):
+    """JAX itself has none under `jax.checkpoint`: those without the option are expected."""
+    x = jnp.linspace(0.1, 1, 5)
+
+    def second(fn):
+        slope = jax.grad(lambda x: jnp.sum(fn(x)))
+        return jax.jit(jax.grad(lambda x: jnp.sum(slope(x) ** 2)))(x)
+
+    ours = second(jc.checkpoint(around(_sine(True)), policy))
+    assert_close(ours, second(around(_sine(False))))
