@@ -11,6 +11,7 @@ from jaxcomp.codecs import Quantize
 from jaxcomp.policies._policy import Policy
 from jaxcomp.transform import _paths as paths
 from jaxcomp.transform._algebra import tangents_of
+from jaxcomp.transform._bias_of_norms import bias_of_mean, percent
 from jaxcomp.transform._bounds import bounds
 from jaxcomp.transform._builder import Builder, flat
 from jaxcomp.transform._choice import (
@@ -233,10 +234,13 @@ def _with_copies(value: Any, storing: Stored, copies: int, mean: int | None) -> 
     if several.nbytes(value.aval) >= nbytes(value.aval):
         return Stored(note=f"kept exactly: {copies} codes take no fewer bytes")
     if mean is not None:
+        assert several.codec is not None
+        bias = bias_of_mean(several.codec, value.aval.shape, mean)
+        number = "" if bias is None else f", {percent(bias)}"
         several = dataclasses.replace(
             several,
             note=f"used twice, across a mean of {mean}: bias of about its rounding variance / "
-            f"{mean}",
+            f"{mean}{number}",
         )
     elif copies > 1:
         several = dataclasses.replace(
