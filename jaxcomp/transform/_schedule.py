@@ -1,12 +1,14 @@
 """What waits for the backward pass of a function, and how everything else is rebuilt from it."""
 
 import dataclasses
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax.extend.core import Var
 
+from jaxcomp._core import remat3
 from jaxcomp.codecs import Quantize
 from jaxcomp.policies._policy import Policy
 from jaxcomp.transform import _paths as paths
@@ -58,7 +60,6 @@ class Schedule:
         decisions: What the policy said of each value.
         roles: What the backward pass does with each value.
         linear: From coefficients and the arguments' tangents to the results' tangents.
-        backward: From coefficients and cotangents to the arguments' cotangents.
         coefficients: The coefficients of the linear and of the backward program.
         biased: Whether non-linear steps are computed again from codes.
         largest: Elements of the largest array of the forward program and of those around it.
@@ -73,10 +74,21 @@ class Schedule:
     decisions: dict[Any, Decision]
     roles: dict[Any, str]
     linear: Program
-    backward: Program
     coefficients: list[Coefficient]
     biased: bool
     largest: int
+
+    @functools.cached_property
+    def backward(self) -> Program:
+        """From coefficients and cotangents to the arguments' cotangents.
+
+        It is made where the backward pass begins, which is outside of the function's call. What
+        replaces functions of JAX during the call, as quantization libraries do, would act on JAX's
+        rules of transposition, too.
+        """
+        with remat3.traced_without():
+            made = transpose(self.linear, len(self.active))
+        return with_constants_inside(made, [c.value for c in self.coefficients], self.graph.jaxpr)
 
 
 def schedule(
@@ -136,7 +148,6 @@ def schedule(
         decisions,
         roles,
         numbered.linear,
-        with_constants_inside(transpose(numbered), [c.value for c in coefficients], forward.jaxpr),
         coefficients,
         biased,
         log.largest,
