@@ -6,6 +6,7 @@ import typing
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int8, UInt32
 
@@ -138,6 +139,21 @@ class SignAware(Codec):
     def span(self) -> float:
         """Largest deviation of a normalised value that has a level, with scales from the norm."""
         return _DEVIATION[self.bits].top
+
+    @property
+    def normal_variance(self) -> float:
+        """The mean variance of the rounding error of a norm's values, if these are normal.
+
+        It is in units of the variance of the values, with `scale_source="norm"`; with "range" it is
+        less. Of pre-activations (`signed`) the mean is over those above 0.
+        """
+        ups = (_PREACTIVATION if self.signed else _DEVIATION)[self.bits]
+        up = ups.unit * np.asarray(ups.multiples)
+        levels = up if self.signed else np.concatenate([-up[::-1], up])
+        values = np.linspace(0.0, min(8.0, ups.top), 4001)[1:-1]
+        after = np.searchsorted(levels, values)
+        variance = (values - levels[after - 1]) * (levels[after] - values)
+        return float(np.average(variance, weights=np.exp(-(values**2) / 2)))
 
     @functools.partial(jax.jit, static_argnums=0, inline=True)
     def encode_scaled(self, x: Array, channel_scale: Array, salt: Array) -> Encoded:

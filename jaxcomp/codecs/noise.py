@@ -9,13 +9,12 @@ from jax import lax
 from jaxtyping import Array, Float, Inexact, Int32, UInt32
 
 from jaxcomp._core import platforms
+from jaxcomp._core.explicit import over_automatic_axes
 from jaxcomp.codecs._codec import Seed
 
 GOLDEN = 0x9E3779B9  # 2^32 over the golden ratio; its multiples lie far apart
 HALF = np.uint32(1 << 31)  # the word with which `rounded` rounds to the nearest level
-# What `spot_check` reads. XLA for TPUs copies all that a slice spans to a memory of 16 MiB or more.
-_FIRST, _LAST = 4, 8  # elements along the first and the last axis
-_SPAN = 4096  # elements of the last axis, among which those are
+PLACES = 1024  # elements of an array that `spot_check` reads
 
 
 def _mix_upper(h: Array) -> Array:
@@ -166,27 +165,24 @@ def words(x: Float[Array, "*shape"], seed: Seed = None) -> UInt32[Array, "*shape
 
 
 def salt(seed: Seed, x: Inexact[Array, "..."]) -> UInt32[Array, ""]:
-    """Mixes up to four of the elements that `spot_check` reads into a seed.
+    """Mixes what `spot_check` reads of an array into a seed.
 
-    On a GPU it takes fewer kernels than `spot_check`.
+    It is behind a barrier, or XLA computes it again in each kernel that reads it.
 
     Args:
         seed: Integer scalar; None is 0.
         x: Floating-point array.
 
     Returns:
-        A seed for `indexed_words`. It differs wherever arrays differ, also between batches, lanes
-        of `jax.vmap` and devices of `jax.shard_map`.
+        A seed for `indexed_words`, or for codes of what follows from `x`. It differs wherever
+        arrays differ as `spot_check` says, also between batches, lanes of `jax.vmap` and devices of
+        `jax.shard_map`.
 
     Example:
         >>> bool(salt(0, jnp.zeros((9, 9))) == salt(0, jnp.full((9, 9), 1e-7)))
         False
     """
-    made = folded(seed, 0)
-    sample = _sampled(x)
-    for i in range(0, sample.size, max(1, sample.size // 3)):
-        made = _mix(made ^ lax.bitcast_convert_type(sample[i], jnp.uint32))
-    return made
+    return lax.optimization_barrier(folded(seed, spot_check(x)))
 
 
 def indexed_words(shape: tuple[int, ...], salt: UInt32[Array, ""]) -> UInt32[Array, "*shape"]:
@@ -281,11 +277,13 @@ def counted(seed: Seed, count: int, step: int) -> list[Array]:
 
 
 def spot_check(*arrays: Inexact[Array, "..."]) -> UInt32[Array, ""]:
-    """Hashes a few elements of each array to a seed.
+    """Hashes up to 1,024 elements of each array to a seed.
 
-    Elements are up to 8 along the last axis, 4 in the middle of the first axis, and the one in the
-    middle of each other axis. `fingerprint` reads all elements, which takes a pass over each array
-    and, where one is sharded, a reduction over the devices.
+    Their places are spread over all axes, so padding at either end hides nothing beside it. An
+    array of up to 1,024 elements is read as a whole, and so is each index of an axis of up to 1,024
+    indices, at one place of it or more. Arrays that differ in 1% of their elements have other
+    seeds, those that differ in a few may not. `fingerprint` reads all elements, which takes a pass
+    over each array and, where one is sharded, a reduction over the devices.
 
     Args:
         *arrays: Floating-point or complex arrays.
@@ -297,31 +295,41 @@ def spot_check(*arrays: Inexact[Array, "..."]) -> UInt32[Array, ""]:
         >>> bool(spot_check(jnp.zeros((9, 9))) == spot_check(jnp.full((9, 9), 1e-7)))
         False
     """
-    samples = [jnp.zeros(0)]
-    for x in arrays:
-        samples.append(_sampled(x))
-    words = _hash(jnp.concatenate(samples), jnp.uint32(0))
-    return _mix(words.sum(dtype=jnp.uint32))
+
+    def check(*arrays: Array) -> Array:
+        samples = jnp.concatenate([jnp.zeros(0), *map(_sampled, arrays)])
+        return _mix(_hash(samples, jnp.uint32(0)).sum(dtype=jnp.uint32))
+
+    seed: Array = over_automatic_axes(check, arrays, like=jnp.zeros(()))
+    return seed
 
 
 def _sampled(x: Array) -> Array:
     """The elements that `spot_check` reads, as a vector of float32."""
     sample = lax.stop_gradient(x)
-    if x.size and x.ndim:
-        sample = sample[jnp.ix_(*_places(x.shape))]
-    return jnp.ravel(jnp.real(sample)).astype(jnp.float32)
+    if x.size > PLACES:
+        axes = tuple(range(x.ndim))
+        sample = lax.gather(
+            sample,
+            _places(x.shape),
+            lax.GatherDimensionNumbers((), collapsed_slice_dims=axes, start_index_map=axes),
+            slice_sizes=(1,) * x.ndim,
+            mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
+        )
+    sample = jnp.ravel(sample)
+    if jnp.iscomplexobj(sample):
+        sample = jnp.concatenate([sample.real, sample.imag])
+    return sample.astype(jnp.float32)
 
 
-def _places(shape: tuple[int, ...]) -> list[np.ndarray]:
-    """The indices along each axis of what `spot_check` reads."""
-    places = []
-    for i, n in enumerate(shape):
-        is_last = i == len(shape) - 1
-        count = _SPAN if is_last else _FIRST if i == 0 else 1
-        start = max(0, n - count) // 2
-        stride = max(1, min(n, count) // _LAST) if is_last else 1
-        places.append(np.arange(start, min(n, start + count), stride))
-    return places
+@functools.lru_cache
+def _places(shape: tuple[int, ...]) -> Int32[np.ndarray, "places axes"]:
+    """The indices of the elements that `spot_check` reads of a large array.
+
+    Along each axis they are evenly spaced, in an order of its own (a "Latin hypercube").
+    """
+    orders = [np.random.RandomState(axis).permutation(PLACES) for axis in range(len(shape))]
+    return (np.stack(orders, 1) * np.asarray(shape) // PLACES).astype(np.int32)
 
 
 def fingerprint(*arrays: Float[Array, "..."]) -> UInt32[Array, ""]:

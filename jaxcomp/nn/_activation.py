@@ -49,8 +49,8 @@ class ReLU(Coded, nnx.Module):
 class GELU(Coded, nnx.Module):
     """`flax.nnx.gelu` as a layer that saves its encoded derivative (`ops.gelu`).
 
-    The layer has no parameters from which to derive a seed. The same value at the same index of an
-    array of the same shape, such as a zero of the padding, is always rounded the same way.
+    The layer has no parameters from which to derive a seed, so the seed is a hash of a few elements
+    of its input (`noise.spot_check`).
 
     Args:
         approximate: Whether to use the tanh approximation, as in `flax.nnx.gelu`.
@@ -75,7 +75,7 @@ class GELU(Coded, nnx.Module):
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """Returns x times the cumulative distribution function of the normal distribution at x."""
-        return ops.gelu(x, self.approximate, codec=self.codec)
+        return ops.gelu(x, self.approximate, codec=self.codec, seed=self.seed_of_call(x))
 
 
 class SiLU(Coded, nnx.Module):
@@ -104,7 +104,7 @@ class SiLU(Coded, nnx.Module):
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """Returns x times its sigmoid."""
-        return ops.silu(x, codec=self.codec)
+        return ops.silu(x, codec=self.codec, seed=self.seed_of_call(x))
 
 
 class Dropout(Coded, nnx.Dropout):

@@ -69,6 +69,15 @@ class Coded:
         """
         return count_elements(args[:1])
 
+    def seed_of_call(self, x: Array, *parameters: Array) -> Array | None:
+        """Returns a seed that differs between calls and updates; None without a codec.
+
+        Args:
+            x: The input.
+            *parameters: The layer's parameters.
+        """
+        return None if self.codec is None else noise.salt(noise.fingerprint(*parameters), x)
+
     def sink_argument(self) -> dict[str, typing.Any]:
         """Returns the sink as a keyword argument of an operation; an empty dict without a sink."""
         return {} if self.sink is None else {"sink": self.sink[...]}

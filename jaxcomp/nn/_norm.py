@@ -6,7 +6,7 @@ from flax.nnx.module import first_from
 from jaxtyping import Array, Float
 
 from jaxcomp import ops
-from jaxcomp.codecs import Codec, noise
+from jaxcomp.codecs import Codec
 from jaxcomp.nn._coded import Coded
 
 
@@ -51,7 +51,7 @@ class BatchNorm(Coded, nnx.BatchNorm):
             return super().__call__(x, running, mask=mask)
         scale = None if self.scale is None else self.scale[...]
         bias = None if self.bias is None else self.bias[...]
-        seed = noise.fingerprint(*(a for a in (scale, bias) if a is not None))
+        seed = self.seed_of_call(x, *(a for a in (scale, bias) if a is not None))
         variables = x, self.mean[...], self.var[...], scale, bias
         x, _, _, scale, bias = self.promote_dtype(variables, dtype=self.dtype)
         y, mean, var = ops.batch_norm(
@@ -131,7 +131,7 @@ class LayerNorm(Coded, nnx.LayerNorm):
             return super().__call__(x, mask=mask)
         scale = None if self.scale is None else self.scale[...]
         bias = None if self.bias is None else self.bias[...]
-        seed = noise.fingerprint(*(a for a in (scale, bias) if a is not None))
+        seed = self.seed_of_call(x, *(a for a in (scale, bias) if a is not None))
         x, scale, bias = self.promote_dtype((x, scale, bias), dtype=self.dtype)
         return ops.layer_norm(
             x,

@@ -3,7 +3,7 @@
 import functools
 import math
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax.numpy as jnp
 from jax import lax
@@ -100,6 +100,52 @@ def conv_general_dilated(
         preferred_element_type=preferred_element_type,
         out_sharding=out_sharding,
     )
+    return coded_convolution(
+        stock,
+        lhs,
+        rhs,
+        window_strides,
+        padding,
+        lhs_dilation,
+        dimension_numbers,
+        feature_group_count,
+        precision,
+        codec,
+        seed,
+        sink,
+    )
+
+
+def coded_convolution(
+    stock: Callable[..., Array],
+    lhs: Array | CodedArray,
+    rhs: Array,
+    window_strides: Sequence[int],
+    padding: str | Sequence[tuple[int, int]],
+    lhs_dilation: Sequence[int] | None,
+    dimension_numbers: lax.ConvDimensionNumbers | tuple[str, str, str] | None,
+    feature_group_count: int,
+    precision: lax.PrecisionLike,
+    codec: Codec | None,
+    seed: Seed = None,
+    sink: Sink | None = None,
+) -> Array:
+    """As `conv_general_dilated`, by any function that convolves with these arguments.
+
+    Args:
+        stock: From both operands to the result; its keyword `window_strides` replaces the strides.
+        lhs: As in `conv_general_dilated`.
+        rhs: As there.
+        window_strides: As there.
+        padding: As there.
+        lhs_dilation: As there.
+        dimension_numbers: As there.
+        feature_group_count: As there.
+        precision: As there.
+        codec: As there.
+        seed: As there.
+        sink: As there.
+    """
     code = None
     if isinstance(lhs, CodedArray):
         code, codec = lhs.code, codec if lhs.code is None else lhs.codec

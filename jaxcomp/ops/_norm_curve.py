@@ -101,7 +101,7 @@ def norm_curve(
         The result with its code, the mean and the variance.
     """
     curved = Curved(typing.cast(SignAware, inner_codec(codec)).bits, curve)
-    given, seed = match_varying((given, noise.folded(seed, noise.spot_check(given.x))))
+    given, seed = match_varying((given, noise.salt(seed, given.x)))
     like = jax.eval_shape(lambda given: given, given)
 
     def compute(x: Array, scale: Array, bias: Array, seed: Array) -> typing.Any:

@@ -1,5 +1,6 @@
 """What each primitive does to values: moves them, is elementwise, or affine in some operands."""
 
+import operator
 from collections.abc import Callable, Sequence, Set
 from typing import Any
 
@@ -48,6 +49,8 @@ POINTWISE = (
     | {"convert_element_type", "copy", "name", "sharding_constraint", "stop_gradient"}
 ) - {"concatenate", "stack", "empty", "empty2", "iota", "pad"}
 
+_COARSEST = 5, 7  # bits of float16's exponent and of bfloat16's mantissa
+
 HEAVY = {"dot_general", "ragged_dot_general", "conv_general_dilated"}
 REDUCTIONS = {
     "argmax", "argmin", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod",
@@ -86,12 +89,36 @@ def is_affine(equation: JaxprEqn, lossy: Callable[[Any], bool]) -> bool:
     if not all(jnp.issubdtype(out.aval.dtype, jnp.inexact) for out in results):
         return False
     if name in MOVES | SUMS:
-        return True
+        return not rounds_coarsely(equation)
     if name == "mul":
         return len(at) == 1
     if name in {"div", "pad"} | _INDEXED:
         return at == [0]
     return name == "select_n" and 0 not in at
+
+
+def rounds_coarsely(equation: JaxprEqn) -> bool:
+    """Whether an equation is a cast to numbers of fewer digits than bfloat16's, such as `float8`.
+
+    A cast is a staircase: of a decoded value it has another mean, by up to a step. Casts to
+    bfloat16 and float16, which mixed precision has everywhere, count as affine.
+    """
+    name = equation.primitive.name
+    atoms: list[Any] = [*equation.invars, *equation.outvars]
+    dtypes = [atom.aval.dtype for atom in atoms]
+    is_cast = name in ("convert_element_type", "reduce_precision")
+    if not is_cast or not all(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes):
+        return False
+    before, after = map(_digits, dtypes)
+    if name == "reduce_precision":
+        after = equation.params["exponent_bits"], equation.params["mantissa_bits"]
+    return any(map(operator.lt, after, map(min, before, _COARSEST)))
+
+
+def _digits(dtype: Any) -> tuple[int, int]:
+    """Bits of the exponent and of the mantissa of numbers of a type."""
+    kind = jnp.finfo(dtype)
+    return int(kind.nexp), int(kind.nmant)
 
 
 def linear_uses(equation: JaxprEqn, tangents: Set[Any]) -> dict[int, str]:

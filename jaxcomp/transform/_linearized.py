@@ -87,14 +87,18 @@ def _check_no_references(kinds: Sequence[Any]) -> None:
         )
 
 
-def transpose(linearized: Linearized) -> Program:
-    """The backward program: from coefficients and the results' cotangents to the arguments'."""
-    linear = linearized.linear
-    count = len(linear.jaxpr.invars) - len(linearized.active)
-    coefficients, tangents = (
-        avals(linear.jaxpr.invars[:count]),
-        avals(linear.jaxpr.invars[count:]),
-    )
+def transpose(linear: Program, count: int) -> Program:
+    """The backward program of a linear one.
+
+    Args:
+        linear: From coefficients and tangents to tangents.
+        count: How many of its arguments are tangents.
+
+    Returns:
+        From the coefficients and the cotangents of the results to those of these arguments.
+    """
+    kinds = avals(linear.jaxpr.invars)
+    coefficients, tangents = kinds[: len(kinds) - count], kinds[len(kinds) - count :]
 
     def backward(coefficients: list[Any], cotangents: list[Any]) -> Any:
         def pushed(*tangents: Any) -> list[Any]:

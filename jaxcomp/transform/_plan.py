@@ -12,13 +12,17 @@ from jaxcomp.codecs import Codec
 from jaxcomp.memory._live_bytes import format_bytes
 from jaxcomp.memory._source_line import source_line
 from jaxcomp.policies._value import dtype_name
+from jaxcomp.transform._algebra import rounds_coarsely
+from jaxcomp.transform._bias_of_norms import bias_of_norm, percent, positions
 from jaxcomp.transform._graph import plain_nbytes
 from jaxcomp.transform._origins import module_path
 from jaxcomp.transform._readers import Readers
 from jaxcomp.transform._schedule import Schedule
 from jaxcomp.transform._scheduled import Part, Scheduled
+from jaxcomp.transform._units import NormAct, Recognized
 
 _HARDLY = 0.9
+_NOTED = 1e-3  # a norm's bias, as a part of the gradient
 _WHY_EXACT = ("kept exactly", "no codec encodes")
 
 
@@ -101,6 +105,8 @@ class Plan:
         notes += [f"biased: {codec} is a biased codec" for codec in sorted(biased)]
         if whole.schedule.biased and codes:
             notes.append("biased: nonlinear steps are recomputed from decoded values")
+        if codes and any(rounds_coarsely(e) for s in schedules for e in s.linear.jaxpr.eqns):
+            notes.append("biased by up to a step of a cast: casts round cotangents and their noise")
         return cls(values, exact_bytes, tuple(notes))
 
     @property
@@ -230,11 +236,25 @@ def _planned(whole: Scheduled, outside: Collection[Any] = ()) -> Iterator[SavedV
             decision=", ".join(sorted({unit.decision for unit in units})),
             exact_bytes=sum(map(plain_nbytes, arrays)),
             saved_bytes=saved_bytes,
-            note="" if len(units) == 1 else f"{len(units)} operations",
+            note="; ".join(_notes_of_units(units)),
         )
     for part in whole.parts:
         if part.name in names:
             yield from _of_part(part)
+
+
+def _notes_of_units(units: Sequence[Recognized]) -> list[str]:
+    """How many operations share a row, and the largest bias of their norms."""
+    notes = [] if len(units) == 1 else [f"{len(units)} operations"]
+    of_norms = [
+        (bias_of_norm(each.unit, each.codec), positions(each.unit))
+        for each in units
+        if isinstance(each.unit, NormAct) and each.codec is not None
+    ]
+    bias, count = max(of_norms, default=(0.0, 0))
+    if bias > _NOTED:
+        notes.append(f"a norm over {count}: bias of about {percent(bias)}")
+    return notes
 
 
 def _of_part(part: Part) -> Iterator[SavedValue]:

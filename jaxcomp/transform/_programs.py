@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.extend.core
+import jax.numpy as jnp
 from jax.extend import source_info_util
 from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 

@@ -1,16 +1,19 @@
 """What waits for the backward pass of a function, and how everything else is rebuilt from it."""
 
 import dataclasses
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax.extend.core import Var
 
+from jaxcomp._core import remat3
 from jaxcomp.codecs import Quantize
 from jaxcomp.policies._policy import Policy
 from jaxcomp.transform import _paths as paths
 from jaxcomp.transform._algebra import tangents_of
+from jaxcomp.transform._bias_of_norms import bias_of_mean, percent
 from jaxcomp.transform._bounds import bounds
 from jaxcomp.transform._builder import Builder, flat
 from jaxcomp.transform._choice import (
@@ -59,7 +62,6 @@ class Schedule:
         decisions: What the policy said of each value.
         roles: What the backward pass does with each value.
         linear: From coefficients and the arguments' tangents to the results' tangents.
-        backward: From coefficients and cotangents to the arguments' cotangents.
         coefficients: The coefficients of the linear and of the backward program.
         biased: Whether non-linear steps are computed again from codes.
         largest: Elements of the largest array of the forward program and of those around it.
@@ -74,7 +76,6 @@ class Schedule:
     decisions: dict[Any, Decision]
     roles: dict[Any, str]
     linear: Program
-    backward: Program
     coefficients: list[Coefficient]
     biased: bool
     largest: int
@@ -83,6 +84,18 @@ class Schedule:
     def encodes(self) -> bool:
         """Whether a value waits as a code, which is not exact."""
         return any(how.is_noisy for how in self.stored.values())
+
+    @functools.cached_property
+    def backward(self) -> Program:
+        """From coefficients and cotangents to the arguments' cotangents.
+
+        It is made where the backward pass begins, which is outside of the function's call. What
+        replaces functions of JAX during the call, as quantization libraries do, would act on JAX's
+        rules of transposition, too.
+        """
+        with remat3.traced_without():
+            made = transpose(self.linear, len(self.active))
+        return with_constants_inside(made, [c.value for c in self.coefficients], self.graph.jaxpr)
 
 
 def schedule(
@@ -139,7 +152,6 @@ def schedule(
         decisions,
         roles,
         numbered.linear,
-        with_constants_inside(transpose(numbered), [c.value for c in coefficients], forward.jaxpr),
         coefficients,
         biased,
         log.largest,
@@ -248,10 +260,13 @@ def _with_copies(value: Any, storing: Stored, copies: int, mean: int | None) -> 
     if several.nbytes(value.aval) >= nbytes(value.aval):
         return Stored(note=f"kept exactly: {copies} codes take no fewer bytes")
     if mean is not None:
+        assert several.codec is not None
+        bias = bias_of_mean(several.codec, value.aval.shape, mean)
+        number = "" if bias is None else f", {percent(bias)}"
         several = dataclasses.replace(
             several,
             note=f"used twice, across a mean of {mean}: bias of about its rounding variance / "
-            f"{mean}",
+            f"{mean}{number}",
         )
     elif copies > 1:
         several = dataclasses.replace(

@@ -15,6 +15,7 @@ from jaxcomp import ops
 from jaxcomp._core.shard_map import vary_like
 from jaxcomp.codecs import Codec, Offload, noise
 from jaxcomp.ops._coded_argument import coded_activation
+from jaxcomp.ops._conv import coded_convolution
 from jaxcomp.ops._gate import gate
 from jaxcomp.ops._linear import bilinear
 from jaxcomp.ops._norm_act import Statistics, norms_act
@@ -101,8 +102,15 @@ def _convolve(params: dict[str, Any], tree: Any, leaves: list[Array], rhs: Array
     last = lhs.value.ndim - 1
     numbers = params["dimension_numbers"]
     numbers = numbers._replace(lhs_spec=(0, last, *range(1, last)))
-    options = params | {"dimension_numbers": numbers}
-    return [ops.conv_general_dilated(lhs, rhs, **options, codec=lhs.codec)]
+    # A library that replaces `lax.conv_general_dilated` during the user's call has acted already.
+    convolve = functools.partial(
+        lax.conv_general_dilated_p.bind, **params | {"dimension_numbers": numbers}
+    )
+    names = "window_strides", "padding", "lhs_dilation", "feature_group_count", "precision"
+    options = {name: params[name] for name in names}
+    return [
+        coded_convolution(convolve, lhs, rhs, **options, dimension_numbers=numbers, codec=lhs.codec)
+    ]
 
 
 def _multiply(

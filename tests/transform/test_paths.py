@@ -84,7 +84,8 @@ def test_two_codes_that_take_no_fewer_bytes_are_not_made():
 
 def test_a_norms_mean_counts():
     notes = [value.note for value in jc.checkpoint(layer_norm, CODEC).plan(X, W).values]
-    assert "used twice, across a mean of 96: bias of about its rounding variance / 96" in notes
+    known = "used twice, across a mean of 96: bias of about its rounding variance / 96"
+    assert any(note.startswith(known) for note in notes)
 
 
 def test_every_second_use_across_a_mean_is_noted():
