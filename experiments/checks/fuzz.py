@@ -4,7 +4,7 @@
 
 `tests/fuzz` has the operations, the programs and the checks. Every program is checked for exact
 gradients and for coded ones. The folder gets a JSON file of each program; a run resumes after
-those that are there. A failing program is made as small as it can be while it fails in the same way:
+those that are there. A failing program is made as small as it can be while it fails alike:
 
     python -m experiments.checks.fuzz --replay build/fuzz/000012.json
 """

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 Array = Any
 
@@ -980,7 +981,7 @@ def own_derivative(own: Own, x: Array) -> Array:
 @_over()
 def named(own: Own, x: Array) -> Array:
     with jax.named_scope("part"):
-        return jax.ad_checkpoint.checkpoint_name(jnp.sin(x), "sine") * x
+        return checkpoint_name(jnp.sin(x), "sine") * x
 
 
 @_over()

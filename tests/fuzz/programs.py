@@ -1,4 +1,4 @@
-"""Random programs: operations one after the other, in wrappers, as data that follows from a seed."""
+"""Random programs: operations in wrappers, as data that follows from a seed."""
 
 import dataclasses
 import functools
@@ -422,7 +422,7 @@ def _subset(rng: np.random.Generator, names: Sequence[str]) -> tuple[str, ...]:
     if rng.random() < 0.3:
         return tuple(names)
     chosen = [name for name in names if rng.integers(2)]
-    return tuple(chosen or [names[rng.integers(len(names))]])
+    return tuple(chosen or [str(rng.choice(names))])
 
 
 # Smaller programs.
@@ -439,12 +439,15 @@ def smaller(program: Program) -> Iterator[Program]:
         yield dataclasses.replace(program, mixed=False)
     if program.dtype != "float32":
         yield dataclasses.replace(program, dtype="float32", mixed=False)
-    for field in ("first", "second"):
-        names = getattr(program, field)
-        for name in names:
-            rest = tuple(n for n in names if n != name)
-            if rest:
-                yield dataclasses.replace(program, **{field: rest})
+    for rest in _less_one(program.first):
+        yield dataclasses.replace(program, first=rest)
+    for rest in _less_one(program.second):
+        yield dataclasses.replace(program, second=rest)
+
+
+def _less_one(names: tuple[str, ...]) -> list[tuple[str, ...]]:
+    found = [tuple(n for n in names if n != name) for name in names]
+    return [rest for rest in found if rest]
 
 
 def _fewer(items: tuple[Op | Block, ...]) -> Iterator[tuple[Op | Block, ...]]:
@@ -471,11 +474,13 @@ def minimised(program: Program, fails: Callable[[Program], bool], trials: int = 
             if not _fits(candidate):
                 continue
             names = set(_differentiable(candidate))
-            sets = {f: tuple(n for n in getattr(candidate, f) if n in names)
-                    for f in ("first", "second")}  # fmt: skip
-            if not all(sets.values()):
+            first, second = (
+                tuple(n for n in chosen if n in names)
+                for chosen in (candidate.first, candidate.second)
+            )
+            if not (first and second):
                 continue
-            candidate = dataclasses.replace(candidate, **sets)
+            candidate = dataclasses.replace(candidate, first=first, second=second)
             trials -= 1
             if fails(candidate):
                 program, is_found = candidate, True
