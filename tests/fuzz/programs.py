@@ -359,14 +359,14 @@ def seen(program: Program, x: np.ndarray) -> np.ndarray:
 # Generation.
 
 
-def generate(seed: int) -> Program:
-    """The program of a seed."""
+def generate(seed: int, most: int = 8) -> Program:
+    """The program of a seed, of 3 to `most` operations."""
     rng = np.random.default_rng(seed)
     dtype = str(rng.choice(DTYPES, p=(0.6, 0.25, 0.15)))
     mixed = dtype != "float32" and bool(rng.integers(2))
     outer = str(rng.choice(OUTER))
     program = Program(seed, dtype, mixed, str(rng.choice([*SHAPES])), (), outer)
-    target = int(rng.integers(3, 9))
+    target = int(rng.integers(3, most + 1))
     items: tuple[Op | Block, ...] = ()
     for _ in range(20):
         if len(list(_seeds(items))) >= target:
