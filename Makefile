@@ -57,7 +57,7 @@ golden: $(STAMP)
 	$(BIN)/python -m experiments.bench.golden --out experiments/results/golden-h100
 
 # The newest JAX and all other dependencies, without the pinned versions, also with JAX's next form of
-# jax.checkpoint; then what `make test` leaves out, and kills of a training run.
+# jax.checkpoint; then what `make test` leaves out, kills of a training run, and random programs.
 NIGHTLY_VENV ?= .venv-nightly
 
 nightly: $(STAMP)
@@ -67,6 +67,7 @@ nightly: $(STAMP)
 	JAX_REMAT3=1 $(OPTIMIZED) $(NIGHTLY_VENV)/bin/python -m pytest -n 2 tests/policies tests/sharding tests/transform
 	$(MAKE) test-aot zoo docs
 	$(BIN)/python -m experiments.faults --out build/faults
+	$(BIN)/python -m experiments.checks.fuzz --programs 2000 --seed 0 --out build/fuzz
 
 # Compiles ahead of time and runs nothing. It takes about an hour and a half on two cores.
 bench-memory: $(STAMP)
