@@ -194,8 +194,13 @@ def _with_value(x: Features, value: Array) -> Features:
 
 
 def _affine(norm: BatchNorm) -> tuple[Array, Array]:
-    """Returns scale and bias, which `check_codec` requires."""
-    assert norm.scale and norm.bias
+    """Returns scale and bias, which `check_codec` requires.
+
+    Raises:
+        ValueError: If one was taken from the norm later.
+    """
+    if not norm.scale or not norm.bias:
+        raise ValueError(f"norm with scale={norm.scale}, bias={norm.bias}: expected both")
     return norm.scale[...], norm.bias[...]
 
 

@@ -57,9 +57,13 @@ def gate(x: CodedArray, factor: Float[Array, "batch ... channels"]) -> CodedArra
 
     Returns:
         The product with its code.
+
+    Raises:
+        ValueError: If `x` has no code.
     """
     codec = inner_codec(x.codec)
-    assert x.code is not None
+    if x.code is None:
+        raise ValueError("x: expected an array with a code; it has None")
     given = match_varying((x.value, x.code, factor))
 
     @jax.custom_vjp

@@ -107,9 +107,10 @@ def probe(
     found = list(_with_groups(hlo_text, groups)) if hlo_text else []
     saved: dict[str, int] = {}
     moments: tuple[Moment, ...] = ()
-    if timeline is not None and timeline.backward_start is not None:
+    start = None if timeline is None else timeline.backward_start
+    if timeline is not None and start is not None:
         group_at = {cost.instruction.name: group for cost, group in found}
-        saved, moments = _moments(timeline, groups, group_at)
+        saved, moments = _moments(timeline, start, groups, group_at)
     seconds = seconds_of(report, target)
     copying = host_seconds(report.host_traffic_bytes, target)
     return Probe(
@@ -195,7 +196,7 @@ def _group_in(path: Iterable[Instruction], groups: Groups) -> str:
 
 
 def _moments(
-    timeline: Timeline, groups: Groups, group_at: Mapping[str, str]
+    timeline: Timeline, start: int, groups: Groups, group_at: Mapping[str, str]
 ) -> tuple[dict[str, int], tuple[Moment, ...]]:
     """Saved bytes by group, and the highest points.
 
@@ -203,11 +204,10 @@ def _moments(
 
     Args:
         timeline: Of the compiled step.
+        start: The point at which its backward pass starts.
         groups: The model's groups.
         group_at: The group of an instruction, by its name.
     """
-    start = timeline.backward_start
-    assert start is not None
 
     def is_saved(buffer: Buffer) -> bool:
         is_read = bool(buffer.reads) and buffer.reads[-1] >= start

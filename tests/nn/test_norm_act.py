@@ -184,6 +184,13 @@ def test_units_of_one_code_have_no_turns():
         block(jc.Offload(jc.SignAware(2), in_turn=True))
 
 
+def test_a_norm_that_has_lost_its_scale_is_an_error():
+    module = jc.nn.NormAct(jc.nn.BatchNorm(8, rngs=nnx.Rngs(0)), codec=jc.SignAware(4))
+    module.norm.scale = None
+    with pytest.raises(ValueError, match="norm with scale=None"):
+        module(normal((4, 6, 6, 8)))
+
+
 def test_norms_that_differ_are_an_error():
     with pytest.raises(ValueError, match=r"residual_norm with .*0\.1.*: expected .*1e-05"):
         block(jc.SignAware(4), epsilon=0.1)

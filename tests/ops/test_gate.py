@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxcomp import SignAware, ops
 from jaxcomp.ops._gate import gate
@@ -32,3 +33,9 @@ def test_a_nan_in_a_factor_is_in_the_scale():
     coded = ops.encode_activation(x, jnp.ones((1, 1, 1, 128)), SignAware(bits=4))
     scale = jax.jit(lambda factor: gate(coded, factor).channel_scale)(factor)
     assert np.flatnonzero(np.isnan(scale)).tolist() == [7]
+
+
+def test_an_array_without_a_code_is_an_error():
+    coded = ops.CodedArray(normal((2, 4, 4, 8)), jnp.ones((1, 1, 1, 8)), None, SignAware(bits=4))
+    with pytest.raises(ValueError, match="x: expected an array with a code"):
+        gate(coded, normal((2, 1, 1, 8)))
