@@ -114,6 +114,10 @@ def _transpose(
 def _batch(
     axis: Any, operands: Any, axes: Any, *, apply: Any, transpose: Any, residuals: int, kinds: Any
 ) -> Any:
+    is_named = type(axis.name) is not object
+    if not is_named and all(at is None for at in axes):
+        call = functools.partial(_linear_map.bind, apply=apply, transpose=transpose)
+        return call(*operands, residuals=residuals, kinds=kinds), [None] * len(kinds)
     options = {"axis_name": axis.name, "axis_size": axis.size, "spmd_axis_name": axis.spmd_name}
     tangents = [
         batching.bdim_at_front(value, at, axis.size)

@@ -293,11 +293,10 @@ def checkpoint(
     So the gradient is unbiased if the codecs are. Values that a user's `jax.custom_vjp`, an inner
     `jax.checkpoint`, a `while` loop, or a loop or branch with side effects reads are exact.
 
-    Where the policy has no codec but `Exact`, there is forward mode (`jax.jvp`), and higher
-    derivatives in any order of the modes. With a codec, forward mode is an error; the attribute
-    `__wrapped__` is `fn`, which has it. Where a codec encodes nothing after all, there are second
-    derivatives, forward over reverse (`jax.hessian`) too. A `while` loop that changes
-    differentiated values is an error in both modes.
+    Where nothing is encoded, there is forward mode (`jax.jvp`), and there are higher derivatives in
+    any order of the modes. Where something is, forward mode is an error; the attribute
+    `__wrapped__` is `fn`, which has it. A `while` loop that changes differentiated values has
+    forward mode alone, as in JAX.
 
     Args:
         fn: A function of any pytrees. Arrays that it closes over are differentiated, too.
