@@ -18,6 +18,8 @@ from jaxcomp.transform._graph import Graph, coded_nbytes, nbytes, plain_nbytes
 from jaxcomp.transform._linearized import Linearized
 from jaxcomp.transform._programs import is_variable
 
+BIASES = "kept exactly: a code would bias what reads it"
+
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
@@ -137,17 +139,21 @@ def choose(
 
 
 def without_codecs(decisions: dict[Any, Decision], note: str) -> dict[Any, Decision]:
-    """The same decisions, with every value that has a codec left as it is, and a note why.
-
-    No product is computed again: a function is not run twice to save codes.
-    """
+    """The same decisions, with every value that has a codec left as it is, and a note why."""
 
     def exact(decision: Decision) -> Decision:
-        if decision.codec is not None:
-            return dataclasses.replace(decision, codec=None, note=note)
-        return dataclasses.replace(decision, action="either") if is_open(decision) else decision
+        has_codec = decision.codec is not None
+        return dataclasses.replace(decision, codec=None, note=note) if has_codec else decision
 
     return {value: exact(decision) for value, decision in decisions.items()}
+
+
+def without_products(decisions: dict[Any, Decision]) -> dict[Any, Decision]:
+    """The same decisions, with no product computed again where that is open."""
+    return {
+        value: dataclasses.replace(decision, action="either") if is_open(decision) else decision
+        for value, decision in decisions.items()
+    }
 
 
 def is_open(decision: Decision) -> bool:
@@ -210,7 +216,7 @@ class _Choice:
         decision = self._decisions[value]
         note = decision.note
         if decision.codec is not None:
-            note = "kept exactly: a code would bias what reads it"
+            note = BIASES
         elif decision.action == "recompute":
             note = "kept exactly: cannot be computed again from codes without bias"
         on_host = decision.codec is not None and decision.codec.on_host

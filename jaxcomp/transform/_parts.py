@@ -5,7 +5,6 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from jaxcomp.policies._policy import has_codecs
 from jaxcomp.transform._algebra import tangents_of
 from jaxcomp.transform._branches import coded_branches, is_conditional
 from jaxcomp.transform._builder import Builder, flat
@@ -23,18 +22,16 @@ from jaxcomp.transform._with_units import with_units
 def scheduled(
     program: Program, active: Sequence[int], coded: Collection[int], log: PolicyLog
 ) -> Scheduled:
-    """As `schedule`, for a program, the iterations of its loops and its branches.
-
-    Where nothing of the program itself can be encoded, it is differentiated as JAX does it.
-    """
+    """As `schedule`, for a program, the iterations of its loops and its branches."""
     program = flat(program)
     units = recognize(program, active, log)
-    if has_codecs(log.policy):
-        chosen = _scheduled(program, units, active, coded, log, exact=False)
-        if chosen.schedule.encodes or any(unit.codec is not None for unit in units):
-            return chosen
-    units = [unit for unit in units if not isinstance(unit.unit, LayerScale)]
-    return _scheduled(program, units, active, coded, log, exact=True)
+    chosen = _scheduled(program, units, active, coded, log)
+    if chosen.schedule.encodes or any(unit.codec is not None for unit in units):
+        return chosen
+    others = [unit for unit in units if not isinstance(unit.unit, LayerScale)]
+    if len(others) == len(units):
+        return chosen
+    return _scheduled(program, others, active, coded, log)
 
 
 def _scheduled(
@@ -43,8 +40,6 @@ def _scheduled(
     active: Sequence[int],
     coded: Collection[int],
     log: PolicyLog,
-    *,
-    exact: bool,
 ) -> Scheduled:
     parts: list[Part] = []
     has_parts = any(is_loop(e) or is_conditional(e) for e in program.jaxpr.eqns)
@@ -54,7 +49,7 @@ def _scheduled(
     log = log.of_arrays(v for equation in program.jaxpr.eqns for v in equation.outvars)
     if has_parts:
         program = _with_coded_parts(program, active, coded, log, parts)
-    chosen = schedule(program, active, coded, log, exact=exact)
+    chosen = schedule(program, active, coded, log)
     return Scheduled(chosen, tuple(parts), tuple(units), takes_seed)
 
 

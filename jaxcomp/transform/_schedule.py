@@ -10,19 +10,21 @@ from jax.extend.core import Var
 
 from jaxcomp._core import remat3
 from jaxcomp.codecs import Quantize
-from jaxcomp.policies._policy import Policy
+from jaxcomp.policies._policy import Policy, has_codecs
 from jaxcomp.transform import _paths as paths
 from jaxcomp.transform._algebra import tangents_of
 from jaxcomp.transform._bias_of_norms import bias_of_mean, percent
 from jaxcomp.transform._bounds import bounds
 from jaxcomp.transform._builder import Builder, flat
 from jaxcomp.transform._choice import (
+    BIASES,
     Demand,
     Stored,
     choose,
     coefficients_returned,
     total_bytes,
     without_codecs,
+    without_products,
 )
 from jaxcomp.transform._constant_operands import with_constants_inside
 from jaxcomp.transform._decisions import Decision, PolicyLog, decide
@@ -103,41 +105,54 @@ def schedule(
     active: Sequence[int],
     coded: Collection[int],
     log: PolicyLog,
-    *,
-    exact: bool,
 ) -> Schedule:
     """Decides what of a program waits for its backward pass.
+
+    If nothing can be encoded, the backward program has the steps and the rounding of JAX's.
+    Otherwise chains of elementwise derivatives are one coefficient each.
 
     Args:
         program: The function, traced.
         active: The arguments that are differentiated.
         coded: The arguments that the policy may store in another form.
         log: The policy, which takes note of what it decides.
-        exact: Whether nothing is encoded. The backward program then has the steps and the rounding
-            of JAX's; otherwise chains of elementwise derivatives are one coefficient each.
 
     Raises:
         TypeError: If the policy answers what is no answer.
     """
     linearized = linearize(program, active)
-    if not exact:
-        linearized = _with_merged_derivatives(linearized, coded)
+    if not has_codecs(log.policy):
+        return _of_linearized(linearized, coded, log)
+    merged = _with_merged_derivatives(linearized, coded)
+    chosen = _of_linearized(merged, coded, log)
+    if chosen.encodes:
+        return chosen
+    are_larger = any(how.note == _LARGER for how in chosen.stored.values())
+    return _of_linearized(linearized, coded, log, _LARGER if are_larger else BIASES)
+
+
+def _of_linearized(
+    linearized: Linearized, coded: Collection[int], log: PolicyLog, why_exact: str = ""
+) -> Schedule:
+    """As `schedule`. Nothing is encoded if a note says why."""
     forward, same = with_rewrites(linearized.forward)
     linearized = dataclasses.replace(linearized, forward=forward)
     graph = _graph(forward, coded, same)
     demand = Demand.of(linearized)
     roles = graph.roles(demand.roles)
-    decisions = decide(graph, roles, log)
-    if exact:
-        decisions = without_codecs(decisions, "kept exactly: a code would bias what reads it")
+    decisions = asked = decide(graph, roles, log)
+    if why_exact:
+        decisions = without_codecs(decisions, why_exact)
     biased = isinstance(log.policy, Policy) and log.policy.lossy_recomputation
     stored, numbered, coefficients = _complete(
         linearized, graph, choose(graph, decisions, demand, biased=biased), roles, biased
     )
     if not biased and any(decision.codec for decision in decisions.values()):
+        # No product is computed again: a function is not run twice to save codes.
+        exact = without_products(without_codecs(decisions, _LARGER))
         others = (
             choose(graph, decisions, demand, biased=False, instead_of=stored),
-            choose(graph, without_codecs(decisions, _LARGER), demand, biased=False),
+            choose(graph, exact, demand, biased=False),
         )
         for other in others:
             if total_bytes(other) < total_bytes(stored):
@@ -149,7 +164,7 @@ def schedule(
         numbered.active,
         numbered.smooth,
         stored,
-        decisions,
+        asked,
         roles,
         numbered.linear,
         coefficients,
