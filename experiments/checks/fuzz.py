@@ -7,6 +7,9 @@ gradients and for coded ones. The folder gets a JSON file of each program; a run
 those that are there. A failing program is made as small as it can be while it fails alike:
 
     python -m experiments.checks.fuzz --replay build/fuzz/000012.json
+
+With `--steps`, programs run step by step, without XLA's fusions, and exact gradients are compared
+with those of `jax.checkpoint` to the bit.
 """
 
 import json
@@ -36,12 +39,18 @@ def set_up() -> None:
     jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
-def row_of(seed: int, minimise: bool) -> dict[str, Any]:
+def checks_by_steps(seed: int) -> list[tuple[str, str, int]]:
+    """The checks of a program with `--steps`."""
+    return [("steps", name, 1 + seed % 2) for name in ("Exact()", "nothing_saveable")]
+
+
+def row_of(seed: int, minimise: bool, steps: bool) -> dict[str, Any]:
     """The program of a seed and what fails."""
     began = time.time()
     program = programs.generate(seed)
     row: dict[str, Any] = {"seed": seed, "program": str(program), "failures": []}
-    for check in (*checks.checks_of(2 * seed), *checks.checks_of(2 * seed + 1)):
+    of_both = (*checks.checks_of(2 * seed), *checks.checks_of(2 * seed + 1))
+    for check in checks_by_steps(seed) if steps else of_both:
         try:
             found = checks.check(program, *check)
         except checks.NotFinite:
@@ -85,6 +94,9 @@ def main(
     out: Annotated[Path | None, typer.Option(help="Folder for the results.")] = None,
     count: Annotated[int, typer.Option("--programs", help="Number of programs.")] = 2000,
     seed: Annotated[int, typer.Option(help="Seed of the first program.")] = 0,
+    steps: Annotated[
+        bool, typer.Option(help="Compare exact gradients with jax.checkpoint's step by step.")
+    ] = False,
     minimise: Annotated[bool, typer.Option(help="Reduce the programs that fail.")] = True,
     file: Annotated[
         Path | None, typer.Option("--replay", help="Run the failures of a file again.")
@@ -101,7 +113,7 @@ def main(
     for number in track(range(seed, seed + count), "checking"):
         path = out / f"{number:06}.json"
         if not path.exists():
-            write_json(path, row_of(number, minimise))
+            write_json(path, row_of(number, minimise, steps))
         rows.append(json.loads(path.read_text()))
         if number % CLEARED_AFTER == 0:
             jax.clear_caches()
