@@ -114,8 +114,8 @@ def _transpose(
 def _batch(
     axis: Any, operands: Any, axes: Any, *, apply: Any, transpose: Any, residuals: int, kinds: Any
 ) -> Any:
-    is_named = type(axis.name) is not object
-    if not is_named and all(at is None for at in axes):
+    # What JAX has in place of a name is an `object()`. A name may be read in the function.
+    if type(axis.name) is object and all(at is None for at in axes):
         call = functools.partial(_linear_map.bind, apply=apply, transpose=transpose)
         return call(*operands, residuals=residuals, kinds=kinds), [None] * len(kinds)
     options = {"axis_name": axis.name, "axis_size": axis.size, "spmd_axis_name": axis.spmd_name}
