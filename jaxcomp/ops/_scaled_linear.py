@@ -54,6 +54,7 @@ def scaled_linear(
         ValueError: If the codec cannot store the shape of `x`.
 
     Example:
+        >>> import jax
         >>> from jaxcomp import Quantize
         >>> x, kernel, scale = jnp.ones((4, 2)), jnp.array([[1.0], [2.0]]), jnp.array([0.5])
         >>> f = lambda scale: scaled_linear(x, kernel, None, scale, codec=Quantize(bits=2)).sum()

@@ -27,7 +27,9 @@ class Rule:
 
     Attributes:
         action: A codec, which encodes the value for the backward pass (`Offload` of a codec puts
-            the code into the host's memory); "keep", which saves it as it is; "recompute", which
+            the code into the host's memory); "keep", which saves it as it is (in a policy that
+            has no other action, a rule without conditions on values also lets elementwise steps be
+            computed again from what is saved, where that takes fewer bytes); "recompute", which
             computes it again in the backward pass; "offload", which saves it as it is in the host's
             memory; or "cheapest", which keeps or recomputes a product, whichever takes fewer bytes.
             Each product that is recomputed then counts for half of its own bytes.
@@ -85,7 +87,7 @@ class Rule:
         unknown = sorted(set(self.roles) - set(ROLES))
         if unknown:
             raise ValueError(f"roles={self.roles}: {unknown} not among {ROLES}")
-        if self.op and (self._values_only or self.min_size):
+        if self.op and (self.is_for_values_alone or self.min_size):
             raise ValueError(
                 f"op={self.op!r}: expected no names, primitives, roles, dtypes or min_size beside "
                 "it, since a layer of jaxcomp.nn is chosen by its path and its kind alone"
@@ -97,7 +99,8 @@ class Rule:
             )
 
     @property
-    def _values_only(self) -> bool:
+    def is_for_values_alone(self) -> bool:
+        """Whether a condition of the rule is one that layers of `jaxcomp.nn` do not have."""
         return bool(self.names or self.primitives or self.roles or self.dtypes)
 
     @property
@@ -107,7 +110,9 @@ class Rule:
 
     def matches_layer(self, path: str, kind: str) -> bool:
         """Whether the rule is for the layer of `jaxcomp.nn` of this path and kind of operation."""
-        if self._values_only or not (isinstance(self.action, Codec) or self.action == "keep"):
+        if self.is_for_values_alone or not (
+            isinstance(self.action, Codec) or self.action == "keep"
+        ):
             return False
         if not self.op and isinstance(self.action, Codec) and kind not in self.action.kinds:
             return False

@@ -135,6 +135,8 @@ def _decide(
             note = f"fewer than {least:,} elements" if least else _note_of_dtype(policy, value)
             return Decision(note=note)
         log.matched.add(rule)
+        if not rule.is_for_values_alone and all(r.action == "keep" for r in policy.rules):
+            return Decision()
         return _by_rule(rule, value)
     found = [
         _by_answer(policy(e.primitive, *[a.aval for a in e.invars], **e.params), value)

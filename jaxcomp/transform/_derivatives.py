@@ -25,7 +25,7 @@ class _Chain:
     ends: list[Any] = dataclasses.field(default_factory=list)
 
 
-def merge(linearized: Linearized, costly: Costly) -> Linearized:
+def merge(linearized: Linearized, costly: Costly, *, casts: bool) -> Linearized:
     """Replaces elementwise chains of a linear program by products with one derivative.
 
     A GELU is such a chain: four coefficients of the size of its input, of which one derivative is
@@ -34,6 +34,7 @@ def merge(linearized: Linearized, costly: Costly) -> Linearized:
     Args:
         linearized: A function's forward program and its linear one.
         costly: Whether a value of the forward program would have to be stored at full size.
+        casts: Whether chains of several dtypes are replaced, too.
 
     Returns:
         Programs of the same results, to rounding.
@@ -46,7 +47,8 @@ def merge(linearized: Linearized, costly: Costly) -> Linearized:
     chosen = {
         start: chain
         for start, chain in chains.items()
-        if _is_worth_it(chain, tangents, lambda v: v in behind and costly(behind[v]))
+        if (casts or not _has_casts(chain))
+        and _is_worth_it(chain, tangents, lambda v: v in behind and costly(behind[v]))
     }
     start_of = {end: start for start, chain in chosen.items() for end in chain.ends}
     inside = {out for chain in chosen.values() for e in chain.equations for out in e.outvars}
@@ -187,6 +189,10 @@ def _is_elementwise(equation: JaxprEqn, operands: list[Any]) -> bool:
     real = all(jnp.issubdtype(kind.dtype, jnp.floating) for kind in kinds)
     same_shape = len({kind.shape for kind in kinds}) == 1
     return equation.primitive.name in ELEMENTWISE and not others and real and same_shape
+
+
+def _has_casts(chain: _Chain) -> bool:
+    return any(e.primitive.name == "convert_element_type" for e in chain.equations)
 
 
 def _is_worth_it(chain: _Chain, tangents: set[Any], costly: Costly) -> bool:

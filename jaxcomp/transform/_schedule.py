@@ -108,8 +108,8 @@ def schedule(
 ) -> Schedule:
     """Decides what of a program waits for its backward pass.
 
-    If nothing can be encoded, the backward program has the steps and the rounding of JAX's.
-    Otherwise chains of elementwise derivatives are one coefficient each.
+    Chains of elementwise derivatives are one coefficient each. If nothing can be encoded, chains
+    of several dtypes have the steps and the rounding of JAX's.
 
     Args:
         program: The function, traced.
@@ -121,14 +121,15 @@ def schedule(
         TypeError: If the policy answers what is no answer.
     """
     linearized = linearize(program, active)
+    exact = _with_merged_derivatives(linearized, coded, casts=False)
     if not has_codecs(log.policy):
-        return _of_linearized(linearized, coded, log)
-    merged = _with_merged_derivatives(linearized, coded)
+        return _of_linearized(exact, coded, log)
+    merged = _with_merged_derivatives(linearized, coded, casts=True)
     chosen = _of_linearized(merged, coded, log)
     if chosen.encodes:
         return chosen
     are_larger = any(how.note == _LARGER for how in chosen.stored.values())
-    return _of_linearized(linearized, coded, log, _LARGER if are_larger else BIASES)
+    return _of_linearized(exact, coded, log, _LARGER if are_larger else BIASES)
 
 
 def _of_linearized(
@@ -173,7 +174,9 @@ def _of_linearized(
     )
 
 
-def _with_merged_derivatives(linearized: Linearized, coded: Collection[int]) -> Linearized:
+def _with_merged_derivatives(
+    linearized: Linearized, coded: Collection[int], *, casts: bool
+) -> Linearized:
     graph = _graph(linearized.forward, coded)
     exact = graph.free | graph.statistics
 
@@ -181,7 +184,7 @@ def _with_merged_derivatives(linearized: Linearized, coded: Collection[int]) -> 
         is_array = is_variable(value) and value not in exact and value.aval.size > 1
         return is_array and jnp.issubdtype(value.aval.dtype, jnp.floating)
 
-    return merge(linearized, is_costly)
+    return merge(linearized, is_costly, casts=casts)
 
 
 def _complete(

@@ -63,3 +63,17 @@ def test_codes_have_no_more_bias_than_bfloat16(factor):
     error = by_seed.std() / len(seeds) ** 0.5
     assert abs(by_seed.mean()) <= abs(stock) + 4 * error
     assert error < 1e-3  # a factor that is rounded in each layer is an error of 0.016
+
+
+def test_exact_saves_one_array_for_a_chain_of_derivatives():
+    """As codes have one derivative, elementwise steps are computed again from one value."""
+
+    def saved(f):
+        pull = jax.eval_shape(lambda x: jax.vjp(lambda x: f(x, jnp.float32(1.0)), x)[1], X)
+        arrays = [leaf for leaf in jax.tree.leaves(pull) if leaf.shape == X.shape]
+        return len(arrays) - LAYERS  # without the weights
+
+    network = _network("constant", jnp.float32)
+    assert saved(jc.checkpoint(network, jc.Exact())) == LAYERS
+    assert saved(jc.checkpoint(network, "exact")) == LAYERS
+    assert saved(network) > 4 * LAYERS
