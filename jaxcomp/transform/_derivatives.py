@@ -121,10 +121,13 @@ def _derivatives_of(
 ) -> list[Any]:
     """The derivatives of a chain's ends by its start, each rounded once to the dtype of its end.
 
-    Steps between are taken in float32 or wider. In a narrower dtype the product of factors that are
-    the same for all elements, such as a scale and that of dropout, would be rounded alike for all.
+    In a narrow dtype the product of factors that are the same for all elements, such as a scale
+    and that of dropout, would be rounded alike for all. So the steps of a chain that begins with
+    such a factor, or has casts, are taken in float32 or wider.
     """
-    wide = jnp.result_type(jnp.float32, start.aval, *(end.aval for end in chain.ends))
+    wide: Any = None
+    if _has_casts(chain) or _begins_with_scalar(chain, start):
+        wide = jnp.result_type(jnp.float32, start.aval, *(end.aval for end in chain.ends))
     inputs = {
         atom: coefficients[atom]
         for equation in chain.equations
@@ -134,9 +137,11 @@ def _derivatives_of(
 
     def evaluate(*values: Any) -> list[Any]:
         env = dict(zip(inputs, values, strict=True))
-        env[start] = filled(start.aval.update(dtype=wide), 1.0)
+        env[start] = filled(start.aval.update(dtype=wide or start.aval.dtype), 1.0)
         for equation in chain.equations:
-            operands = [_widened(read(env, atom), wide) for atom in equation.invars]
+            operands = [read(env, atom) for atom in equation.invars]
+            if wide is not None:
+                operands = [_widened(operand, wide) for operand in operands]
             with scope_of(equation), equation.ctx.manager:
                 (env[equation.outvars[0]],) = _step(equation, operands)
         return [env[end].astype(end.aval.dtype) for end in chain.ends]
@@ -189,6 +194,17 @@ def _is_elementwise(equation: JaxprEqn, operands: list[Any]) -> bool:
     real = all(jnp.issubdtype(kind.dtype, jnp.floating) for kind in kinds)
     same_shape = len({kind.shape for kind in kinds}) == 1
     return equation.primitive.name in ELEMENTWISE and not others and real and same_shape
+
+
+def _begins_with_scalar(chain: _Chain, start: Any) -> bool:
+    """Whether a first step multiplies by, or divides by, one number for all elements."""
+    first = (e for e in chain.equations if any(a is start for a in e.invars))
+    others: list[list[Any]] = [
+        [a for a in e.invars if a is not start and is_variable(a)]
+        for e in first
+        if e.primitive.name in ("mul", "div")
+    ]
+    return any(all(a.aval.size == 1 for a in atoms) for atoms in others)
 
 
 def _has_casts(chain: _Chain) -> bool:

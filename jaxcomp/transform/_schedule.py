@@ -108,8 +108,8 @@ def schedule(
 ) -> Schedule:
     """Decides what of a program waits for its backward pass.
 
-    Chains of elementwise derivatives are one coefficient each. If nothing can be encoded, chains
-    of several dtypes have the steps and the rounding of JAX's.
+    Chains of elementwise derivatives are one coefficient each. If nothing can be encoded and no
+    rule recomputes values, chains of several dtypes have the steps and the rounding of JAX's.
 
     Args:
         program: The function, traced.
@@ -121,7 +121,9 @@ def schedule(
         TypeError: If the policy answers what is no answer.
     """
     linearized = linearize(program, active)
-    exact = _with_merged_derivatives(linearized, coded, casts=False)
+    rules = log.policy.rules if isinstance(log.policy, Policy) else ()
+    recomputes = any(rule.action == "recompute" for rule in rules)
+    exact = _with_merged_derivatives(linearized, coded, casts=recomputes)
     if not has_codecs(log.policy):
         return _of_linearized(exact, coded, log)
     merged = _with_merged_derivatives(linearized, coded, casts=True)

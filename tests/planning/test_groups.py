@@ -60,7 +60,7 @@ def test_recomputed_blocks_start_from_what_they_keep():
         choice |= {f"{block}/mlp": what for block, what in choice.items()}
         policy = policy_of(choice | {"head": "keep", "": "keep"}, False)
         totals[number] = total_bytes(jc.planning.Strategy.of(policy), depth=4)
-    assert totals[4] < 0.45 * totals[0]
+    assert totals[4] < 0.7 * totals[0]
 
 
 def test_what_is_kept_is_estimated_where_the_plain_step_is_rejected():
