@@ -121,17 +121,18 @@ def schedule(
         TypeError: If the policy answers what is no answer.
     """
     linearized = linearize(program, active)
+    why_exact = ""
+    if has_codecs(log.policy):
+        merged = _with_merged_derivatives(linearized, coded, casts=True)
+        chosen = _of_linearized(merged, coded, log)
+        if chosen.encodes:
+            return chosen
+        are_larger = any(how.note == _LARGER for how in chosen.stored.values())
+        why_exact = _LARGER if are_larger else BIASES
     rules = log.policy.rules if isinstance(log.policy, Policy) else ()
     recomputes = any(rule.action == "recompute" for rule in rules)
     exact = _with_merged_derivatives(linearized, coded, casts=recomputes)
-    if not has_codecs(log.policy):
-        return _of_linearized(exact, coded, log)
-    merged = _with_merged_derivatives(linearized, coded, casts=True)
-    chosen = _of_linearized(merged, coded, log)
-    if chosen.encodes:
-        return chosen
-    are_larger = any(how.note == _LARGER for how in chosen.stored.values())
-    return _of_linearized(exact, coded, log, _LARGER if are_larger else BIASES)
+    return _of_linearized(exact, coded, log, why_exact)
 
 
 def _of_linearized(
