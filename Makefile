@@ -66,7 +66,7 @@ nightly: $(STAMP)
 	$(OPTIMIZED) $(NIGHTLY_VENV)/bin/python -m pytest -n 2 -m "not zoo and not aot"
 	JAX_REMAT3=1 $(OPTIMIZED) $(NIGHTLY_VENV)/bin/python -m pytest -n 2 tests/policies tests/sharding tests/transform
 	$(MAKE) test-aot zoo docs
-	$(BIN)/python -m experiments.faults --out build/faults
+	$(BIN)/python -m experiments.checks.faults --out build/faults
 	$(BIN)/python -m experiments.checks.fuzz --programs 2000 --seed 0 --out build/fuzz
 
 # Compiles ahead of time and runs nothing. It takes about an hour and a half on two cores.

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import typer
 
-from experiments import before_after
-from experiments.cache import compilation_cache
-from experiments.compare import STRATEGIES, compare, report
-from experiments.config import TrainConfig
-from experiments.options import Out, usage_errors
-from experiments.record import make_folder
+from experiments.common.cache import compilation_cache
+from experiments.common.options import Out, usage_errors
+from experiments.common.record import make_folder
+from experiments.comparison import before_after
+from experiments.comparison.compare import STRATEGIES, compare, report
+from experiments.training.config import TrainConfig
 from experiments.zoo.steps import NETWORKS
 from jaxcomp import memory
 

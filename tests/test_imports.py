@@ -20,6 +20,41 @@ FLOORS = (
     "models",
     "cli",
 )
+# The same for the rooms of `transform`. The modules beside them, which users call, are on top.
+ROOMS = ("_program", "_pieces", "_choice", "_recognition", "_execution", "_nested")
+# Modules of `transform` without a test of their name, each with the test that covers it.
+COVERED_BY = {
+    "_choice.bias": "recognition/test_bias.py",
+    "_choice.constant_operands": "execution/test_backward.py",
+    "_choice.decisions": "choice/test_schedule.py",
+    "_choice.graph": "choice/test_choice.py",
+    "_execution.forward": "choice/test_schedule.py",
+    "_execution.waiting": "execution/test_backward.py",
+    "_model_attributes": "test_compress.py",
+    "_nested.nested": "nested/test_loops.py",
+    "_nested.scheduled": "nested/test_loops.py",
+    "_pieces.axes": "pieces/test_slices.py",
+    "_pieces.hidden": "pieces/test_chunks.py",
+    "_pieces.masks": "pieces/test_chunks.py",
+    "_pieces.pieces": "pieces/test_slices.py",
+    "_pieces.slice": "pieces/test_slices.py",
+    "_program.automatic_axes": "../sharding/test_explicit.py",
+    "_program.builder": "test_checkpoint.py",
+    "_program.constants": "pieces/test_chunks.py",
+    "_program.keyed": "program/test_custom_rules.py",
+    "_program.linearized": "test_checkpoint.py",
+    "_program.origins": "test_plan.py",
+    "_program.primitives": "choice/test_rewrites.py",
+    "_program.program": "test_jax_features.py",
+    "_program.without_codes": "program/test_custom_rules.py",
+    "_recognition.batch_norms": "recognition/test_recognize.py",
+    "_recognition.layer_scale": "recognition/test_attention.py",
+    "_recognition.means": "recognition/test_recognize.py",
+    "_recognition.order": "recognition/test_recognize.py",
+    "_recognition.pattern": "recognition/test_recognize.py",
+    "_recognition.substitute": "recognition/test_recognize.py",
+    "_recognition.unit": "recognition/test_recognize.py",
+}
 
 
 def _name(path):
@@ -65,6 +100,37 @@ def test_no_import_climbs(floor):
         if _floor(name) == floor and _floor(other) not in allowed
     ]
     assert not climbing
+
+
+def _room(name):
+    parts = name.split(".")
+    return parts[2] if parts[:2] == ["jaxcomp", "transform"] and len(parts) == 4 else None
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_no_import_climbs_between_rooms(room):
+    allowed = ROOMS[: ROOMS.index(room) + 1]
+    climbing = [
+        f"{name} imports {other}"
+        for name, others in IMPORTS.items()
+        for other in others
+        if _room(name) == room and _floor(other) == "transform" and _room(other) not in allowed
+    ]
+    assert not climbing
+
+
+def test_modules_of_rooms_have_tests():
+    tests = ROOT / "tests" / "transform"
+    without = set()
+    for name in MODULES:
+        parts = name.split(".")
+        if parts[:2] != ["jaxcomp", "transform"] or parts[-1] in ("transform", *ROOMS):
+            continue
+        *rooms, module = (part.removeprefix("_") for part in parts[2:])
+        if not tests.joinpath(*rooms, f"test_{module}.py").exists():
+            without.add(".".join(parts[2:]))
+    assert without == COVERED_BY.keys()
+    assert all((tests / test).exists() for test in COVERED_BY.values())
 
 
 def test_every_package_has_a_floor():

@@ -10,7 +10,7 @@ import optax
 from flax import nnx
 
 import jaxcomp as jc
-from experiments.data import load
+from experiments.data.datasets import load
 
 # %% [markdown]
 # ## A model and a batch

@@ -22,8 +22,8 @@ import typer
 from rich.progress import track
 
 import jaxcomp as jc
-from experiments.options import TARGET_HELP, Out, usage_errors
-from experiments.record import describe_environment, write_json, write_table
+from experiments.common.options import TARGET_HELP, Out, usage_errors
+from experiments.common.record import describe_environment, write_json, write_table
 from jaxcomp.codecs._block_sparse import Product
 from jaxcomp.memory import analyze
 from jaxcomp.memory._targets import resolve

@@ -14,8 +14,8 @@ from typing import Annotated, Any
 import typer
 
 from experiments.bench.fit import compiled, factory, name_of
-from experiments.options import TARGET_HELP, Out, usage_errors
-from experiments.record import describe_environment, make_folder, write_json, write_table
+from experiments.common.options import TARGET_HELP, Out, usage_errors
+from experiments.common.record import describe_environment, make_folder, write_json, write_table
 from jaxcomp.planning import DoesNotFitError, fit
 
 FRACTIONS = (0.8, 0.7, 0.6, 0.55, 0.5, 0.45, 0.4, 0.35, 0.3, 0.25)

@@ -16,9 +16,9 @@ import typer
 from jax.extend.core import Jaxpr
 
 import jaxcomp as jc
-from experiments.measure import ratio
-from experiments.options import Out, usage_errors
-from experiments.record import describe_environment, make_folder, write_json, write_table
+from experiments.common.options import Out, usage_errors
+from experiments.common.record import describe_environment, make_folder, write_json, write_table
+from experiments.comparison.measure import ratio
 
 Fn = Callable[[jax.Array, jax.Array], jax.Array]
 

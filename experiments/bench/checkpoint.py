@@ -19,8 +19,8 @@ from jax import lax
 from rich.progress import track
 
 import jaxcomp as jc
-from experiments.options import Out, Target, usage_errors
-from experiments.record import describe_environment, write_json, write_table
+from experiments.common.options import Out, Target, usage_errors
+from experiments.common.record import describe_environment, write_json, write_table
 from jaxcomp.memory import analyze
 
 FEWER, MORE = 3, 6

@@ -17,9 +17,9 @@ import jax
 import typer
 from rich.progress import track
 
-from experiments import transformers
-from experiments.options import Out, usage_errors
-from experiments.record import describe_environment, make_folder, write_json, write_table
+from experiments.common.options import Out, usage_errors
+from experiments.common.record import describe_environment, make_folder, write_json, write_table
+from experiments.zoo import transformers
 from jaxcomp.memory._buffer_assignment import no_compilation_cache
 from jaxcomp.memory._compiling import compile_step
 from jaxcomp.memory._targets import resolve

@@ -27,11 +27,11 @@ import typer
 from rich.progress import track
 
 from experiments.bench.transformers import CASES
-from experiments.cache import compilation_cache
-from experiments.config import DTYPES
-from experiments.measure import in_turns, ratio
-from experiments.options import Dtype, Image, Out, Strategies, usage_errors
-from experiments.record import describe_environment, make_folder, write_json, write_table
+from experiments.common.cache import compilation_cache
+from experiments.common.options import Dtype, Image, Out, Strategies, usage_errors
+from experiments.common.record import describe_environment, make_folder, write_json, write_table
+from experiments.comparison.measure import in_turns, ratio
+from experiments.training.config import DTYPES
 from jaxcomp import memory
 from jaxcomp.models import steps
 from jaxcomp.planning import Strategy

@@ -17,15 +17,15 @@ from typing import Annotated, Any
 import jax
 import typer
 
-from experiments import transformers
-from experiments.options import TARGET_HELP, Add, Out, usage_errors
-from experiments.record import (
+from experiments.common.options import TARGET_HELP, Add, Out, usage_errors
+from experiments.common.record import (
     describe_environment,
     make_folder,
     read_table,
     write_json,
     write_table,
 )
+from experiments.zoo import transformers
 from experiments.zoo.steps import NETWORKS
 from jaxcomp.memory._analyze import analyze_step
 from jaxcomp.memory._compiling import CompileError

@@ -14,8 +14,8 @@ from typing import Annotated, Any
 import typer
 from rich.progress import track
 
-from experiments.options import Add, Model, Out, Strategies, usage_errors
-from experiments.record import describe_environment, read_table, write_json, write_table
+from experiments.common.options import Add, Model, Out, Strategies, usage_errors
+from experiments.common.record import describe_environment, read_table, write_json, write_table
 from jaxcomp import memory
 from jaxcomp.memory._targets import resolve
 from jaxcomp.models import steps

@@ -22,8 +22,8 @@ from jax import lax
 from rich.progress import track
 
 import jaxcomp as jc
-from experiments.options import Out, Target, usage_errors
-from experiments.record import describe_environment, read_table, write_json, write_table
+from experiments.common.options import Out, Target, usage_errors
+from experiments.common.record import describe_environment, read_table, write_json, write_table
 from jaxcomp.memory._analyze import analyze_step
 from jaxcomp.memory._targets import resolve
 from jaxcomp.memory._tracing import trace

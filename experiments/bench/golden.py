@@ -15,9 +15,9 @@ from typing import Annotated
 import typer
 
 import jaxcomp as jc
-from experiments import transformers
-from experiments.options import TARGET_HELP, Out, usage_errors
-from experiments.record import describe_environment, write_json
+from experiments.common.options import TARGET_HELP, Out, usage_errors
+from experiments.common.record import describe_environment, write_json
+from experiments.zoo import transformers
 from jaxcomp.models import steps
 
 ROWS: dict[str, tuple[str, ...]] = {

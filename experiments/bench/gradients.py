@@ -25,14 +25,14 @@ from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 from rich.progress import track
 
 import jaxcomp as jc
-from experiments.config import TrainConfig
-from experiments.data import load
-from experiments.options import Add, Out, Strategies, usage_errors
-from experiments.palette import style
-from experiments.planning import quantized_bits
-from experiments.record import describe_environment, read_table, write_json, write_table
+from experiments.common.options import Add, Out, Strategies, usage_errors
+from experiments.common.palette import style
+from experiments.common.record import describe_environment, read_table, write_json, write_table
+from experiments.data.datasets import load
 from experiments.reproduce.transformers import TASKS, Runs, epochs
-from experiments.run import build, count_epoch_steps, cross_entropy
+from experiments.training.config import TrainConfig
+from experiments.training.planning import quantized_bits
+from experiments.training.run import build, count_epoch_steps, cross_entropy
 from jaxcomp._core.modules import split_model
 from jaxcomp.diagnostics import plan_bits
 from jaxcomp.memory import declared_residual_bytes

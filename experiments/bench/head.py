@@ -16,8 +16,8 @@ import optax
 import typer
 
 import jaxcomp as jc
-from experiments.options import TARGET_HELP, Out, usage_errors
-from experiments.record import describe_environment, write_json, write_table
+from experiments.common.options import TARGET_HELP, Out, usage_errors
+from experiments.common.record import describe_environment, write_json, write_table
 from jaxcomp.ops import linear_cross_entropy
 
 TOKENS, FEATURES, CLASSES = 8192, 768, 50_257

@@ -19,8 +19,8 @@ import typer
 from jax.profiler import ProfileData
 
 from experiments.bench.device import filled, make_step
-from experiments.options import Dtype, Image, Out, Strategies, usage_errors
-from experiments.record import describe_environment, make_folder, write_json, write_table
+from experiments.common.options import Dtype, Image, Out, Strategies, usage_errors
+from experiments.common.record import describe_environment, make_folder, write_json, write_table
 from jaxcomp.memory._costs import costs
 from jaxcomp.memory._hlo import Computation, Instruction, parse
 from jaxcomp.planning import Strategy

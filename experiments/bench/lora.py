@@ -26,15 +26,15 @@ from rich.progress import track
 
 import jaxcomp as jc
 from experiments.bench.fits import largest
-from experiments.decoder import Layer, Sizes, loss, weight_shapes
-from experiments.options import Add, Out, usage_errors
-from experiments.record import (
+from experiments.common.options import Add, Out, usage_errors
+from experiments.common.record import (
     describe_environment,
     make_folder,
     read_table,
     write_json,
     write_table,
 )
+from experiments.zoo.decoder import Layer, Sizes, loss, weight_shapes
 from jaxcomp.memory import analyze, compiler_options, mesh
 from jaxcomp.memory._targets import resolve
 

@@ -15,8 +15,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from experiments.config import DTYPES
-from experiments.options import (
+from experiments.common.options import (
     Add,
     Batch,
     Dtype,
@@ -27,7 +26,8 @@ from experiments.options import (
     Target,
     usage_errors,
 )
-from experiments.record import describe_environment, read_table, write_json
+from experiments.common.record import describe_environment, read_table, write_json
+from experiments.training.config import DTYPES
 from jaxcomp import planning
 from jaxcomp.memory import MemoryReport
 from jaxcomp.models import steps

@@ -18,15 +18,15 @@ import jax.numpy as jnp
 import typer
 
 import jaxcomp as jc
-from experiments.decoder import NAMES, Layer, Sizes, make_step
-from experiments.options import Add, Out, usage_errors
-from experiments.record import (
+from experiments.common.options import Add, Out, usage_errors
+from experiments.common.record import (
     describe_environment,
     make_folder,
     read_table,
     write_json,
     write_table,
 )
+from experiments.zoo.decoder import NAMES, Layer, Sizes, make_step
 from jaxcomp.memory import CompileError, analyze, compiler_options, mesh
 from jaxcomp.memory._targets import resolve
 from jaxcomp.models import steps

@@ -17,7 +17,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from experiments.bench.memory import STRATEGIES, tabulate
-from experiments.options import Batch, Out, Strategies, Target, usage_errors
+from experiments.common.options import Batch, Out, Strategies, Target, usage_errors
 from jaxcomp._core.modules import State, split_model
 from jaxcomp.memory import compiler_options
 from jaxcomp.models.resnet import Bottleneck, Features, Layers

@@ -14,10 +14,10 @@ from typing import Annotated, Any
 import typer
 from matplotlib.figure import Figure
 
-from experiments import transformers
 from experiments.bench.memory import tabulate
-from experiments.options import Add, Out, Strategies, Target, usage_errors
-from experiments.palette import style
+from experiments.common.options import Add, Out, Strategies, Target, usage_errors
+from experiments.common.palette import style
+from experiments.zoo import transformers
 from jaxcomp.planning import MakeStep, Strategy
 
 CASES: dict[str, tuple[MakeStep, int, str]] = {

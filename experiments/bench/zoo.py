@@ -22,8 +22,8 @@ from typing import Annotated, Any
 import jax
 import typer
 
-from experiments.options import TARGET_HELP, Add, Out, usage_errors
-from experiments.record import (
+from experiments.common.options import TARGET_HELP, Add, Out, usage_errors
+from experiments.common.record import (
     describe_environment,
     make_folder,
     read_table,

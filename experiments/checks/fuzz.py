@@ -22,8 +22,8 @@ import jax
 import typer
 from rich.progress import track
 
-from experiments.options import usage_errors
-from experiments.record import describe_environment, write_json, write_table
+from experiments.common.options import usage_errors
+from experiments.common.record import describe_environment, write_json, write_table
 from tests.fuzz import checks, programs
 
 TRIALS = 60  # smaller programs that are tried for each failure

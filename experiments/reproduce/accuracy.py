@@ -25,12 +25,12 @@ import typer
 from flax import nnx
 from rich.progress import Progress
 
-from experiments.config import TrainConfig
-from experiments.data import Dataset, load
-from experiments.options import DataDir, Out, TrainedStrategies, usage_errors
-from experiments.paired import difference
-from experiments.record import describe_environment, write_json, write_table
-from experiments.run import of_model, optimizer
+from experiments.common.options import DataDir, Out, TrainedStrategies, usage_errors
+from experiments.common.record import describe_environment, write_json, write_table
+from experiments.comparison.paired import difference
+from experiments.data.datasets import Dataset, load
+from experiments.training.config import TrainConfig
+from experiments.training.run import of_model, optimizer
 from jaxcomp._core.modules import split_model
 from jaxcomp.models import catalog, resnet, training
 from jaxcomp.planning import Strategy

@@ -3,7 +3,7 @@
     python -m experiments.reproduce.block_sparse --epochs 6 --out experiments/results/pruning
 
 Trains a small ResMLP with several densities and block sizes, and by the plain step, remat and
-accumulation, as `experiments.compare` does.
+accumulation, as `experiments.comparison.compare` does.
 """
 
 from collections.abc import Sequence
@@ -14,9 +14,7 @@ import numpy as np
 import typer
 from matplotlib.figure import Figure
 
-from experiments.compare import compare_seeds
-from experiments.config import TrainConfig
-from experiments.options import (
+from experiments.common.options import (
     Batch,
     DataDir,
     DatasetName,
@@ -26,8 +24,10 @@ from experiments.options import (
     TrainedStrategies,
     usage_errors,
 )
-from experiments.palette import style
-from experiments.rows import Row
+from experiments.common.palette import style
+from experiments.comparison.compare import compare_seeds
+from experiments.comparison.rows import Row
+from experiments.training.config import TrainConfig
 
 STRATEGIES = (
     "plain",

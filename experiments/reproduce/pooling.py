@@ -2,10 +2,10 @@
 
     python -m experiments.reproduce.pooling --epochs 6 --out experiments/results/pooling
 
-Trains a ResNet exactly and with pooled convolution inputs, as `experiments.compare` does. Then
-compares each network with the exact network of the same seed: the features of its layers (centred
-kernel alignment), its first filters and its Grad-CAM maps. Two exact networks of different seeds
-are compared as a reference.
+Trains a ResNet exactly and with pooled convolution inputs, as `experiments.comparison.compare`
+does. Then compares each network with the exact network of the same seed: the features of its layers
+(centred kernel alignment), its first filters and its Grad-CAM maps. Two exact networks of different
+seeds are compared as a reference.
 """
 
 import textwrap
@@ -21,11 +21,7 @@ import typer
 from flax import nnx
 from matplotlib.figure import Figure
 
-from experiments.checkpoint import Checkpoints
-from experiments.compare import compare_seeds, run_folder
-from experiments.config import TrainConfig
-from experiments.data import Dataset, load
-from experiments.options import (
+from experiments.common.options import (
     Batch,
     DataDir,
     DatasetName,
@@ -35,8 +31,12 @@ from experiments.options import (
     TrainedStrategies,
     usage_errors,
 )
-from experiments.record import describe_environment, write_json, write_table
-from experiments.run import build
+from experiments.common.record import describe_environment, write_json, write_table
+from experiments.comparison.compare import compare_seeds, run_folder
+from experiments.data.datasets import Dataset, load
+from experiments.training.checkpoint import Checkpoints
+from experiments.training.config import TrainConfig
+from experiments.training.run import build
 from jaxcomp.models.resnet import ResNet
 from jaxcomp.ops import value
 

@@ -2,9 +2,9 @@
 
     python -m experiments.reproduce.quantization --epochs 4 --out experiments/results/quantization
 
-Trains a ResNet exactly and with each quantizing recipe, as `experiments.compare` does. All use the
-same seeds, so the same initial parameters and order of the data. The table has the difference from
-the exact run of the same seed, with its 95% confidence interval.
+Trains a ResNet exactly and with each quantizing recipe, as `experiments.comparison.compare` does.
+All use the same seeds, so the same initial parameters and order of the data. The table has the
+difference from the exact run of the same seed, with its 95% confidence interval.
 """
 
 from collections.abc import Sequence
@@ -13,9 +13,7 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from experiments.compare import compare_seeds
-from experiments.config import TrainConfig
-from experiments.options import (
+from experiments.common.options import (
     Batch,
     DataDir,
     DatasetName,
@@ -25,9 +23,11 @@ from experiments.options import (
     TrainedStrategies,
     usage_errors,
 )
-from experiments.paired import difference
-from experiments.record import describe_environment, write_json, write_table
-from experiments.rows import Row
+from experiments.common.record import describe_environment, write_json, write_table
+from experiments.comparison.compare import compare_seeds
+from experiments.comparison.paired import difference
+from experiments.comparison.rows import Row
+from experiments.training.config import TrainConfig
 
 STRATEGIES = (
     "plain",

@@ -28,13 +28,13 @@ from flax import nnx
 from matplotlib.figure import Figure
 from rich.progress import track
 
-from experiments.data import Dataset, load
-from experiments.options import Out, TrainedStrategies, usage_errors
-from experiments.paired import difference
-from experiments.palette import COLORS
-from experiments.record import describe_environment, make_folder, write_json, write_table
-from experiments.rows import mebibytes
-from experiments.transformers import LM, Shape, ViT
+from experiments.common.options import Out, TrainedStrategies, usage_errors
+from experiments.common.palette import COLORS
+from experiments.common.record import describe_environment, make_folder, write_json, write_table
+from experiments.comparison.paired import difference
+from experiments.comparison.rows import mebibytes
+from experiments.data.datasets import Dataset, load
+from experiments.zoo.transformers import LM, Shape, ViT
 from jaxcomp import memory
 from jaxcomp.models import training
 from jaxcomp.planning import Strategy

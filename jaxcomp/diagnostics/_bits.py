@@ -29,7 +29,7 @@ from jaxcomp.nn._coded import coded_modules, covered
 from jaxcomp.ops._sensitivity import COLUMNS
 from jaxcomp.policies._policy import Policy
 from jaxcomp.policies._rule import Rule
-from jaxcomp.transform._layers import LayerCodecs
+from jaxcomp.transform._layer_codecs import LayerCodecs
 
 Loss = Callable[[Any, Any], jax.Array]  # of a model and a batch
 

@@ -11,9 +11,9 @@ from flax import nnx
 
 from jaxcomp.codecs import SignAware
 from jaxcomp.codecs._offload import inner_codec
+from jaxcomp.diagnostics._counting import count_clipped
 from jaxcomp.nn._coded import coded_modules
 from jaxcomp.nn._norm_act import Clipped, NormAct
-from jaxcomp.transform._compress import count_clipped
 
 THRESHOLD = 1e-4  # fraction of a layer's values
 

@@ -20,7 +20,7 @@ from jaxcomp.diagnostics._losses import (
     sgd_variance,
     vector,
 )
-from jaxcomp.transform._exactly import has_codes, saves_codes
+from jaxcomp.transform._program.without_codes import has_codes, saves_codes
 
 _SIGNIFICANCE = 0.05
 _LOST, _NEAR = 0.1, 0.5  # noise in units of SGD's: lost in it, and of its size

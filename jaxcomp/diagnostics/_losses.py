@@ -11,7 +11,7 @@ from jax.extend.core import jaxpr_as_fun
 
 from jaxcomp._core.explicit import explicit_axes
 from jaxcomp._core.modules import split_model
-from jaxcomp.transform._exactly import has_codes, without_codes
+from jaxcomp.transform._program.without_codes import has_codes, without_codes
 
 Loss = Callable[[Any, Any], Any]  # of a model and a batch
 

@@ -15,8 +15,8 @@ from jaxcomp.memory._declared import Residual
 from jaxcomp.nn._coded import Coded, coded_modules, covered
 from jaxcomp.transform._checkpoint import Checkpointed
 from jaxcomp.transform._compress import traced_call
-from jaxcomp.transform._exactly import has_codes, without_codes
 from jaxcomp.transform._plan import Plan, SavedValue, without_indices
+from jaxcomp.transform._program.without_codes import has_codes, without_codes
 
 _MUCH = 0.1  # of all bytes
 

@@ -12,10 +12,10 @@ from jaxcomp.codecs import Codec, SignAware
 from jaxcomp.memory import declared_residuals
 from jaxcomp.memory._tracing import TracedStep
 from jaxcomp.nn._coded import coded_modules
+from jaxcomp.planning._remat import blocks_of
 from jaxcomp.policies import recipes
 from jaxcomp.policies._policy import Policy
 from jaxcomp.policies._rule import Action, Rule
-from jaxcomp.transform._remat import blocks_of
 
 _ATTENTION = "attention"
 _UNIT = "norm_act"

@@ -9,11 +9,11 @@ import jax
 from flax import linen, nnx
 
 from jaxcomp.codecs import Codec
+from jaxcomp.planning._remat import remat_blocks
 from jaxcomp.policies._policy import JaxPolicy, Policy
 from jaxcomp.policies._specs import PolicyLike, from_spec, policy_for_model, read
 from jaxcomp.transform._checkpoint import checkpoint
 from jaxcomp.transform._compress import compress
-from jaxcomp.transform._remat import remat_blocks
 
 M = TypeVar("M", bound=nnx.Module | Callable[..., Any])
 

@@ -19,15 +19,15 @@ from jaxcomp.codecs import noise
 from jaxcomp.codecs._codec import Seed
 from jaxcomp.policies._policy import JaxPolicy, Policy
 from jaxcomp.policies._specs import PolicyLike, policy_for_function
-from jaxcomp.transform._decisions import PolicyLog
-from jaxcomp.transform._exactly import has_codes, without_codes
-from jaxcomp.transform._explicit import automatic, run_over_automatic_axes
-from jaxcomp.transform._keyed import Keyed
-from jaxcomp.transform._parts import scheduled
+from jaxcomp.transform._choice.decisions import PolicyLog
+from jaxcomp.transform._choice.schedule import plain_bytes
+from jaxcomp.transform._nested.nested import scheduled
+from jaxcomp.transform._nested.scheduled import Scheduled
 from jaxcomp.transform._plan import Plan
-from jaxcomp.transform._programs import Program, as_array, avals, closed
-from jaxcomp.transform._schedule import plain_bytes
-from jaxcomp.transform._scheduled import Scheduled
+from jaxcomp.transform._program.automatic_axes import automatic, run_over_automatic_axes
+from jaxcomp.transform._program.keyed import Keyed
+from jaxcomp.transform._program.program import Program, as_array, avals, closed
+from jaxcomp.transform._program.without_codes import has_codes, without_codes
 
 _REMEMBERED = 64  # programs
 _depth = contextvars.ContextVar("depth", default=0)  # of the calls that are looked into

@@ -1,7 +1,5 @@
 """`compress`: a Flax NNX model that saves what its backward pass needs as a policy says."""
 
-import functools
-import types
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -13,17 +11,16 @@ from jaxcomp._core.modules import derived, set_class, split_model, stock_class
 from jaxcomp.nn._coded import coded_modules
 from jaxcomp.policies._policy import JaxPolicy, Policy
 from jaxcomp.policies._specs import PolicyLike, policy_for_model
-from jaxcomp.transform._attributes import (
+from jaxcomp.transform._checkpoint import Checkpointed, checkpoint
+from jaxcomp.transform._layer_codecs import LayerCodecs, check_required
+from jaxcomp.transform._model_attributes import (
     attributes,
     change,
     changes,
     with_others,
     without_others,
 )
-from jaxcomp.transform._checkpoint import Checkpointed, checkpoint
-from jaxcomp.transform._clipping import Counting, Record
-from jaxcomp.transform._layers import LayerCodecs, check_required
-from jaxcomp.transform._programs import Static
+from jaxcomp.transform._program.program import Static
 
 M = TypeVar("M", bound=nnx.Module)
 
@@ -98,7 +95,7 @@ def compress(model: M, policy: PolicyLike = "automatic") -> M:
             "call has to be traced"
         )
     layers.set(model)
-    set_class(model, derived(type(model), _compressed, of_values))
+    set_class(model, derived(type(model), compressed_methods, of_values))
     return model
 
 
@@ -147,30 +144,7 @@ def traced_call(
     return None if call is None else call(model, args, kwargs)
 
 
-def count_clipped(model: nnx.Module, record: Record) -> None:
-    """Makes the compressed modules of a model count what their batch norms clip, and save nothing.
-
-    Args:
-        model: The model, which is changed.
-        record: Called in each call of the model with the path of a batch norm, its bits and the
-            fraction of its values that are clipped.
-    """
-    for names, module in list(nnx.iter_modules(model)):
-        policy = getattr(type(module), "policy_of_values", None)
-        if policy is None:
-            continue
-        prefix = "".join(f"{name}/" for name in names)
-        count = functools.partial(Counting, record=record, prefix=prefix)
-        set_class(module, _counting_class(stock_class(module), policy, count))
-
-
-def _counting_class(kind: type[nnx.Module], *arguments: Any) -> type[nnx.Module]:
-    """A class of its own: what is compiled for it is not what is compiled for training."""
-    methods = _compressed(kind, *arguments)
-    return types.new_class(kind.__name__, (kind,), {}, lambda body: body.update(methods))
-
-
-def _compressed(
+def compressed_methods(
     kind: type[nnx.Module],
     policy: Policy | JaxPolicy | None,
     transform: Callable[..., Checkpointed] = checkpoint,

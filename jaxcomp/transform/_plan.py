@@ -10,16 +10,17 @@ from typing import Any
 from jaxcomp._core import table
 from jaxcomp.codecs import Codec
 from jaxcomp.memory._live_bytes import format_bytes
-from jaxcomp.memory._source_line import source_line
+from jaxcomp.memory._source_line import source_call, source_line
 from jaxcomp.policies._value import dtype_name
-from jaxcomp.transform._algebra import rounds_coarsely
-from jaxcomp.transform._bias_of_norms import bias_of_norm, percent, positions
-from jaxcomp.transform._graph import plain_nbytes
-from jaxcomp.transform._origins import module_path
-from jaxcomp.transform._readers import Readers
-from jaxcomp.transform._schedule import Schedule
-from jaxcomp.transform._scheduled import Part, Scheduled
-from jaxcomp.transform._units import NormAct, Recognized
+from jaxcomp.transform._choice.bias import percent
+from jaxcomp.transform._choice.graph import plain_nbytes
+from jaxcomp.transform._choice.schedule import Schedule
+from jaxcomp.transform._nested.scheduled import Part, Scheduled
+from jaxcomp.transform._program.origins import module_path
+from jaxcomp.transform._program.primitives import rounds_coarsely
+from jaxcomp.transform._program.program import is_variable
+from jaxcomp.transform._recognition.bias import bias_of_norm, positions
+from jaxcomp.transform._recognition.unit import NormAct, Recognized
 
 _HARDLY = 0.9
 _NOTED = 1e-3  # a norm's bias, as a part of the gradient
@@ -293,3 +294,49 @@ def _of_branches(branches: Sequence[Scheduled]) -> Iterator[SavedValue]:
                 note="; ".join(filter(None, notes)),
             )
         taken |= own
+
+
+_NAMED = 2
+
+
+class Readers:
+    """The equations of the backward pass that read each saved value.
+
+    They have the source lines of the forward pass.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        """Follows the coefficients of the backward program back to what is saved."""
+        self._direct: dict[Any, dict[tuple[str, str], None]] = {}
+        backward = schedule.backward.jaxpr
+        inputs = dict(zip(backward.invars, schedule.coefficients, strict=False))
+        for equation in backward.eqns:
+            for atom in equation.invars:
+                coefficient = inputs.get(atom) if is_variable(atom) else None
+                if coefficient is not None and is_variable(coefficient.value):
+                    where = source_call(equation), source_line(equation)
+                    self._direct.setdefault(coefficient.value, {})[where] = None
+        self._all = {value: dict(found) for value, found in self._direct.items()}
+        for value in reversed(schedule.graph.order):
+            if value in self._all and value not in schedule.stored:
+                for operand in schedule.graph.operands(value):
+                    self._all.setdefault(operand, {}).update(self._all[value])
+
+    def line_of_first(self, value: Any) -> str:
+        """The source line of the first reader, or ""."""
+        return next((line for _, line in self._direct.get(value, ())), "")
+
+    def all_of(self, value: Any) -> str:
+        """The user's calls that read a value, or what is computed from it; "" if there are none."""
+        found = list(self._all.get(value, ()))
+        more = [f"{len(found) - _NAMED} more"] if len(found) > _NAMED else []
+        return " and ".join([*map(_described, found[:_NAMED]), *more])
+
+    def first_of(self, value: Any) -> str:
+        """The first user's call that reads a value; "" if there is none."""
+        found = {**self._direct.get(value, {}), **self._all.get(value, {})}
+        return next(map(_described, found), "")
+
+
+def _described(where: tuple[str, str]) -> str:
+    return ", ".join(filter(None, where))

@@ -3,9 +3,10 @@ import functools
 import numpy as np
 import pytest
 
-from experiments import compare, train
-from experiments.data import Dataset
-from experiments.examples import InMemory
+from experiments.comparison import compare
+from experiments.data.datasets import Dataset
+from experiments.data.examples import InMemory
+from experiments.training import train
 from jaxcomp.models import resnet
 
 

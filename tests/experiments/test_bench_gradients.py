@@ -10,7 +10,7 @@ from flax import nnx
 import jaxcomp as jc
 from experiments.bench import gradients as module
 from experiments.reproduce.transformers import Task
-from experiments.transformers import LM, Shape
+from experiments.zoo.transformers import LM, Shape
 from jaxcomp._core.modules import split_model
 from jaxcomp.models.training import TrainState
 from jaxcomp.planning import Strategy

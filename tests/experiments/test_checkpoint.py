@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.checkpoint import Checkpoints
+from experiments.training.checkpoint import Checkpoints
 from jaxcomp.models.training import TrainState
 
 

@@ -6,13 +6,13 @@ import matplotlib.image
 import pytest
 from typer.testing import CliRunner
 
-from experiments import compare as module
-from experiments.compare import HEADER, compare, report
-from experiments.config import TrainConfig
-from experiments.measure import Measurement, measure
-from experiments.rows import Row, mebibytes
-from experiments.run import build
-from experiments.train import TrainResult
+from experiments.comparison import compare as module
+from experiments.comparison.compare import HEADER, compare, report
+from experiments.comparison.measure import Measurement, measure
+from experiments.comparison.rows import Row, mebibytes
+from experiments.training.config import TrainConfig
+from experiments.training.run import build
+from experiments.training.train import TrainResult
 from jaxcomp import memory
 
 CONFIG = TrainConfig(model="tiny", dataset="tiny", epochs=1, epoch_steps=1, batch=16)

@@ -4,8 +4,8 @@ import sys
 import numpy as np
 import pytest
 
-from experiments import data
-from experiments.augment import normalize, pad_crop_flip
+from experiments.data.augment import normalize, pad_crop_flip
+from experiments.data.datasets import datasets as data
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_embedded_needs_numpy_only():
 import sys
 for name in ("tensorflow_datasets", "grain", "PIL", "typer", "tensorflow"):
     sys.modules[name] = None
-from experiments import data
+from experiments.data.datasets import datasets as data
 dataset = data.load()
 next(dataset.batches("train", 8, seed=0, epoch=0, augment=True, drop_remainder=True))
 """
@@ -183,8 +183,8 @@ def test_data_dir_is_not_for_the_embedded_data_set(tmp_path):
 @pytest.mark.parametrize("module", ["tensorflow_datasets", "grain"])
 def test_missing_extra_is_named(monkeypatch, tmp_path, module):
     monkeypatch.setitem(sys.modules, module, None)
-    for name in ("experiments.tfds_source", "experiments.imagenet"):
+    for name in ("experiments.data.tfds_source", "experiments.data.imagenet"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.delattr("experiments.tfds_source", raising=False)
+    monkeypatch.delattr("experiments.data.tfds_source", raising=False)
     with pytest.raises(ModuleNotFoundError, match=rf"needs {module}: .*jaxcomp\[train\]"):
         data.load("cifar10", tmp_path)

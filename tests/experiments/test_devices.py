@@ -5,7 +5,7 @@ import optax
 import pytest
 from flax import nnx
 
-from experiments import devices
+from experiments.training import devices
 from jaxcomp.models import resnet, training
 
 

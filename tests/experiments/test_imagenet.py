@@ -5,8 +5,8 @@ import pytest
 import tensorflow_datasets as tfds
 from PIL import Image
 
-from experiments import data
-from experiments.imagenet import central_crop, random_resized_crop
+from experiments.data.datasets import datasets as data
+from experiments.data.imagenet import central_crop, random_resized_crop
 
 
 def jpeg(seed):

@@ -1,6 +1,6 @@
 import ast
 
-from experiments.mutants import ROOT, covering_tests, mutants_of, own_first
+from experiments.checks.mutants import ROOT, covering_tests, mutants_of, own_first
 
 MODULE = ROOT / "jaxcomp/codecs/_levels.py"
 
@@ -13,7 +13,7 @@ def test_each_mutant_is_another_program_that_parses():
 
 
 def test_annotations_messages_and_docstrings_stay(tmp_path, monkeypatch):
-    monkeypatch.setattr("experiments.mutants.ROOT", tmp_path)
+    monkeypatch.setattr("experiments.checks.mutants.ROOT", tmp_path)
     module = tmp_path / "module.py"
     module.write_text(
         'def f(x: "2 3" = None) -> Literal[4]:\n'

@@ -4,7 +4,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from experiments.options import usage_errors
+from experiments.common.options import usage_errors
 
 RUNNER = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"})
 

@@ -4,10 +4,10 @@ import pytest
 import typer
 from matplotlib.figure import Figure
 
-from experiments import compare
-from experiments.measure import Measurement
+from experiments.comparison import compare
+from experiments.comparison.measure import Measurement
+from experiments.comparison.rows import Row
 from experiments.reproduce import block_sparse as module
-from experiments.rows import Row
 from jaxcomp.planning import Strategy
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments.config import TrainConfig
 from experiments.reproduce import pooling as module
+from experiments.training.config import TrainConfig
 from jaxcomp.models import catalog
 from jaxcomp.planning import Strategy
 

@@ -1,9 +1,9 @@
 import pytest
 
-from experiments.measure import Measurement
-from experiments.paired import paired_difference
+from experiments.comparison.measure import Measurement
+from experiments.comparison.paired import paired_difference
+from experiments.comparison.rows import Row
 from experiments.reproduce import quantization as module
-from experiments.rows import Row
 
 COST = Measurement(2**20, 32.5, "cpu", 3 * 2**20, step_seconds=0.5, step_time_ratio=1.25)
 

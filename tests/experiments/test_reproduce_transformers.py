@@ -6,7 +6,7 @@ import pytest
 import typer
 
 from experiments.reproduce import transformers as module
-from experiments.transformers import LM, Shape
+from experiments.zoo.transformers import LM, Shape
 
 
 def run(loss, accuracy):

@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from experiments import train as module
-from experiments.checkpoint import Checkpoints
-from experiments.config import TrainConfig
-from experiments.devices import shard
-from experiments.examples import InMemory
-from experiments.lock import locked
-from experiments.monitor import Monitor
-from experiments.run import build, evaluate, learning_rate
-from experiments.train import train
+from experiments.data.examples import InMemory
+from experiments.training import train as module
+from experiments.training.checkpoint import Checkpoints
+from experiments.training.config import TrainConfig
+from experiments.training.devices import shard
+from experiments.training.lock import locked
+from experiments.training.monitor import Monitor
+from experiments.training.run import build, evaluate, learning_rate
+from experiments.training.train import train
 from jaxcomp.models import training
 
 from .conftest import make_dataset
@@ -326,7 +326,8 @@ def test_command_line_names_what_is_wrong(tmp_path):
 
 
 def test_sigterm_saves_and_exits(tmp_path):
-    command = [sys.executable, "-m", "experiments.train", "--out", str(tmp_path), "--batch", "8"]
+    train = "experiments.training.train"
+    command = [sys.executable, "-m", train, "--out", str(tmp_path), "--batch", "8"]
     flags = "--xla_backend_optimization_level=0"
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
     process = subprocess.Popen(

@@ -10,8 +10,8 @@ import typer
 from flax import nnx
 
 import jaxcomp as jc
-from experiments import transformers
 from experiments.bench import transformers as bench
+from experiments.zoo import transformers
 from jaxcomp.planning import Strategy
 from tests.helpers import assert_close, assert_same_bits, assert_unbiased, normal, only
 

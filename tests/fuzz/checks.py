@@ -207,13 +207,13 @@ def check_steps(program: Program, name: str, calls: int) -> list[Failure]:
             return [_of_error(error, name, calls)]
     true, failures = None, []
     for leaf, found in _as_float(ours).items():
-        error, largest = (np.abs(x).max() for x in (found - expected[leaf], expected[leaf]))
+        distance, largest = (np.abs(x).max() for x in (found - expected[leaf], expected[leaf]))
         unit = float(jnp.finfo(program.dtype).eps) * largest
-        if error <= 2 * unit:
+        if distance <= 2 * unit:
             continue
         true = reference(program, calls, values) if true is None else true
-        if error > 2 * np.abs(expected[leaf] - true[leaf]).max():
-            failures.append(Failure("steps", name, f"{leaf}: {error / unit:.3g} units"))
+        if distance > 2 * np.abs(expected[leaf] - true[leaf]).max():
+            failures.append(Failure("steps", name, f"{leaf}: {distance / unit:.3g} units"))
     return failures
 
 

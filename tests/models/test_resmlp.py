@@ -9,7 +9,7 @@ from flax import nnx
 import jaxcomp as jc
 from jaxcomp.models import catalog, resmlp
 from jaxcomp.nn._coded import coded_modules
-from jaxcomp.transform._remat import remat_blocks
+from jaxcomp.planning._remat import remat_blocks
 from tests.helpers import assert_close, normal
 
 # Published in millions (arXiv:2105.03404, tables 1 and 3: 15.4, 30.0, 44.7, 115.7): a block has

@@ -11,7 +11,7 @@ from flax import nnx
 import jaxcomp as jc
 from jaxcomp.models import resnet
 from jaxcomp.nn._coded import coded_modules
-from jaxcomp.transform._remat import remat_blocks
+from jaxcomp.planning._remat import remat_blocks
 
 # Published counts: torchvision's documentation of its weights (1000 classes); He et al.,
 # arXiv:1512.03385, table 6 (10 classes), to the last digit for shortcuts without parameters.

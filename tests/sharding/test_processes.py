@@ -10,8 +10,8 @@ import time
 import numpy as np
 import pytest
 
-from experiments.config import TrainConfig
-from experiments.train import train
+from experiments.training.config import TrainConfig
+from experiments.training.train import train
 
 CONFIG = TrainConfig(model="resnet20", epochs=1, epoch_steps=20, batch=16, lr=0.001)
 FLAGS = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
@@ -26,7 +26,16 @@ def _start(out, rates=(CONFIG.lr, CONFIG.lr)):
     together = ["--coordinator", f"localhost:{port}", "--processes", "2", "--process-id"]
     return [
         subprocess.Popen(
-            [sys.executable, "-m", "experiments.train", *options, "--lr", str(rate), *together, n],
+            [
+                sys.executable,
+                "-m",
+                "experiments.training.train",
+                *options,
+                "--lr",
+                str(rate),
+                *together,
+                n,
+            ],
             env=os.environ | FLAGS,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -8,7 +8,7 @@ import pytest
 
 import jaxcomp as jc
 from experiments.bench.checkpoint import measure
-from experiments.transformers import attend
+from experiments.zoo.transformers import attend
 from jaxcomp.memory import analyze
 
 

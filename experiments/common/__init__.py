@@ -1,0 +1,1 @@
+"""What all commands share: options, records, colors, the compilation cache."""

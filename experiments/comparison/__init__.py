@@ -1,0 +1,1 @@
+"""Trains by several strategies and compares what comes out."""

@@ -1,0 +1,1 @@
+"""A training run: its configuration, steps, checkpoints, processes and progress."""

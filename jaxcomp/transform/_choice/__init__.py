@@ -1,0 +1,1 @@
+"""What of a program is saved for its backward pass."""

@@ -1,0 +1,223 @@
+"""Chains of elementwise derivatives become one coefficient each."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import JaxprEqn, Var
+
+from jaxcomp._core.shard_map import filled
+from jaxcomp.transform._program.builder import Builder, renamed
+from jaxcomp.transform._program.linearized import Linearized
+from jaxcomp.transform._program.primitives import ELEMENTWISE, tangents_of
+from jaxcomp.transform._program.program import Program, avals, is_variable, read, scope_of
+
+Costly = Callable[[Any], bool]
+
+
+@dataclasses.dataclass
+class _Chain:
+    """Equations that are elementwise in one tangent, and their results that others read."""
+
+    equations: list[JaxprEqn] = dataclasses.field(default_factory=list)
+    ends: list[Any] = dataclasses.field(default_factory=list)
+
+
+def merge(linearized: Linearized, costly: Costly, *, casts: bool) -> Linearized:
+    """Replaces elementwise chains of a linear program by products with one derivative.
+
+    A GELU is such a chain: four coefficients of the size of its input, of which one derivative is
+    made in the forward program. So is a quotient, whose denominator would have to be exact.
+
+    Args:
+        linearized: A function's forward program and its linear one.
+        costly: Whether a value of the forward program would have to be stored at full size.
+        casts: Whether chains of several dtypes are replaced, too.
+
+    Returns:
+        Programs of the same results, to rounding.
+    """
+    linear = linearized.linear.jaxpr
+    count = len(linear.invars) - len(linearized.active)
+    tangents = tangents_of(linear.eqns, linear.invars[count:])
+    behind = dict(zip(linear.invars, linearized.coefficients, strict=False))
+    chains = _chains(linear, tangents)
+    chosen = {
+        start: chain
+        for start, chain in chains.items()
+        if (casts or not _has_casts(chain))
+        and _is_worth_it(chain, tangents, lambda v: v in behind and costly(behind[v]))
+    }
+    start_of = {end: start for start, chain in chosen.items() for end in chain.ends}
+    inside = {out for chain in chosen.values() for e in chain.equations for out in e.outvars}
+    kept = [
+        e for e in linear.eqns if tangents.intersection(e.outvars) and e.outvars[0] not in inside
+    ]
+    needed = dict.fromkeys(
+        atom
+        for atoms in (*(e.invars for e in kept), linear.outvars)
+        for atom in atoms
+        if is_variable(atom) and atom not in tangents
+    )
+
+    return dataclasses.replace(
+        linearized,
+        forward=_with_derivatives(linearized, tangents, chosen, [*needed], start_of),
+        linear=_shortened(linearized.linear, count, tangents, [*needed], start_of, inside),
+    )
+
+
+def _with_derivatives(
+    linearized: Linearized,
+    tangents: set[Any],
+    chains: dict[Any, _Chain],
+    needed: list[Any],
+    start_of: dict[Any, Any],
+) -> Program:
+    """The forward program, with the needed coefficients and the derivatives of chains."""
+    forward, linear = linearized.forward, linearized.linear.jaxpr
+    builder = Builder()
+    arguments = forward.jaxpr.invars
+    made = builder.inline(forward, arguments)
+    env = builder.constants_of(linearized.linear)
+    env |= dict(zip(linear.invars, made[linearized.results :], strict=False))
+
+    for equation in linear.eqns:
+        if not tangents.intersection(equation.outvars):
+            builder.copy(equation, env)
+    for start, chain in chains.items():
+        env.update(zip(chain.ends, _derivatives_of(builder, start, chain, env), strict=True))
+    coefficients = [env[v] for v in (*needed, *start_of)]
+    return builder.program(forward.jaxpr, arguments, [*made[: linearized.results], *coefficients])
+
+
+def _shortened(
+    linear: Program,
+    count: int,
+    tangents: set[Any],
+    needed: list[Any],
+    start_of: dict[Any, Any],
+    inside: set[Any],
+) -> Program:
+    """The linear program, in which chains are products with their derivatives."""
+    builder, jaxpr = Builder(), linear.jaxpr
+    derivatives = {end: Var(end.aval) for end in start_of}
+    env = builder.constants_of(linear) | {v: v for v in (*needed, *jaxpr.invars[count:])}
+    for equation in jaxpr.eqns:
+        (*_, out) = equation.outvars
+        if out in start_of:
+            tangent = env[start_of[out]]
+            (env[out],) = builder.trace(_scaled, tangent, derivatives[out], at=equation)
+        elif out in tangents and out not in inside:
+            builder.copy(equation, env)
+    arguments = [*needed, *derivatives.values(), *jaxpr.invars[count:]]
+    return builder.program(jaxpr, arguments, renamed(env, jaxpr.outvars))
+
+
+def _derivatives_of(
+    builder: Builder, start: Any, chain: _Chain, coefficients: dict[Any, Any]
+) -> list[Any]:
+    """The derivatives of a chain's ends by its start, each rounded once to the dtype of its end.
+
+    In a narrow dtype the product of factors that are the same for all elements, such as a scale
+    and that of dropout, would be rounded alike for all. So the steps of a chain that begins with
+    such a factor, or has casts, are taken in float32 or wider.
+    """
+    wide: Any = None
+    if _has_casts(chain) or _begins_with_scalar(chain, start):
+        wide = jnp.result_type(jnp.float32, start.aval, *(end.aval for end in chain.ends))
+    inputs = {
+        atom: coefficients[atom]
+        for equation in chain.equations
+        for atom in equation.invars
+        if is_variable(atom) and atom in coefficients
+    }
+
+    def evaluate(*values: Any) -> list[Any]:
+        env = dict(zip(inputs, values, strict=True))
+        env[start] = filled(start.aval.update(dtype=wide or start.aval.dtype), 1.0)
+        for equation in chain.equations:
+            operands = [read(env, atom) for atom in equation.invars]
+            if wide is not None:
+                operands = [_widened(operand, wide) for operand in operands]
+            with scope_of(equation), equation.ctx.manager:
+                (env[equation.outvars[0]],) = _step(equation, operands)
+        return [env[end].astype(end.aval.dtype) for end in chain.ends]
+
+    return builder.trace(evaluate, *inputs.values())
+
+
+def _step(equation: JaxprEqn, operands: list[Any]) -> list[Any]:
+    if equation.primitive.name == "convert_element_type":
+        return operands
+    return [equation.primitive.bind(*operands, **equation.params)]
+
+
+def _widened(value: Any, dtype: Any) -> Any:
+    is_float = jnp.issubdtype(jnp.result_type(value), jnp.floating)
+    return jnp.asarray(value, dtype) if is_float else value
+
+
+def _scaled(tangent: Any, derivative: Any) -> list[Any]:
+    return [lax.mul(tangent.astype(derivative.dtype), derivative)]
+
+
+def _chains(linear: Any, tangents: set[Any]) -> dict[Any, _Chain]:
+    start_of: dict[Any, Any] = {}
+    chains: dict[Any, _Chain] = {}
+    ends: dict[Any, None] = {}
+
+    def start(tangent: Any) -> Any:
+        return start_of.get(tangent, tangent)
+
+    for equation in linear.eqns:
+        operands = [a for a in equation.invars if is_variable(a) and a in tangents]
+        starts = {start(a) for a in operands}
+        if len(starts) == 1 and _is_elementwise(equation, operands):
+            (only,) = starts
+            start_of[equation.outvars[0]] = only
+            chains.setdefault(only, _Chain()).equations.append(equation)
+        else:
+            ends |= dict.fromkeys(operands)
+    ends |= dict.fromkeys(a for a in linear.outvars if is_variable(a))
+    for end in ends:
+        if end in start_of:
+            chains[start_of[end]].ends.append(end)
+    return chains
+
+
+def _is_elementwise(equation: JaxprEqn, operands: list[Any]) -> bool:
+    (out, *others) = equation.outvars
+    kinds: list[Any] = avals([out, *operands])
+    real = all(jnp.issubdtype(kind.dtype, jnp.floating) for kind in kinds)
+    same_shape = len({kind.shape for kind in kinds}) == 1
+    return equation.primitive.name in ELEMENTWISE and not others and real and same_shape
+
+
+def _begins_with_scalar(chain: _Chain, start: Any) -> bool:
+    """Whether a first step multiplies by, or divides by, one number for all elements."""
+    first = (e for e in chain.equations if any(a is start for a in e.invars))
+    others: list[list[Any]] = [
+        [a for a in e.invars if a is not start and is_variable(a)]
+        for e in first
+        if e.primitive.name in ("mul", "div")
+    ]
+    return any(all(a.aval.size == 1 for a in atoms) for atoms in others)
+
+
+def _has_casts(chain: _Chain) -> bool:
+    return any(e.primitive.name == "convert_element_type" for e in chain.equations)
+
+
+def _is_worth_it(chain: _Chain, tangents: set[Any], costly: Costly) -> bool:
+    factors = {
+        atom
+        for equation in chain.equations
+        for atom in equation.invars
+        if is_variable(atom) and atom not in tangents and costly(atom)
+    }
+    divisors = [e.invars[1] for e in chain.equations if e.primitive.name == "div"]
+    divides = any(is_variable(divisor) and divisor in factors for divisor in divisors)
+    return len(factors) > len(chain.ends) or divides

@@ -1,0 +1,312 @@
+"""Which values of a forward program wait for the backward pass, so that it can be rebuilt."""
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from jaxcomp.codecs import Codec, Encoded, Packed, Quantize
+from jaxcomp.transform._choice.cut import NEVER, cheapest
+from jaxcomp.transform._choice.decisions import Decision
+from jaxcomp.transform._choice.graph import Graph, coded_nbytes, nbytes, plain_nbytes
+from jaxcomp.transform._program.linearized import Linearized
+from jaxcomp.transform._program.primitives import is_affine, is_cheap, linear_uses, tangents_of
+from jaxcomp.transform._program.program import is_variable
+
+BIASES = "kept exactly: a code would bias what reads it"
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """How one value waits for the backward pass.
+
+    Attributes:
+        codec: The codec; None is as it is.
+        copies: Codes of independent noise, one for each time that a path holds the value.
+        offload: Whether it waits in the host's memory.
+        note: What there is to say about it.
+        bounds: Between which numbers all its elements are known to lie; for `Quantize`.
+    """
+
+    codec: Codec | None = None
+    copies: int = 1
+    offload: bool = False
+    note: str = ""
+    bounds: tuple[float, float] | None = None
+
+    def encode(self, value: Array, seed: Array) -> Encoded:
+        """One code of a value, whose range is looked for only if it is not known."""
+        assert self.codec is not None
+        if self.bounds is None:
+            return self.codec.encode(value, seed)
+        return typing.cast(Quantize, self.codec).encode_within(value, *self.bounds, seed)
+
+    def nbytes(self, aval: Any) -> int:
+        """Bytes in the device's memory."""
+        if self.offload:
+            return 0
+        if self.codec is None:
+            return plain_nbytes(aval)
+        if self.bounds is None:
+            return self.copies * coded_nbytes(self.codec, aval.shape, aval.dtype)
+        x = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+        return self.copies * int(jax.eval_shape(self.encode, x, jnp.uint32(0)).nbytes)
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether it waits in the host's memory, as it is or as a code."""
+        return self.offload or (self.codec is not None and self.codec.on_host)
+
+    @property
+    def is_noisy(self) -> bool:
+        """Whether what comes back is not exact."""
+        return self.codec is not None and self.codec != Packed(1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Demand:
+    """The values of the forward program that the linear program reads.
+
+    Attributes:
+        multiplied: Those that it only multiplies tangents by.
+        exact: Those that it reads in another way, too: predicates, indices, residuals of
+            `custom_vjp`, of an inner `jax.checkpoint` and of loops.
+        roles: The role of each.
+    """
+
+    multiplied: set[Any]
+    exact: set[Any]
+    roles: dict[Any, str]
+
+    @classmethod
+    def of(cls, linearized: Linearized) -> "Demand":
+        """Reads it off a linear program."""
+        linear = linearized.linear.jaxpr
+        count = len(linearized.coefficients)
+        behind = dict(zip(linear.invars, linearized.coefficients, strict=False))
+        tangents = tangents_of(linear.eqns, linear.invars[count:])
+        multiplied: set[Any] = set()
+        exact = {behind[v] for v in coefficients_returned(linear, behind)}
+        roles: dict[Any, str] = {}
+        for equation in linear.eqns:
+            uses = linear_uses(equation, tangents)
+            for position, atom in enumerate(equation.invars):
+                value = behind.get(atom) if is_variable(atom) else None
+                if value is None or not is_variable(value):
+                    continue
+                if position not in uses:
+                    exact.add(value)
+                    continue
+                multiplied.add(value)
+                if roles.get(value) != "operand":
+                    roles[value] = uses[position]
+        exact = {value for value in exact if is_variable(value)}
+        return cls(multiplied - exact, exact, roles)
+
+
+def coefficients_returned(linear: Any, behind: dict[Any, Any]) -> list[Any]:
+    """Coefficients that are results of the linear program: zeros, as of constant results."""
+    return [atom for atom in linear.outvars if is_variable(atom) and atom in behind]
+
+
+def choose(
+    graph: Graph,
+    decisions: dict[Any, Decision],
+    demand: Demand,
+    *,
+    biased: bool,
+    instead_of: Mapping[Any, Stored] = MappingProxyType({}),
+) -> dict[Any, Stored]:
+    """Chooses what to store so that all coefficients can be rebuilt soundly.
+
+    Args:
+        graph: The forward program.
+        decisions: What the policy said of each value.
+        demand: What the backward pass reads.
+        biased: Whether non-linear steps may be computed again from codes.
+        instead_of: Another choice. A value that it has a code for costs that much less if it is
+            stored exactly, as it then needs no code.
+
+    Returns:
+        How each value that is stored waits for the backward pass, in the order they are made.
+    """
+    return _Choice(graph, decisions, biased, instead_of).store(demand)
+
+
+def without_codecs(decisions: dict[Any, Decision], note: str) -> dict[Any, Decision]:
+    """The same decisions, with every value that has a codec left as it is, and a note why."""
+
+    def exact(decision: Decision) -> Decision:
+        has_codec = decision.codec is not None
+        return dataclasses.replace(decision, codec=None, note=note) if has_codec else decision
+
+    return {value: exact(decision) for value, decision in decisions.items()}
+
+
+def without_products(decisions: dict[Any, Decision]) -> dict[Any, Decision]:
+    """The same decisions, with no product computed again where that is open."""
+    return {
+        value: dataclasses.replace(decision, action="either") if is_open(decision) else decision
+        for value, decision in decisions.items()
+    }
+
+
+def is_open(decision: Decision) -> bool:
+    """Whether it is open if a product is computed again."""
+    return decision.action == "cheapest"
+
+
+def total_bytes(stored: dict[Any, Stored]) -> int:
+    """Bytes of all stored values in the device's memory."""
+    return sum(how.nbytes(value.aval) for value, how in stored.items())
+
+
+class _Choice:
+    """Chooses what to store so that all coefficients can be rebuilt soundly."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        decisions: dict[Any, Decision],
+        biased: bool,
+        instead_of: Mapping[Any, Stored],
+    ) -> None:
+        self._graph = graph
+        self._decisions = decisions
+        self._biased = biased
+        self._instead_of = instead_of
+        self._exact: set[Any] = set()  # what can be had exactly
+        self._lossy: dict[Any, bool] = {}
+
+    def store(self, demand: Demand) -> dict[Any, Stored]:
+        """How each value that is stored waits for the backward pass."""
+        wanted = {*demand.multiplied, *demand.exact}
+        lossless = not any(d.codec for d in self._decisions.values())
+        first, again = set[Any](), set[Any]()
+        if not self._biased:
+            first, again = cheapest(
+                wanted if lossless else demand.exact,
+                self._exact_parents,
+                self._exact_cost,
+                self._recompute_cost,
+            )
+        self._exact = self._had_exactly(first, again)
+        for value in self._graph.order:  # so that recursion stays shallow
+            self._is_lossy(value)
+        second, _ = cheapest(wanted - self._exact, self._parents, self._cost, self._recompute_cost)
+        stored = {value: self._exactly(value, value in demand.exact) for value in first}
+        for value in second:
+            codec = self._decisions[value].codec
+            stored[value] = Stored(codec) if codec else self._exactly(value, False)
+        if not self._biased:
+            # What exact values give, too, needs no code.
+            exact = self._had_exactly({v for v, how in stored.items() if not how.is_noisy}, again)
+            stored = {v: how for v, how in stored.items() if not (how.is_noisy and v in exact)}
+        order = {value: i for i, value in enumerate(self._graph.made_by)}
+        return dict(sorted(stored.items(), key=lambda item: order.get(item[0], -1)))
+
+    def _exactly(self, value: Any, is_read_exactly: bool) -> Stored:
+        if value.aval.dtype == jnp.bool:
+            return Stored(Packed(1))
+        decision = self._decisions[value]
+        note = decision.note
+        if decision.codec is not None:
+            note = BIASES
+        elif decision.action == "recompute":
+            note = "kept exactly: cannot be computed again from codes without bias"
+        on_host = decision.codec is not None and decision.codec.on_host
+        return Stored(offload=on_host or decision.action == "offload", note=note)
+
+    def _had_exactly(self, stored: set[Any], again: set[Any]) -> set[Any]:
+        """What follows from exact values; products only if they are made `again` anyway."""
+        graph = self._graph
+        found = {*graph.held, *graph.jaxpr.constvars, *stored}
+        for value in graph.order:
+            parents = self._exact_parents(value)
+            free = value in again or not self._recompute_cost(value)
+            if parents is not None and free and found.issuperset(parents):
+                found.add(value)
+        return found
+
+    def _may_recompute(self, value: Any) -> bool:
+        defined = self._graph.defining_equation(value)
+        if defined is None or defined[0].effects or self._graph.is_own(value):
+            return False
+        decision = self._decisions[value]
+        action = decision.action
+        # With bias, a code that is asked for by name is where steps start again.
+        starts = self._biased and decision.codec is not None and decision.is_named
+        if (action == "keep" or starts) and value not in self._graph.free:
+            return False
+        return is_cheap(defined[0]) or action in ("recompute", "cheapest")
+
+    def _recompute_cost(self, value: Any) -> int:
+        """What it costs to make a product again where the policy leaves that open, in bytes."""
+        decision, defined = self._decisions.get(value), self._graph.defining_equation(value)
+        if decision is None or not is_open(decision) or defined is None:
+            return 0
+        if is_cheap(defined[0]):
+            return 0
+        return nbytes(value.aval) // 2
+
+    def _exact_parents(self, value: Any) -> list[Any] | None:
+        if value in self._graph.held or value in self._graph.jaxpr.constvars:
+            return []
+        return self._graph.operands(value) if self._may_recompute(value) else None
+
+    def _exact_cost(self, value: Any) -> int:
+        decision = self._decisions.get(value)
+        if decision is None or decision.action == "offload":
+            return 0
+        if decision.action == "recompute" and self._may_recompute(value):
+            return NEVER
+        before = self._instead_of.get(value)
+        without = before.nbytes(value.aval) if before is not None and before.is_noisy else 0
+        return nbytes(value.aval) - without
+
+    def _is_lossy(self, value: Any) -> bool:
+        """Whether a value, when the backward pass has it, may come from a code."""
+        if not is_variable(value) or value in self._exact:
+            return False
+        if value not in self._lossy:
+            decision = self._decisions[value]
+            if decision.codec is not None:
+                self._lossy[value] = True
+            elif decision.action in ("keep", "offload") or not self._may_recompute(value):
+                self._lossy[value] = False
+            else:
+                self._lossy[value] = any(map(self._is_lossy, self._graph.operands(value)))
+                if self._parents(value) is None:
+                    self._lossy[value] = False
+        return self._lossy[value]
+
+    def _parents(self, value: Any) -> list[Any] | None:
+        if value in self._exact:
+            return []
+        if not self._may_recompute(value):
+            return None
+        defined = self._graph.defining_equation(value)
+        assert defined is not None
+        if is_open(self._decisions[value]) and not is_cheap(defined[0]):
+            return None  # what needs no exact value has a code
+        operands = self._graph.operands(value)
+        if not any(map(self._is_lossy, operands)) or self._biased:
+            return operands
+        if self._decisions[value].action in ("keep", "offload") or not is_cheap(defined[0]):
+            return None
+        return operands if is_affine(defined[0], self._is_lossy) else None
+
+    def _cost(self, value: Any) -> int:
+        decision = self._decisions.get(value)
+        if value in self._exact or decision is None or decision.action == "offload":
+            return 0
+        if decision.action == "recompute" and self._parents(value) is not None:
+            return NEVER
+        if decision.codec is not None:
+            return coded_nbytes(decision.codec, value.aval.shape, value.aval.dtype)
+        return nbytes(value.aval)

@@ -1,0 +1,65 @@
+"""Constants that inner `jax.checkpoint`s read, such as masks, made inside of them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend.core import Jaxpr, JaxprEqn, Var
+
+from jaxcomp.memory._tracing import CHECKPOINT_PRIMITIVES
+from jaxcomp.transform._program.builder import Builder
+from jaxcomp.transform._program.constants import constants
+from jaxcomp.transform._program.program import Program, Values, closed, is_variable, variables
+
+
+def with_constants_inside(backward: Program, values: Sequence[Any], forward: Jaxpr) -> Program:
+    """A backward program, in which inner `jax.checkpoint`s make the constants that they read.
+
+    They then tell which scores of an attention a mask hides, wherever the mask was made.
+
+    Args:
+        backward: The backward program.
+        values: The variables of the forward program that are its first arguments, or literals.
+        forward: The forward program.
+    """
+    fixed = constants(forward)
+    made_by = {v: e for e in forward.eqns for v in e.outvars if v in fixed}
+    pairs = zip(backward.jaxpr.invars, values, strict=False)
+    behind = {given: value for given, value in pairs if is_variable(value) and value in made_by}
+    checkpoints = [e for e in backward.jaxpr.eqns if e.primitive.name in CHECKPOINT_PRIMITIVES]
+    if all(behind.keys().isdisjoint(variables(e.invars)) for e in checkpoints):
+        return backward
+    builder = Builder()
+
+    def step(equation: JaxprEqn, operands: list[Any]) -> list[Any]:
+        known = {i for i, v in enumerate(operands) if is_variable(v) and v in behind}
+        if known and equation.primitive.name in CHECKPOINT_PRIMITIVES:
+            inner = equation.params["jaxpr"]
+            of = {inner.invars[i]: behind[operands[i]] for i in known}
+            program = _made_inside(inner, of, made_by)
+            equation = equation.replace(params=equation.params | {"jaxpr": program.jaxpr})
+            operands = [v for i, v in enumerate(operands) if i not in known]
+        return builder.add(equation, operands)
+
+    arguments = backward.jaxpr.invars
+    results = builder.inline(backward, arguments, step)
+    return builder.program(backward.jaxpr, arguments, results)
+
+
+def _made_inside(inner: Jaxpr, of: dict[Any, Any], made_by: dict[Any, JaxprEqn]) -> Program:
+    """A program, some of whose arguments are made in it by equations of another one."""
+    builder = Builder()
+    env: Values = {}
+
+    def make(value: Any) -> Any:
+        if value not in env:
+            equation = made_by[value]
+            for operand in equation.invars:
+                if is_variable(operand):
+                    make(operand)
+            builder.copy(equation, env)
+        return env[value]
+
+    rest = [v for v in inner.invars if v not in of]
+    arguments = {v: Var(v.aval) for v in rest} | {v: make(value) for v, value in of.items()}
+    results = builder.inline(closed(inner, []), [arguments[v] for v in inner.invars])
+    return builder.program(inner, [arguments[v] for v in rest], results)

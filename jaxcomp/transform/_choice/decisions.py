@@ -1,0 +1,253 @@
+"""Applies a policy to every value of a program."""
+
+import dataclasses
+import typing
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
+
+from jaxcomp._core.custom_derivative import without_undivided
+from jaxcomp.codecs import Codec
+from jaxcomp.codecs._offload import inner_codec
+from jaxcomp.memory._source_line import source_line
+from jaxcomp.policies._policy import JaxPolicy, Policy
+from jaxcomp.policies._rule import Rule
+from jaxcomp.policies._value import Value, dtype_name
+from jaxcomp.transform._choice.graph import Graph, coded_nbytes, nbytes
+from jaxcomp.transform._program.origins import module_path
+
+Action = typing.Literal["either", "cheapest", "keep", "recompute", "offload"]
+
+# What JAX's policies may return besides booleans, by the names of their types.
+_ANSWERS: dict[str, Action] = {
+    "SaveableType": "keep",
+    "RecomputeType": "recompute",
+    "Offloadable": "offload",
+}
+_EXPECTED = "a boolean or an answer of a policy of jax.checkpoint_policies"
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What is done with a value that the backward pass needs.
+
+    Attributes:
+        action: "keep" it or "offload" it as it is, "recompute" it, or whichever takes fewer bytes:
+            "either" recomputes cheap steps alone, "cheapest" products, too.
+        codec: What encodes it; None saves it as it is.
+        note: Why it is saved as it is after all.
+        is_named: Whether a rule is for the value by its name.
+    """
+
+    action: Action = "either"
+    codec: Codec | None = None
+    note: str = ""
+    is_named: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyLog:
+    """A policy, the values that it decided about, and the rules that matched.
+
+    Attributes:
+        policy: The policy.
+        values: Values of the function itself, of the iterations of its loops and of its branches.
+        matched: The rules that matched a value, or would but for its size.
+        iterations: Of the loops around the program that is decided about.
+        largest: Elements of the largest array of the program and of those around it.
+    """
+
+    policy: Policy | JaxPolicy
+    values: list[Value] = dataclasses.field(default_factory=list)
+    matched: set[Rule] = dataclasses.field(default_factory=set)
+    iterations: int = 1
+    largest: int = 0
+
+    def inside(self, length: int) -> "PolicyLog":
+        """For the body of a loop of the program; takes note in the same places."""
+        return dataclasses.replace(self, iterations=self.iterations * length)
+
+    def of_arrays(self, arrays: Iterable[Any]) -> "PolicyLog":
+        """For a program with these arrays; takes note in the same places."""
+        largest = max((array.aval.size for array in arrays), default=0)
+        return dataclasses.replace(self, largest=max(largest, self.largest))
+
+    def too_large(self) -> list[Rule]:
+        """The rules that ask for more elements than any of the values has."""
+        rules = self.policy.rules if isinstance(self.policy, Policy) else ()
+        most = max((value.elements for value in self.values), default=0)
+        return [rule for rule in rules if rule.is_for_values and rule.min_size > most]
+
+    def check(self) -> None:
+        """Raises a ValueError if a required rule of the policy has matched nothing."""
+        if isinstance(self.policy, Policy):
+            _check_matched(self.policy, self.matched, self.values)
+
+
+def decide(graph: Graph, roles: Mapping[Any, str], log: PolicyLog) -> dict[Any, Decision]:
+    """The decision for every value that is not held; `log` takes note.
+
+    Raises:
+        TypeError: If the policy answers what is no answer, or a codec for a value that it cannot
+            store.
+    """
+    arguments = [v for v in graph.jaxpr.invars if v not in graph.held]
+    decisions = {}
+    for variable in (*arguments, *graph.made_by):
+        names = graph.names_of(variable)
+        if graph.is_own(variable):
+            decisions[variable] = Decision("keep")
+            continue
+        made_by = graph.made_by.get(variable)
+        step = None if made_by is None else without_undivided(made_by)
+        value = Value(
+            variable.aval.shape,
+            variable.aval.dtype,
+            step.primitive.name if step is not None else "",
+            names,
+            roles.get(variable, "other") if made_by is not None else "input",
+            source_line(made_by),
+            module_path(made_by),
+            log.iterations,
+        )
+        log.values.append(value)
+        named = graph.names.get(variable, [])
+        decision = _decide(log, value, step, named)
+        if decision.action == "recompute" and value.primitive == "scan":
+            decision = Decision("keep", note="kept: a loop is not run again as a whole")
+        decisions[variable] = decision
+    return decisions
+
+
+def _decide(
+    log: PolicyLog, value: Value, equation: JaxprEqn | None, named: list[JaxprEqn]
+) -> Decision:
+    policy = log.policy
+    if isinstance(policy, Policy):
+        fitting = [rule for rule in policy.rules if rule.matches_value(value, size=False)]
+        too_large = [rule for rule in fitting if rule.min_size > value.elements]
+        log.matched.update(too_large)
+        rule = next((rule for rule in fitting if rule not in too_large), None)
+        if rule is None:
+            least = min((rule.min_size for rule in too_large), default=0)
+            note = f"fewer than {least:,} elements" if least else _note_of_dtype(policy, value)
+            return Decision(note=note)
+        log.matched.add(rule)
+        if not rule.is_for_values_alone and all(r.action == "keep" for r in policy.rules):
+            return Decision()
+        return _by_rule(rule, value)
+    found = [
+        _by_answer(policy(e.primitive, *[a.aval for a in e.invars], **e.params), value)
+        for e in ([equation] if equation is not None else []) + named
+    ]
+    for action in ("offload", "keep", "either", "recompute"):
+        for decision in found:
+            if decision.action == action:
+                return decision
+    return Decision()
+
+
+def codec_in_roles(
+    value: Value, roles: Sequence[str], serves: Callable[[Codec], bool], log: PolicyLog
+) -> Codec | None:
+    """The codec that a policy has for a value whatever it is of some roles; `log` takes note of it.
+
+    None if it has another for each role, or one that does not serve.
+    """
+    assert isinstance(log.policy, Policy)
+    values = [dataclasses.replace(value, role=role) for role in roles]
+    found = [next((r for r in log.policy.rules if r.matches_value(v)), None) for v in values]
+    rules = [rule for rule in found if rule is not None]
+    if len(rules) < len(values) or len({rule.action for rule in rules}) > 1:
+        return None
+    action = rules[0].action
+    if not isinstance(action, Codec) or not serves(action):
+        return None
+    codec = _by_rule(rules[0], value).codec
+    if codec is not None:
+        log.values.extend(values)
+        log.matched.update(rules)
+    return codec
+
+
+def _note_of_dtype(policy: Policy, value: Value) -> str:
+    """Says that a codec would encode a value if it were of another dtype."""
+    if value.is_float or not jnp.issubdtype(value.dtype, jnp.inexact):
+        return ""
+    single = dataclasses.replace(value, dtype=jnp.float32)
+    rules = [rule for rule in policy.rules if isinstance(rule.action, Codec)]
+    is_asked = any(rule.matches_value(single) for rule in rules)
+    return f"no codec encodes {dtype_name(value.dtype)}" if is_asked else ""
+
+
+def _by_rule(rule: Rule, value: Value) -> Decision:
+    codec = rule.action
+    if not isinstance(codec, Codec):
+        return Decision(codec)
+    if inner_codec(codec).is_exact:
+        return Decision("offload" if codec.on_host else "keep")
+    if not set(codec.kinds) & set(Codec.kinds):
+        raise ValueError(
+            f"{rule} matches {describe(value)}: {codec} is only for layers of jaxcomp.nn of the "
+            f"kinds {', '.join(codec.kinds)}"
+        )
+    try:
+        if not value.is_float:
+            raise TypeError("only float32, bfloat16 and float16 can be encoded")
+        coded, exact = coded_nbytes(codec, value.shape, value.dtype), nbytes(value)
+    except (TypeError, ValueError) as error:
+        if not rule.required:
+            return Decision(note=str(error))
+        raise type(error)(f"{rule} matches {describe(value)}: {error}") from error
+    if coded >= exact:
+        return Decision(note=f"{codec} takes no fewer bytes")
+    return Decision(codec=codec, is_named=bool(rule.names))
+
+
+def _by_answer(answer: object, value: Value) -> Decision:
+    """What an answer of one of `jax.checkpoint_policies` says."""
+    if isinstance(answer, bool):
+        return Decision("keep" if answer else "recompute")
+    action = _ANSWERS.get(type(answer).__name__)
+    if action is None:
+        raise TypeError(f"policy answers {answer!r} for {describe(value)}: expected {_EXPECTED}")
+    return Decision(action)
+
+
+def describe(value: Value) -> str:
+    """A value in words."""
+    name = f" named {', '.join(value.names)}" if value.names else ""
+    made = f" of {value.primitive}" if value.primitive else ""
+    where = f" at {value.source}" if value.source else ""
+    return f"{dtype_name(value.dtype)}{list(value.shape)}{name}{made}{where}"
+
+
+def _check_matched(policy: Policy, matched: set[Rule], values: list[Value]) -> None:
+    for rule in policy.rules:
+        if not rule.required or rule in matched:
+            continue
+        if not rule.is_for_values:
+            raise ValueError(
+                f"{rule} matches nothing: op is for layers of jaxcomp.nn, norm_act also for stock "
+                "batch norms, max_pool also for stock max pools, and with 'keep' attention and "
+                "scaled_linear for stock ones; the function or model has none that it could match. "
+                "The policy automatic is for any model"
+            )
+        names, primitives, roles, dtypes, paths = (
+            ", ".join(sorted(found)) or "none"
+            for found in (
+                {name for value in values for name in value.names},
+                {value.primitive for value in values if value.primitive},
+                {value.role for value in values},
+                {dtype_name(value.dtype) for value in values},
+                {value.path for value in values if value.path},
+            )
+        )
+        raise ValueError(
+            f"{rule} matches nothing, or only what an earlier rule took; the function has "
+            f"names: {names}; primitives: {primitives}; roles: {roles}; dtypes: {dtypes} (codecs "
+            f"encode float32, bfloat16 and float16); paths: {paths}; at most "
+            f"{max((v.elements for v in values), default=0)} elements"
+        )

@@ -1,0 +1,159 @@
+"""The forward program as a graph: what each value is made of, and what kind of value it is."""
+
+import dataclasses
+import functools
+import math
+import operator
+from collections.abc import Mapping, Set
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import DropVar, Jaxpr, JaxprEqn
+
+from jaxcomp.codecs import Codec, Packed
+from jaxcomp.codecs._codec import array_nbytes
+from jaxcomp.transform._program.primitives import REDUCTIONS, is_affine, is_cheap
+from jaxcomp.transform._program.program import variables
+
+OWN = "jaxcomp/"  # begins the names of what an operation, a loop or a conditional of ours stored
+PART = OWN + "part/"  # begins the names of what a loop or a conditional has stored
+_REDUCED = 8  # a reduction to this part of its operand, or less, is a statistic
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Graph:
+    """What the values of a forward program are made of.
+
+    Attributes:
+        jaxpr: The program.
+        held: Arguments that the caller keeps anyway.
+        same: Values that have a second way to be computed, each with a variable that is equal.
+    """
+
+    jaxpr: Jaxpr
+    held: Set[Any]
+    same: Mapping[Any, Any] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def made_by(self) -> dict[Any, JaxprEqn]:
+        """The equation that makes each value in the program itself."""
+        return {v: e for e in self.jaxpr.eqns for v in e.outvars if not isinstance(v, DropVar)}
+
+    def defining_equation(self, value: Any) -> tuple[JaxprEqn, int] | None:
+        """The equation that computes a value again, and which of its results that is."""
+        while value in self.same:
+            value = self.same[value]
+        equation = self.made_by.get(value)
+        return None if equation is None else (equation, equation.outvars.index(value))
+
+    def operands(self, value: Any) -> list[Any]:
+        """The variables that a value is computed again from."""
+        found = self.defining_equation(value)
+        return variables(found[0].invars) if found else []
+
+    @functools.cached_property
+    def order(self) -> list[Any]:
+        """The values, each after those that it is computed again from."""
+        position = {value: i for i, value in enumerate(self.made_by)}
+
+        def last(value: Any) -> int:
+            defined = self.defining_equation(value)
+            return position[value if defined is None else defined[0].outvars[defined[1]]]
+
+        return sorted(self.made_by, key=last)
+
+    @functools.cached_property
+    def free(self) -> set[Any]:
+        """Values that cheap steps make of what is held, and of nothing else."""
+        found = set(self.held) | set(self.jaxpr.constvars)
+        for equation in self.jaxpr.eqns:
+            if is_cheap(equation) and found.issuperset(variables(equation.invars)):
+                found.update(equation.outvars)
+        return found
+
+    @functools.cached_property
+    def statistics(self) -> set[Any]:
+        """Results of reductions to an eighth or less, and what cheap steps make of them alone."""
+        found: set[Any] = set()
+        for equation in self.jaxpr.eqns:
+            operands = variables(equation.invars)
+            if equation.primitive.name in REDUCTIONS and operands:
+                (out, *_) = equation.outvars
+                if operands[0].aval.size >= _REDUCED * _size(out):
+                    found.update(equation.outvars)
+            elif (
+                is_cheap(equation)
+                and found.intersection(operands)
+                and all(v in found or v in self.free for v in operands)
+            ):
+                found.update(equation.outvars)
+        return found
+
+    @functools.cached_property
+    def names(self) -> dict[Any, list[JaxprEqn]]:
+        """The equations that give a value a name, by what they take and what they make."""
+        found: dict[Any, list[JaxprEqn]] = {}
+        for equation in self.jaxpr.eqns:
+            if equation.primitive.name == "name":
+                for value in variables([*equation.invars, *equation.outvars]):
+                    found.setdefault(value, []).append(equation)
+        return found
+
+    def names_of(self, value: Any) -> tuple[str, ...]:
+        """The names of a value, by `checkpoint_name`."""
+        return tuple(dict.fromkeys(str(e.params["name"]) for e in self.names.get(value, ())))
+
+    def is_own(self, value: Any) -> bool:
+        """Whether a value was stored by an operation or a part: no policy decides about it."""
+        return any(name.startswith(OWN) for name in self.names_of(value))
+
+    def roles(self, uses: Mapping[Any, str]) -> dict[Any, str]:
+        """The role of every value, from the roles of those that the backward pass reads.
+
+        What these are affine in has their role, too.
+        """
+        found = dict(uses)
+        for value in reversed(self.order):
+            role = found.get(value)
+            defined = self.defining_equation(value)
+            if role is None or defined is None or not is_cheap(defined[0]):
+                continue
+            for operand in variables(defined[0].invars):
+                if (
+                    is_affine(defined[0], functools.partial(operator.is_, operand))
+                    and found.get(operand) != "operand"
+                ):
+                    found[operand] = role
+        for value in self.made_by:
+            if value.aval.dtype == jnp.bool:
+                found[value] = "mask"
+            elif jnp.issubdtype(value.aval.dtype, jnp.integer):
+                found[value] = "index"
+            elif value in self.statistics:
+                found[value] = "statistic"
+        return found
+
+
+def _size(atom: Any) -> int:
+    return int(atom.aval.size)
+
+
+def nbytes(aval: Any) -> int:
+    """Bytes of a value stored exactly; a boolean takes a bit."""
+    if aval.dtype == jnp.bool:
+        return Packed(1).nbytes(aval.shape, aval.dtype)
+    return plain_nbytes(aval)
+
+
+@functools.lru_cache(4096)
+def coded_nbytes(codec: Codec, shape: tuple[int, ...], dtype: Any) -> int:
+    """`codec.nbytes`, which traces the codec, once for each shape."""
+    return codec.nbytes(shape, dtype)
+
+
+def plain_nbytes(aval: Any) -> int:
+    """Bytes of a value as JAX stores it."""
+    if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+        return math.prod(aval.shape) * int(aval.dtype.itemsize)
+    return array_nbytes(aval.shape, aval.dtype)

@@ -1,0 +1,62 @@
+"""Second ways to compute a value of the forward program, for when its operands are lossy."""
+
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import JaxprEqn, Primitive
+
+from jaxcomp.transform._program.builder import Builder
+from jaxcomp.transform._program.custom_rules import is_of_jax
+from jaxcomp.transform._program.origins import located
+from jaxcomp.transform._program.primitives import is_cheap_rule
+from jaxcomp.transform._program.program import Program, avals, closed, is_variable
+
+_COMPARED = {"max": lax.gt_p, "min": lax.lt_p}
+
+
+def with_rewrites(forward: Program) -> tuple[Program, dict[Any, Any]]:
+    """Adds to a program the values of some equations, made in a way that is affine or open.
+
+    The greater of two values is selected by a mask, which is exact where the values are not. What
+    a `jax.custom_jvp` function returns is computed by the function's steps, if these are cheap or
+    the function is JAX's own. Any other is one step: its steps do not tell its second derivative.
+
+    Returns:
+        The program with more equations, and which of its variables equals which other.
+    """
+    builder = Builder()
+    same: dict[Any, Any] = {}
+
+    def step(equation: JaxprEqn, operands: list[Any]) -> list[Any]:
+        results = builder.add(equation, operands)
+        if any(result in same for result in results):
+            return results  # of an equal equation
+        if is_cheap_rule(equation) or is_of_jax(equation):
+            called = equation.params["call_jaxpr"]
+            opened = closed(located(called.jaxpr, equation), called.consts)
+            same.update(zip(results, builder.inline(opened, operands, step, equation), strict=True))
+        elif equation.primitive.name in _COMPARED:
+            (kind,) = avals(results)
+            if jnp.issubdtype(kind.dtype, jnp.floating):
+                selected = functools.partial(_selected, _COMPARED[equation.primitive.name], kind)
+                (same[results[0]],) = builder.trace(selected, *operands, at=equation)
+        return results
+
+    arguments = forward.jaxpr.invars
+    results = builder.inline(forward, arguments, step)
+    same = {value: other for value, other in same.items() if is_variable(other)}
+    traced = builder.program(forward.jaxpr, arguments, [*results, *same, *same.values()])
+    return closed(traced.jaxpr.replace(outvars=results), traced.consts), same
+
+
+def _selected(compare: Primitive, kind: Any, *values: Any) -> list[Any]:
+    """The greater or the lesser of two values, selected by a mask."""
+    one, other = (_broadcast(v, kind.shape) for v in values)
+    return [lax.select_n(compare.bind(*values), other, one)]
+
+
+def _broadcast(value: Any, shape: tuple[int, ...]) -> Any:
+    """A scalar or an array of as many axes, in a shape."""
+    return lax.broadcast_in_dim(value, shape, range(len(shape) - jnp.ndim(value), len(shape)))

@@ -1,0 +1,1 @@
+"""Runs schedules: the forward pass that stores, and the backward pass that rebuilds."""

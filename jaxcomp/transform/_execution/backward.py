@@ -1,0 +1,237 @@
+"""Runs the linear and the backward program of a schedule, which rebuild what is not stored."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jax.extend.core import JaxprEqn, jaxpr_as_fun
+
+from jaxcomp._core import barriers, platforms
+from jaxcomp.transform._choice.schedule import Coefficient, Schedule
+from jaxcomp.transform._execution.rebuild import Rebuild, Residual
+from jaxcomp.transform._execution.waiting import apply_after
+from jaxcomp.transform._program.primitives import HEAVY, tangents_of
+from jaxcomp.transform._program.program import (
+    apply,
+    is_variable,
+    needed,
+    read,
+    readers_of,
+    variables,
+)
+
+_CONSTRAINT = "sharding_constraint"
+_MOVES = ("convert_element_type", "reshape", "transpose", _CONSTRAINT)
+
+
+def linear(
+    schedule: Schedule, stored: Residual, arguments: dict[int, Any], tangents: Sequence[Any]
+) -> list[Any]:
+    """Runs the linear program.
+
+    Args:
+        schedule: What is stored.
+        stored: What `forward` returned.
+        arguments: The function's arguments that `used_arguments` lists, by position.
+        tangents: Of the arguments in `schedule.active`.
+
+    Returns:
+        The tangents of the results in `schedule.smooth`.
+    """
+    rebuild = Rebuild(schedule, stored, arguments)
+    coefficients = map(rebuild.plain, schedule.coefficients)
+    return list(jaxpr_as_fun(schedule.linear)(*coefficients, *tangents))
+
+
+def backward(
+    schedule: Schedule, stored: Residual, arguments: dict[int, Any], cotangents: Sequence[Any]
+) -> list[Any]:
+    """Runs the backward program.
+
+    Args:
+        schedule: What is stored.
+        stored: What `forward` returned.
+        arguments: The function's arguments that `used_arguments` lists, by position.
+        cotangents: Of the results in `schedule.smooth`.
+
+    Returns:
+        The cotangents of the arguments in `schedule.active`.
+    """
+    jaxpr = schedule.backward.jaxpr
+    count = len(schedule.coefficients)
+    rebuild = Rebuild(schedule, stored, arguments)
+    coefficients = dict(zip(jaxpr.invars, schedule.coefficients, strict=False))
+    env = dict(zip(jaxpr.constvars, schedule.backward.consts, strict=True))
+    env |= dict(zip(jaxpr.invars[count:], cotangents, strict=True))
+    late: dict[Any, JaxprEqn] = {}  # equations of coefficients alone, evaluated where they are used
+    wanted = needed(jaxpr.eqns, jaxpr.outvars)
+    for equation in wanted:
+        operands = variables(equation.invars)
+        is_late = all(v in coefficients or v in late for v in operands)
+        if operands and is_late and not equation.effects:
+            late |= dict.fromkeys(equation.outvars, equation)
+    equations = [e for e in wanted if not late.keys() & set(e.outvars)]
+
+    def evaluate(atom: Any, get: Callable[[Coefficient], Any]) -> Any:
+        if is_variable(atom) and atom in coefficients:
+            return get(coefficients[atom])
+        if is_variable(atom) and atom in late:
+            values = [evaluate(a, get) for a in late[atom].invars]
+            made = apply(jaxpr, late[atom], values)
+            return made[late[atom].outvars.index(atom)]
+        return read(env, atom)
+
+    def is_rebuilt(atom: Any) -> bool:
+        return is_variable(atom) and (
+            atom in late or (atom in coefficients and rebuild.takes_steps(coefficients[atom]))
+        )
+
+    arriving = tangents_of(equations, jaxpr.invars[count:])  # zeros that JAX makes are not
+    in_time = any(how.is_on_host for how in schedule.stored.values())
+    sums: list[Any] = []
+    uses: dict[Any, int] = {}
+    for equation in equations:
+        for atom in variables(equation.invars):
+            uses[atom] = uses.get(atom, 0) + 1
+    for atom in variables(jaxpr.outvars):
+        uses[atom] = uses.get(atom, 0) + 1
+    transposes = _transposes(equations, jaxpr.outvars)
+    gathers = _gathers(equations, jaxpr.outvars)
+    for equation in _weights_first(equations, is_rebuilt, env):
+        if equation.outvars and equation.outvars[0] in env:
+            continue  # a transposition, done with its product
+        if id(equation) in gathers:
+            env[equation.outvars[0]] = _scattered(jaxpr, equation, env[equation.invars[0]])
+            continue
+        after = _largest([a for a in variables(equation.invars) if a in arriving])
+        values = [
+            rebuild.after(
+                None if after is None else env[after],
+                functools.partial(evaluate, atom),
+                _sources_of(atom, coefficients, late),
+                atom.aval,
+                is_fused=equation.primitive.name not in HEAVY,
+            )
+            if is_rebuilt(atom)
+            else evaluate(atom, rebuild.plain)
+            for atom in equation.invars
+        ]
+        cotangent = None if after is None else env[after]
+        made = apply_after(cotangent, jaxpr, equation, values, schedule.largest)
+        for atom in variables(equation.invars):
+            uses[atom] -= 1
+        if in_time and equation.primitive.name == "reduce_sum":
+            sums += equation.outvars
+        decodes = equation.primitive.name in HEAVY and any(map(is_rebuilt, equation.invars))
+        if decodes and after is not None and uses[after]:
+            if equation.outvars[0] in transposes:
+                equation = transposes[equation.outvars[0]]
+                made = apply(jaxpr, equation, made)
+            # Where XLA waits for copies, it leaves the sums that are gradients for the end.
+            early = [env[value] for value in sums]
+            (made, early), env[after] = barriers.gradient_before((made, early), env[after])
+            env |= dict(zip(sums, early, strict=True))
+            sums = []
+        env |= dict(zip(equation.outvars, made, strict=True))
+    return [evaluate(atom, rebuild.plain) for atom in jaxpr.outvars]
+
+
+def _sources_of(
+    atom: Any, coefficients: dict[Any, Coefficient], late: dict[Any, JaxprEqn]
+) -> list[Coefficient]:
+    if not is_variable(atom):
+        return []
+    if atom in late:
+        return [c for a in late[atom].invars for c in _sources_of(a, coefficients, late)]
+    return [coefficients[atom]] if atom in coefficients else []
+
+
+def _largest(cotangents: list[Any]) -> Any:
+    return max(cotangents, key=lambda v: v.aval.size, default=None)
+
+
+def _weights_first(
+    equations: list[JaxprEqn], is_rebuilt: Callable[[Any], bool], env: dict[Any, Any]
+) -> list[JaxprEqn]:
+    """Puts products with rebuilt values before other uses of the same cotangent.
+
+    So a weight's gradient is made while its cotangent is there, not at the end of the backward
+    pass.
+    """
+    readers = readers_of(
+        e for e in equations if e.primitive.name in HEAVY and any(map(is_rebuilt, e.invars))
+    )
+    made = set(env)
+    done: set[int] = set()
+    order: list[JaxprEqn] = []
+
+    def add(equation: JaxprEqn) -> None:
+        if id(equation) not in done:
+            done.add(id(equation))
+            order.append(equation)
+            made.update(equation.outvars)
+
+    for equation in equations:
+        for atom in variables(equation.invars):
+            for reader in readers.get(atom, ()) if atom in made else ():
+                rest = [v for v in variables(reader.invars) if not is_rebuilt(v)]
+                if made.issuperset(rest):
+                    add(reader)
+        add(equation)
+    return order
+
+
+def _transposes(equations: list[JaxprEqn], results: Sequence[Any]) -> dict[Any, JaxprEqn]:
+    """The transpositions that alone read a value that is no result, by that value.
+
+    XLA makes one of a product a part of the product, unless a barrier stands between them.
+    """
+    kept = set(variables(results))
+    return {
+        value: reading[0]
+        for value, reading in readers_of(equations).items()
+        if len(reading) == 1 and reading[0].primitive.name == "transpose" and value not in kept
+    }
+
+
+def _scattered(jaxpr: Any, constraint: JaxprEqn, value: Any) -> Any:
+    """The gradient of a gathered parameter, without the constraint that would gather it too.
+
+    XLA for TPUs would then scatter it in a loop of small products, which takes longer.
+    """
+    return platforms.constrain_on_tpu(value, lambda value: apply(jaxpr, constraint, [value])[0])
+
+
+def _gathers(equations: list[JaxprEqn], results: Sequence[Any]) -> set[int]:
+    """The `id` of sharding constraints on gradients of gathered parameters.
+
+    They are the transposes of constraints that gather parameters. A gradient would be added up on
+    all devices, of which each needs a part.
+    """
+    found: set[int] = set()
+    made = {v: e for e in equations for v in e.outvars}
+    for atom in results:
+        constraints: set[int] = set()
+        while (equation := made.get(atom) if is_variable(atom) else None) is not None:
+            if equation.primitive.name in HEAVY:
+                found |= constraints
+            if equation.primitive.name not in _MOVES:
+                break
+            if equation.primitive.name == _CONSTRAINT:
+                constraints.add(id(equation))
+            atom = equation.invars[0]
+    return found
+
+
+def used_arguments(schedule: Schedule) -> list[int]:
+    """The arguments, by position, that the backward pass reads as they are."""
+    graph = schedule.graph
+    seen: set[Any] = set()
+    queue = [c.value for c in schedule.coefficients]
+    while queue:
+        value = queue.pop()
+        if is_variable(value) and value not in seen:
+            seen.add(value)
+            if value not in schedule.stored and value not in graph.held:
+                queue += graph.operands(value)
+    return [i for i, v in enumerate(graph.jaxpr.invars) if v in seen and v not in schedule.stored]

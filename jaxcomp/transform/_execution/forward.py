@@ -1,0 +1,155 @@
+"""Runs the forward pass of a schedule, which stores what waits."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from jax.extend.core import DropVar, JaxprEqn
+
+from jaxcomp._core import barriers
+from jaxcomp._core.shard_map import seed_like
+from jaxcomp.codecs import Exact, noise
+from jaxcomp.codecs._codec import Seed
+from jaxcomp.transform._choice.choice import Stored
+from jaxcomp.transform._choice.schedule import Schedule
+from jaxcomp.transform._execution.rebuild import Residual
+from jaxcomp.transform._program.primitives import HEAVY
+from jaxcomp.transform._program.program import (
+    apply,
+    as_array,
+    needed,
+    read,
+    readers_of,
+    scope_of,
+    variables,
+)
+
+
+def forward(schedule: Schedule, seed: Seed, arguments: Sequence[Any]) -> tuple[list[Any], Residual]:
+    """Runs the forward program.
+
+    Args:
+        schedule: What is stored.
+        seed: Redraws the rounding noise.
+        arguments: The function's.
+
+    Returns:
+        The function's results; and, by position in `schedule.stored`, what waits for the backward
+        pass.
+    """
+    jaxpr = schedule.graph.jaxpr
+    results = jaxpr.outvars[: schedule.results]
+    equations = _stored_early(
+        needed(jaxpr.eqns, [*results, *schedule.stored]), needed(jaxpr.eqns, results)
+    )
+    carriers = _carriers(schedule, equations)
+    positions = {value: i for i, value in enumerate(schedule.stored)}
+    env = dict(zip(jaxpr.constvars, schedule.constants, strict=True))
+    env |= dict(zip(jaxpr.invars, arguments, strict=True))
+    counts = [s.copies if s.is_noisy else 0 for s in schedule.stored.values()]
+    *first, total = itertools.accumulate(counts, initial=0)
+    seeds = noise.counted(seed, total, 1)
+    stored: Residual = {}
+    waiting: dict[Any, list[Any]] = {}
+
+    def settle(value: Any) -> None:
+        if value in positions:
+            storing = schedule.stored[value]
+            if storing.codec is not None and carriers[value] is value:
+                env[value] = barriers.materialize(env[value])
+            number = positions[value]
+            own = seeds[first[number] : first[number] + counts[number]]
+            own = [seed_like(each, env[value]) for each in own]
+            stored[number] = _encode(storing, env[value], own)
+            waiting.setdefault(carriers[value], []).append(value)
+        for other in waiting.pop(value, ()):
+            storing, index = schedule.stored[other], positions[other]
+            if storing.codec is not None:
+                env[value], stored[index] = barriers.save_residual(
+                    env[value], stored[index], storing.codec
+                )
+            elif storing.offload:
+                env[value], stored[index] = barriers.to_host(env[value], stored[index])
+
+    for value in jaxpr.invars:
+        settle(value)
+    for equation in equations:
+        values = [read(env, atom) for atom in equation.invars]
+        env |= dict(zip(equation.outvars, apply(jaxpr, equation, values), strict=True))
+        with scope_of(equation):
+            for out in equation.outvars:
+                settle(out)
+    return [as_array(read(env, atom)) for atom in results], stored
+
+
+def _stored_early(equations: Sequence[JaxprEqn], of_results: Sequence[JaxprEqn]) -> list[JaxprEqn]:
+    """Puts equations that serve storing alone, such as a derivative's, where their operands are.
+
+    They come last in the program: nothing would make what they store be stored before that.
+    """
+    wanted = set(map(id, of_results))
+    extra = [e for e in equations if id(e) not in wanted]
+    made_by_these = {v for e in equations for v in e.outvars}
+    missing = {id(e): len(made_by_these.intersection(variables(e.invars))) for e in extra}
+    readers = readers_of(extra)
+    order: list[JaxprEqn] = []
+
+    def add(equation: JaxprEqn) -> None:
+        """Adds an equation, and then each that it completes, before its next reader."""
+        pending = [iter([equation])]
+        while pending:
+            following = next(pending[-1], None)
+            if following is None:
+                pending.pop()
+                continue
+            order.append(following)
+            pending.append(completed(following))
+
+    def completed(equation: JaxprEqn) -> Iterator[JaxprEqn]:
+        for value in equation.outvars:
+            for reader in readers.get(value, ()):
+                missing[id(reader)] -= 1
+                if not missing[id(reader)]:
+                    yield reader
+
+    of_nothing = [e for e in extra if not missing[id(e)]]
+    for equation in (*of_nothing, *of_results):
+        add(equation)
+    return order
+
+
+def _carriers(schedule: Schedule, equations: Sequence[JaxprEqn]) -> dict[Any, Any]:
+    """For each stored value the one whose use waits until it is stored.
+
+    That one is written to memory anyway: an operand or a result of a product, or a result of the
+    function. A value that is none of these has the next one that is.
+    """
+    jaxpr = schedule.graph.jaxpr
+    written = set(variables(jaxpr.outvars[: schedule.results]))
+    for equation in equations:
+        if equation.primitive.name in HEAVY:
+            written.update(variables(equation.invars), equation.outvars)
+    order = [
+        *jaxpr.invars,
+        *(v for e in equations for v in e.outvars if not isinstance(v, DropVar)),
+    ]
+    carriers = {}
+    following: Any = None
+    for value in reversed(order):
+        if value in written:
+            following = value
+        is_written = value in written or value in jaxpr.invars
+        alone = following is None or _varying(following) != _varying(value)
+        carriers[value] = value if is_written or alone else following
+    return carriers
+
+
+def _varying(value: Any) -> Any:
+    """The manual mesh axes that a value varies over; a barrier would join those of two."""
+    return value.aval.manual_axis_type.varying
+
+
+def _encode(storing: Stored, value: Any, seeds: list[Any]) -> Any:
+    if storing.codec is None:
+        return barriers.name_residual(value, Exact())
+    return tuple(storing.encode(value, seed) for seed in seeds or [None])

@@ -1,0 +1,83 @@
+"""Constant arrays of a backward pass, made no earlier than a cotangent is there.
+
+XLA makes constant arrays, such as the zeros that the sums of a loop begin with, early, and those of
+all layers in one kernel, so those of all layers wait for the first.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Jaxpr, JaxprEqn
+from jaxtyping import Array
+
+from jaxcomp._core import barriers
+from jaxcomp._core.shard_map import barrier_by_type
+from jaxcomp.memory._tracing import CHECKPOINT_PRIMITIVES
+from jaxcomp.transform._pieces.pieces import in_pieces
+from jaxcomp.transform._program.builder import flat
+from jaxcomp.transform._program.program import (
+    Program,
+    Values,
+    apply,
+    closed,
+    is_variable,
+    read,
+    scope_of,
+)
+
+_LARGE = 2**14  # elements
+
+
+def evaluate_after(program: Program, cotangent: Array, arguments: Sequence[Any]) -> list[Any]:
+    """Evaluates a backward program, whose large constant arrays wait for a cotangent.
+
+    Args:
+        program: The program.
+        cotangent: Axis 0 is the batch; arrays of as many samples wait.
+        arguments: Values of its arguments.
+    """
+    program = flat(program)
+    jaxpr = program.jaxpr
+    env: Values = dict(zip(jaxpr.constvars, program.consts, strict=True))
+    env |= dict(zip(jaxpr.invars, arguments, strict=True))
+    for equation in jaxpr.eqns:
+        values = [read(env, atom) for atom in equation.invars]
+        made = apply_after(cotangent, jaxpr, equation, values)
+        env |= dict(zip(equation.outvars, made, strict=True))
+    return [read(env, atom) for atom in jaxpr.outvars]
+
+
+def apply_after(
+    cotangent: Array | None, jaxpr: Jaxpr, equation: JaxprEqn, values: list[Any], largest: int = 0
+) -> list[Any]:
+    """As `programs.apply`, but large constant arrays wait for a cotangent.
+
+    Also those of an inner `jax.checkpoint`, which runs in parts if its arrays have more elements
+    than `largest`.
+    """
+    if cotangent is None or not cotangent.ndim:
+        return apply(jaxpr, equation, values)
+    if equation.primitive.name in CHECKPOINT_PRIMITIVES:
+        if equation.params["prevent_cse"]:
+            values = barrier_by_type(values)
+        program = flat(closed(equation.params["jaxpr"], ()))
+        with scope_of(equation):
+            return in_pieces(program, evaluate_after, largest)(cotangent, values)
+    if _waits(equation, cotangent):
+        (value,), (out,) = values, equation.outvars
+        kind: Any = out.aval
+        filled = jnp.full(kind.shape, value, kind.dtype)
+        return [barriers.decode_after(cotangent, (), lambda _: filled)]
+    return apply(jaxpr, equation, values)
+
+
+def _waits(equation: JaxprEqn, cotangent: Array) -> bool:
+    if equation.primitive.name != "broadcast_in_dim" or any(map(is_variable, equation.invars)):
+        return False
+    kind: Any = equation.outvars[0].aval
+    large = kind.size >= _LARGE and cotangent.size > 0
+    alike = large and kind.shape[0] == cotangent.shape[0]
+    real = all(jnp.issubdtype(a.dtype, jnp.floating) for a in (kind, cotangent))
+    return alike and real and not jax.typeof(cotangent).manual_axis_type.varying

@@ -1,0 +1,1 @@
+"""Loops and conditionals, whose bodies store by schedules of their own."""

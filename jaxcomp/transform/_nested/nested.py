@@ -1,0 +1,87 @@
+"""Programs whose loops and conditionals store what the policy says of the values in them."""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from jax.extend.core import JaxprEqn
+
+from jaxcomp.transform._choice.decisions import PolicyLog
+from jaxcomp.transform._choice.graph import Graph
+from jaxcomp.transform._choice.schedule import schedule
+from jaxcomp.transform._nested.branches import coded_branches, is_conditional
+from jaxcomp.transform._nested.loops import coded_loop, is_loop
+from jaxcomp.transform._nested.scheduled import Part, Scheduled
+from jaxcomp.transform._program.builder import Builder, flat
+from jaxcomp.transform._program.primitives import tangents_of
+from jaxcomp.transform._program.program import Program, is_variable, variables
+from jaxcomp.transform._recognition.layer_scale import LayerScale
+from jaxcomp.transform._recognition.recognize import recognize
+from jaxcomp.transform._recognition.substitute import with_units
+from jaxcomp.transform._recognition.unit import Recognized
+
+
+def scheduled(
+    program: Program, active: Sequence[int], coded: Collection[int], log: PolicyLog
+) -> Scheduled:
+    """As `schedule`, for a program, the iterations of its loops and its branches."""
+    program = flat(program)
+    units = recognize(program, active, log)
+    chosen = _scheduled(program, units, active, coded, log)
+    if chosen.schedule.encodes or any(unit.codec is not None for unit in units):
+        return chosen
+    others = [unit for unit in units if not isinstance(unit.unit, LayerScale)]
+    if len(others) == len(units):
+        return chosen
+    return _scheduled(program, others, active, coded, log)
+
+
+def _scheduled(
+    program: Program,
+    units: Sequence[Recognized],
+    active: Sequence[int],
+    coded: Collection[int],
+    log: PolicyLog,
+) -> Scheduled:
+    parts: list[Part] = []
+    has_parts = any(is_loop(e) or is_conditional(e) for e in program.jaxpr.eqns)
+    takes_seed = bool(units) or has_parts
+    if takes_seed:
+        program = with_units(program, units)
+    log = log.of_arrays(v for equation in program.jaxpr.eqns for v in equation.outvars)
+    if has_parts:
+        program = _with_coded_parts(program, active, coded, log, parts)
+    chosen = schedule(program, active, coded, log)
+    return Scheduled(chosen, tuple(parts), tuple(units), takes_seed)
+
+
+def _with_coded_parts(
+    program: Program,
+    active: Sequence[int],
+    coded: Collection[int],
+    log: PolicyLog,
+    parts: list[Part],
+) -> Program:
+    """The program, whose last argument is a seed, with a backward pass of ours for each part."""
+    jaxpr = program.jaxpr
+    reached = tangents_of(jaxpr.eqns, [jaxpr.invars[i] for i in active])
+    numbers = {id(equation): number for number, equation in enumerate(jaxpr.eqns)}
+    held = {v for i, v in enumerate(jaxpr.invars) if i not in coded}
+    free = Graph(jaxpr, held).free
+    builder = Builder()
+    *_, seed = arguments = jaxpr.invars
+
+    def step(equation: JaxprEqn, operands: list[Any]) -> list[Any]:
+        if reached.isdisjoint(variables(equation.invars)):
+            return builder.add(equation, operands)
+        is_free = [not is_variable(v) or v in free for v in equation.invars]
+        given = equation, numbers[id(equation)], is_free, log, parts, scheduled
+        if is_loop(equation):
+            part = coded_loop(*given)
+        elif is_conditional(equation):
+            part = coded_branches(*given)
+        else:
+            return builder.add(equation, operands)
+        return builder.trace(part, seed, *operands, at=equation)
+
+    results = builder.inline(program, arguments, step)
+    return builder.program(jaxpr, arguments, results)

@@ -1,0 +1,1 @@
+"""Blocks whose backward pass is evaluated piece by piece."""

@@ -1,0 +1,168 @@
+"""Evaluates the results of a program part by part along one axis of its arrays."""
+
+import contextlib
+import functools
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import jaxpr_as_fun
+from jaxtyping import Array
+
+from jaxcomp._core.one_device import on_one
+from jaxcomp._core.shard_map import barrier_by_type, vary_like
+from jaxcomp.memory._flops import jaxpr_flops
+from jaxcomp.transform._pieces.axes import WholeError
+from jaxcomp.transform._pieces.slice import Part, wide
+from jaxcomp.transform._program.program import Program, avals, variables
+
+_PART = 3 * 2**25  # bytes of the largest array of a part, if of float32
+_PART_OF_TPU = 2**25  # XLA keeps more of such a small part in a TPU's fast memory
+_EXCESS = 4  # times as many parts as asked for, at most: an axis may have few divisors
+_RATIO = 8  # of the elements of operands and results of products to those of sliced arguments
+_WORK = 1.1  # of the FLOPs of the whole, at most
+_SUMS = 16  # all results that are sums have at most 1/16 of the elements of the largest array
+
+Evaluate = Callable[[Array, Sequence[Array]], list[Array]]
+
+
+class _Division(NamedTuple):
+    """How results are divided: the axis, the number of parts, and which results have parts."""
+
+    axis: int
+    parts: int
+    is_cut: tuple[bool, ...]
+
+
+def in_parts(program: Program, whole: Evaluate, others: int = 0) -> Evaluate:
+    """Evaluates a program in parts on one device, if it computes large arrays from smaller ones.
+
+    An attention is divided along examples or heads, and a feed-forward network with frozen weights
+    along tokens. Each iteration of a loop evaluates one part. Small results, such as the gradients
+    of adapters, may be sums over the parts. They are added in float32.
+
+    Args:
+        program: The program, flat.
+        whole: Evaluates it as a whole, from a cotangent that it waits for and the arguments.
+        others: Elements of the largest array outside of this program, such as the logits of a large
+            vocabulary. If it is at least as large as the largest array of this program, the peak is
+            there, and the program is evaluated as a whole. On a TPU parts take less time than the
+            whole, so this is ignored.
+
+    Returns:
+        A function from the cotangent and the program's arguments to its results.
+    """
+    evaluate = whole
+    for platform, nbytes, least in ((None, _PART, others + 1), ("tpu", _PART_OF_TPU, 0)):
+        run = _run_of_parts(program, nbytes, least)
+        evaluate = evaluate if run is None else on_one(platform, run, evaluate)
+    return evaluate
+
+
+def largest_size(program: Program) -> int:
+    """Elements of the largest array that a program makes."""
+    return max((v.aval.size for e in program.jaxpr.eqns for v in e.outvars), default=0)
+
+
+def _run_of_parts(program: Program, nbytes: int, least: int) -> Evaluate | None:
+    """Evaluates a program in parts of some bytes, where that is worth it and possible."""
+    largest = largest_size(program)
+    count = -(-4 * largest // nbytes)
+    if count > 1 and largest >= least:
+        for division in _divisions(program, count):
+            with contextlib.suppress(WholeError):
+                return _traced(program, division)
+    return None
+
+
+def _traced(program: Program, division: _Division) -> Evaluate:
+    """Evaluates a program in parts.
+
+    Raises:
+        WholeError: If that is impossible or not worthwhile.
+    """
+    copied: set[Any] = set()
+    run = functools.partial(_run, program, division, copied)
+    made = jax.make_jaxpr(run)(avals(program.jaxpr.invars))
+    if _of_products(program) < _RATIO * sum(v.aval.size for v in copied):
+        raise WholeError("arguments are large")
+    if _flops(made) > _WORK * _flops(program):
+        raise WholeError("each part takes products of the whole")
+    traced = jaxpr_as_fun(made)
+    return lambda _, arguments: traced(*arguments)
+
+
+def _flops(program: Program) -> float:
+    found = jaxpr_flops(program.jaxpr, "cuda")
+    return math.inf if found is None else found
+
+
+def _of_products(program: Program) -> int:
+    """Elements of what products read and make, where that is larger than each argument."""
+    most = max((kind.size for kind in avals(program.jaxpr.invars)), default=0)
+    products = [e for e in program.jaxpr.eqns if e.primitive.name == "dot_general"]
+    operands = {v for e in products for v in (*variables(e.invars), *e.outvars)}
+    return sum(v.aval.size for v in operands if v.aval.size > most)
+
+
+def _divisions(program: Program, count: int) -> list[_Division]:
+    """The axes of the largest result, those with half of `count` parts or more first.
+
+    A result is sliced if its size along the axis is that of the largest result. All others are sums
+    over the parts. In a second candidate small results of equal size are sums, too: a weight may
+    happen to have as many features as there are tokens.
+    """
+    results = avals(program.jaxpr.outvars)
+    if not results:
+        return []
+    largest = max(results, key=lambda kind: kind.size)
+    most = largest_size(program) // _SUMS
+    found = []
+    for axis, size in enumerate(largest.shape):
+        limit = min(size, _EXCESS * count)
+        divisors = [n for n in range(1, limit + 1) if size % n == 0]
+        number = min((n for n in divisors if n >= count), default=max(divisors, default=0))
+        alike = [axis < kind.ndim and kind.shape[axis] == size for kind in results]
+        large = [kind.size > min(most, largest.size - 1) for kind in results]
+        for cut in dict.fromkeys([tuple(alike), tuple(map(operator.and_, alike, large))]):
+            sums = sum(kind.size for kind, part in zip(results, cut, strict=True) if not part)
+            if number > 1 and sums <= most:
+                found.append(_Division(axis, number, cut))
+    return sorted(found, key=lambda division: -min(2 * division.parts, count))
+
+
+def _run(
+    program: Program, division: _Division, copied: set[Any], arguments: Sequence[Array]
+) -> list[Array]:
+    """The results, of which each iteration of a loop evaluates a part.
+
+    `copied` takes the arguments that are copied in parts.
+    """
+    # The arrays that the parts are written to are not made before the arguments are there.
+    zero = vary_like(jnp.zeros(()), arguments)
+    arguments, zero = barrier_by_type((arguments, zero))
+    results = avals(program.jaxpr.outvars)
+    axis, count, is_cut = division
+
+    def step(made: list[Array], number: Array) -> tuple[list[Array], None]:
+        parts = Part(program, arguments, count, number, copied)
+        pairs = zip(made, program.jaxpr.outvars, is_cut, strict=True)
+        return [
+            _written(whole, parts.part(v, axis), number, axis) if part else whole + parts.total(v)
+            for whole, v, part in pairs
+        ], None
+
+    made = [
+        jnp.full(kind.shape, zero, kind.dtype if part else wide(kind.dtype))
+        for kind, part in zip(results, is_cut, strict=True)
+    ]
+    made = lax.scan(step, made, jnp.arange(count))[0]
+    return [x.astype(kind.dtype) for x, kind in zip(made, results, strict=True)]
+
+
+def _written(whole: Array, part: Array, number: Array, axis: int) -> Array:
+    return lax.dynamic_update_slice_in_dim(whole, part, number * part.shape[axis], axis)

@@ -1,0 +1,1 @@
+"""Traced programs: reading, writing and rewriting them."""

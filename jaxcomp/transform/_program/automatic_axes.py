@@ -1,0 +1,187 @@
+"""Programs of meshes with explicit axes, as programs of the same mesh with automatic axes.
+
+Types of arrays carry their sharding over explicit axes, and each operation has a rule for that of
+its result. Codes have no such rules. So a program is rewritten for automatic axes: where it asks
+for a sharding, the value gets a sharding constraint, and XLA finds the rest.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.extend import linear_util
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+from jaxcomp._core.explicit import automatic_mesh, explicit_axes, explicit_axes_of, spec_of
+from jaxcomp.transform._program.program import Program, Values, apply, closed, read, scope_of
+
+_SHARDINGS = ("out_sharding", "sharding", "dst_sharding")
+_ALONE = jax.make_jaxpr(lambda: 0)().jaxpr  # of an equation that stands alone
+
+
+def run_over_automatic_axes(
+    program: Program, run: Callable[..., list[Any]], arguments: Sequence[Any]
+) -> list[Any]:
+    """Runs what is made of a program of explicit axes over automatic ones.
+
+    Args:
+        program: The program.
+        run: A function of the program over automatic axes and of its arguments.
+        arguments: The program's.
+
+    Returns:
+        The results, with the shardings of the program's.
+    """
+    specs = [spec_of(aval) for aval in program.out_avals]
+
+    def inner(*values: Any) -> list[Any]:
+        return run(rewriter.program(program), *values)
+
+    rewriter = _rewriter()
+    over = jax.sharding.auto_axes(inner, axes=explicit_axes(), out_sharding=specs)
+    return list(over(*map(_on_mesh, arguments)))
+
+
+def _on_mesh(array: Any) -> Any:
+    """An array that lies on no mesh, such as a new parameter, replicated on that of the context."""
+    if not isinstance(array, jax.Array) or not jax.typeof(array).sharding.mesh.empty:
+        return array
+    return jax.sharding.reshard(array, PartitionSpec(*[None] * array.ndim))
+
+
+@contextlib.contextmanager
+def automatic(program: Program) -> Iterator[Program]:
+    """The same program over automatic axes, in whose context nothing can be run."""
+    if not explicit_axes():
+        yield program
+        return
+    rewriter = _rewriter()
+    with jax.sharding.use_abstract_mesh(rewriter.automatic):
+        yield rewriter.program(program)
+
+
+def _rewriter() -> "_Rewriter":
+    """Of the mesh in whose context the caller is."""
+    return _Rewriter(jax.sharding.get_abstract_mesh(), automatic_mesh())
+
+
+class _Rewriter:
+    """Rewrites programs.
+
+    Attributes:
+        explicit: The mesh with the explicit axes.
+        automatic: The same with automatic axes.
+    """
+
+    def __init__(self, explicit: AbstractMesh, automatic: AbstractMesh) -> None:
+        self.explicit, self.automatic = explicit, automatic
+        with jax.sharding.use_abstract_mesh(self.automatic):
+            self._context = jax.make_jaxpr(jax.numpy.sin)(1.0).eqns[0].ctx
+
+    def program(self, program: Program) -> Program:
+        """The same program over automatic axes."""
+        structs = [
+            jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in program.in_avals
+        ]
+        with jax.sharding.use_abstract_mesh(self.automatic):
+            return jax.make_jaxpr(functools.partial(self.run, program))(*structs)
+
+    def run(self, program: Program, *arguments: Any) -> list[Any]:
+        """Evaluates a program over automatic axes."""
+        jaxpr = program.jaxpr
+        env: Values = dict(zip(jaxpr.constvars, program.consts, strict=True))
+        env |= dict(zip(jaxpr.invars, arguments, strict=True))
+        for equation in jaxpr.eqns:
+            values = [read(env, atom) for atom in equation.invars]
+            with scope_of(equation):
+                made = self._results(equation, values)
+            env |= dict(zip(equation.outvars, made, strict=True))
+        return [read(env, atom) for atom in jaxpr.outvars]
+
+    def _results(self, equation: JaxprEqn, values: list[Any]) -> list[Any]:
+        if equation.primitive.name == "mesh_cast":  # to or from automatic axes
+            return values
+        if not explicit_axes_of(equation.ctx.cur_abstract_mesh):
+            return apply(_ALONE, equation, values)
+        asked = next((equation.params[k] for k in _SHARDINGS if equation.params.get(k)), None)
+        if equation.primitive.name == "reshard":
+            return [_constrained(values[0], asked)]
+        if equation.primitive.name == "shard_map":
+            return self._of_shard_map(equation, values)
+        params = {name: self._rewritten(name, p) for name, p in equation.params.items()}
+        if "bwd" in params:
+            params["bwd"] = self._backward(equation)
+        rewritten = equation.replace(params=params, ctx=self._context)
+        made = apply(_ALONE, rewritten, values)
+        return [_constrained(value, asked) for value in made] if asked else made
+
+    def _rewritten(self, name: str, parameter: Any) -> Any:
+        if name in _SHARDINGS:
+            return None
+        if isinstance(parameter, ClosedJaxpr):
+            return self.program(parameter)
+        if isinstance(parameter, Jaxpr):
+            return self.program(closed(parameter, [])).jaxpr
+        if isinstance(parameter, tuple) and any(isinstance(p, ClosedJaxpr) for p in parameter):
+            return tuple(map(self.program, parameter))
+        if name in ("jvp_jaxpr_fun", "fwd_jaxpr_thunk"):
+            return self._rule(parameter)
+        return parameter
+
+    def _rule(self, rule: Any) -> Any:
+        """A rule that JAX traces later; with the types of the explicit axes, which it has."""
+
+        def traced(*zeros: bool) -> tuple[Any, ...]:
+            with jax.sharding.use_abstract_mesh(self.explicit):
+                jaxpr, constants, *rest = rule.call_wrapped(*zeros)
+            program = self.program(closed(jaxpr, constants))
+            return program.jaxpr, program.consts, *rest
+
+        return linear_util.wrap_init(traced, debug_info=rule.debug_info)
+
+    def _backward(self, equation: JaxprEqn) -> Any:
+        """The backward rule of a `jax.custom_vjp`; it runs over explicit axes."""
+        rule, forward = equation.params["bwd"], equation.params["fwd_jaxpr_thunk"]
+        given = [atom.aval for atom in equation.invars]
+
+        def of_values(*values: Any) -> Any:
+            with jax.sharding.use_abstract_mesh(self.explicit):
+                jaxpr, *_ = forward.call_wrapped(*[True] * len(given))
+                made = iter(atom.aval for atom in jaxpr.outvars)
+                forwarded = equation.params["out_trees"]()[2]
+                residuals = [next(made) if i is None else given[i] for i in forwarded]
+                results = [variable.aval for variable in equation.outvars]
+                program, shape = jax.make_jaxpr(rule.call_wrapped, return_shape=True)(
+                    *map(_struct, (*residuals, *results))
+                )
+            return jax.tree.unflatten(jax.tree.structure(shape), self.run(program, *values))
+
+        return linear_util.wrap_init(of_values, debug_info=rule.debug_info)
+
+    def _of_shard_map(self, equation: JaxprEqn, values: list[Any]) -> list[Any]:
+        params = equation.params
+
+        def body(*arguments: Any) -> list[Any]:
+            inner = _Rewriter(self.explicit, jax.sharding.get_abstract_mesh())
+            return inner.run(closed(params["jaxpr"], []), *arguments)
+
+        mapped = jax.shard_map(
+            body,
+            in_specs=tuple(params["in_specs"]),
+            out_specs=list(params["out_specs"]),
+            axis_names=set(params["newly_manual_axes"]),
+            check_vma=params["check_vma"],
+        )
+        return list(mapped(*values))
+
+
+def _struct(aval: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=aval.sharding)
+
+
+def _constrained(value: Any, sharding: Any) -> Any:
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
+    return jax.lax.with_sharding_constraint(value, spec)

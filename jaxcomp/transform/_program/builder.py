@@ -1,0 +1,212 @@
+"""Builds programs from equations of other programs, without evaluating them."""
+
+import contextlib
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Literal, Var
+
+from jaxcomp.transform._program.origins import located
+from jaxcomp.transform._program.program import (
+    Program,
+    Values,
+    avals,
+    called_program,
+    closed,
+    scope_of,
+)
+
+_BARRIER = "optimization_barrier"
+
+Step = Callable[[JaxprEqn, list[Any]], list[Any]]
+
+
+class Builder:
+    """Collects equations, equal ones once, and none that reshapes an array back.
+
+    Operands and results are atoms: variables and literals of the new program.
+    """
+
+    def __init__(self) -> None:
+        self._equations: list[JaxprEqn] = []
+        self._constants: dict[int, tuple[Var, Any]] = {}
+        self._known: dict[Hashable, list[Any]] = {}
+        self._before: dict[Any, list[Any]] = {}  # of an array, the shapes that it was reshaped from
+
+    def add(self, equation: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+        """Adds an equation with other operands, and returns its results."""
+        key = _key(equation, operands)
+        if key is not None and key in self._known:
+            return self._known[key]
+        if _is_reshape(equation) and isinstance(operands[0], Var):
+            before = [operands[0], *self._before.get(operands[0], ())]
+            same = [v for v in before if v.aval == equation.outvars[0].aval]
+            if same:
+                return same[:1]
+        else:
+            before = []
+        results: list[Any] = [Var(v.aval) for v in equation.outvars]
+        self._before.update((v, before) for v in results if before)
+        effects = equation.effects
+        if effects:
+            pairs = zip(equation.invars, operands, strict=True)
+            given = {v: operand for v, operand in pairs if isinstance(v, Var)}
+            effects = {_of_operands(effect, given) for effect in effects}
+        self._equations.append(
+            equation.replace(invars=list(operands), outvars=results, effects=effects)
+        )
+        if key is not None:
+            self._known[key] = results
+        return results
+
+    def copy(self, equation: JaxprEqn, env: Values) -> None:
+        """Adds an equation of another program, whose variables `env` renames."""
+        results = self.add(equation, renamed(env, equation.invars))
+        env.update(zip(equation.outvars, results, strict=True))
+
+    def inline(
+        self,
+        program: Program,
+        operands: Sequence[Any],
+        step: Step | None = None,
+        call: JaxprEqn | None = None,
+    ) -> list[Any]:
+        """Adds the equations of a program, with calls looked through.
+
+        Args:
+            program: The program.
+            operands: Its arguments in the new program.
+            step: Adds an equation; by default `add`.
+            call: Equation that calls the program; its name scope comes first.
+
+        Returns:
+            The program's results.
+        """
+        step = step or self.add
+        jaxpr = program.jaxpr
+        env = self.constants_of(program) | dict(zip(jaxpr.invars, operands, strict=True))
+        for equation in jaxpr.eqns:
+            values = renamed(env, equation.invars)
+            if call is not None:
+                equation = _within(equation, call)
+            called = called_program(equation)
+            if called is None:
+                results = step(equation, values)
+            else:
+                results = self.inline(_located(called, equation), values, step, equation)
+            env.update(zip(equation.outvars, results, strict=True))
+        return renamed(env, jaxpr.outvars)
+
+    def trace(
+        self, function: Callable[..., list[Any]], *operands: Any, at: JaxprEqn | None = None
+    ) -> list[Any]:
+        """Adds the equations of a function of arrays.
+
+        Args:
+            function: The function. It returns a list of arrays.
+            *operands: Its arguments: pytrees of atoms.
+            at: Equation whose name scope and source line the new ones get.
+
+        Returns:
+            The function's results.
+        """
+        leaves, tree = jax.tree.flatten(operands)
+
+        def run(*leaves: Any) -> list[Any]:
+            with contextlib.nullcontext() if at is None else scope_of(at):
+                return function(*jax.tree.unflatten(tree, leaves))
+
+        return self.inline(jax.make_jaxpr(run)(*avals(leaves)), leaves)
+
+    def program(self, like: Jaxpr, arguments: Sequence[Any], results: Sequence[Any]) -> Program:
+        """The program so far.
+
+        Args:
+            like: Program of the same effects.
+            arguments: Its arguments.
+            results: Its results.
+        """
+        constants = list(self._constants.values())
+        used = {a for e in self._equations for a in e.invars if isinstance(a, Var)}
+        used.update(a for a in results if isinstance(a, Var))
+        for equation in self._equations:
+            if not used.issuperset(equation.outvars):
+                outs: list[Any] = equation.outvars
+                outs[:] = [v if v in used else DropVar(v.aval) for v in outs]
+        jaxpr = like.replace(
+            constvars=[variable for variable, _ in constants],
+            invars=list(arguments),
+            outvars=list(results),
+            eqns=self._equations,
+        )
+        return closed(jaxpr, [value for _, value in constants])
+
+    def constants_of(self, program: Program) -> Values:
+        """The variables of a program's constants in the new program."""
+        env: Values = {}
+        for variable, value in zip(program.jaxpr.constvars, program.consts, strict=True):
+            env[variable], _ = self._constants.setdefault(id(value), (Var(variable.aval), value))
+        return env
+
+
+def renamed(env: Values, atoms: Sequence[Any]) -> list[Any]:
+    """Variables by their names in the new program; literals as they are."""
+    return [env[a] if isinstance(a, Var) else a for a in atoms]
+
+
+def flat(program: Program) -> Program:
+    """The same program with calls looked through and equal equations once."""
+    builder = Builder()
+    results = builder.inline(program, program.jaxpr.invars)
+    return builder.program(program.jaxpr, program.jaxpr.invars, results)
+
+
+def _is_reshape(equation: JaxprEqn) -> bool:
+    """Whether an equation keeps the order of all values, and changes their shape alone."""
+    if equation.primitive.name == "reshape":
+        return equation.params["dimensions"] is None
+    if equation.primitive.name not in ("broadcast_in_dim", "expand_dims", "squeeze"):
+        return False
+    (before, *_), (after,) = avals(equation.invars), avals(equation.outvars)
+    return before.size == after.size
+
+
+def _located(called: Any, equation: JaxprEqn) -> Program:
+    jaxpr = located(getattr(called, "jaxpr", called), equation)
+    return closed(jaxpr, getattr(called, "consts", ()))
+
+
+def _within(equation: JaxprEqn, call: JaxprEqn) -> JaxprEqn:
+    """An equation, with the name scope of the one that calls its program first."""
+    info = equation.source_info
+    stack = call.source_info.name_stack + info.name_stack
+    return equation.replace(source_info=info.replace(name_stack=stack))
+
+
+def _of_operands(effect: Any, given: dict[Any, Any]) -> Any:
+    """An effect on an operand, as that on the operand of the new equation."""
+    operand = getattr(effect, "input", None)
+    return effect.replace(given[operand]) if isinstance(operand, Var) else effect
+
+
+def _key(equation: JaxprEqn, operands: Sequence[Any]) -> Hashable | None:
+    """What is equal for equations of equal results; None where there is no telling."""
+    if equation.effects or equation.primitive.name == _BARRIER:
+        return None
+    key = (
+        equation.primitive,
+        tuple(a if isinstance(a, Var) else _key_of_literal(a) for a in operands),
+        tuple(equation.params.items()),
+        equation.ctx,
+    )
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _key_of_literal(literal: Literal) -> Hashable:
+    return literal.aval, np.asarray(literal.val).tobytes()

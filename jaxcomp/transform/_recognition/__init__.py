@@ -1,0 +1,1 @@
+"""Stock operations that an operation of `jaxcomp.ops` stands for."""

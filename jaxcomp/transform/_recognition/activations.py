@@ -1,0 +1,220 @@
+"""Finds activation functions of `jax.nn` in a program, and gates."""
+
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import jax
+from jax.extend.core import JaxprEqn, Literal
+from jaxtyping import Array
+
+from jaxcomp.codecs import Codec, Offload, Quantize
+from jaxcomp.codecs._codec import FLOATS
+from jaxcomp.codecs._offload import inner_codec
+from jaxcomp.memory._source_line import source_line
+from jaxcomp.ops._curves import CURVES, Curve
+from jaxcomp.policies._value import Value, dtype_name
+from jaxcomp.transform._choice.decisions import PolicyLog, codec_in_roles
+from jaxcomp.transform._choice.graph import Graph
+from jaxcomp.transform._program.builder import flat
+from jaxcomp.transform._program.custom_rules import rule_of
+from jaxcomp.transform._program.origins import module_path
+from jaxcomp.transform._program.program import Program, is_variable, variables
+from jaxcomp.transform._recognition.pattern import LAYOUT, Pattern
+from jaxcomp.transform._recognition.unit import Activation, CodedActivation, Gate
+
+
+def activation_of(pattern: Pattern, value: Any) -> Activation | None:
+    """The activation function that alone reads a value; None if there is none that is known."""
+    return next((f for c in CURVES if (f := _as(pattern, value, c)) is not None), None)
+
+
+def _as(pattern: Pattern, value: Any, curve: Curve) -> Activation | None:
+    text, rules, length = _signature(curve.function, value.aval.shape, value.aval.dtype)
+    equations = _from(pattern, value, length)
+    if len(equations) != length:
+        return None
+    last = equations[-1]
+    inside = [value, *(e.outvars[0] for e in equations[:-1])]
+    own = set(map(id, equations))
+    if not pattern.results.isdisjoint(inside):
+        return None
+    if any(id(e) not in own for v in inside for e in pattern.readers.get(v, [])):
+        return None
+    program = pattern.slice([value], last.outvars)
+    if program is None or str(program.jaxpr) != text:
+        return None
+    if None in rules or _rules(program) != rules:
+        return None
+    return Activation(curve, program, last)
+
+
+@functools.cache
+def _signature(
+    function: Callable[[Array], Array], shape: tuple[int, ...], dtype: Any
+) -> tuple[str, list[Any], int]:
+    """A function's equations, the rules of those that have one, and how many there are."""
+    program = flat(jax.make_jaxpr(function)(jax.ShapeDtypeStruct(shape, dtype)))
+    return str(program.jaxpr), _rules(program), len(program.jaxpr.eqns)
+
+
+def _rules(program: Program) -> list[Any]:
+    """The rules of the `jax.custom_jvp` functions that a program calls."""
+    return [rule_of(e) for e in program.jaxpr.eqns if e.primitive.name == "custom_jvp_call"]
+
+
+def _from(pattern: Pattern, value: Any, length: int) -> list[JaxprEqn]:
+    """At most so many equations that read a value and what is made of it, in order."""
+    known, found = {value}, list[JaxprEqn]()
+    pending = list(pattern.readers.get(value, []))
+    while pending and len(found) < length:
+        equation = pending.pop(0)
+        is_next = len(equation.outvars) == 1 and equation not in found
+        if is_next and known.issuperset(variables(equation.invars)):
+            found.append(equation)
+            known.update(equation.outvars)
+            pending += pattern.readers.get(equation.outvars[0], [])
+    return found
+
+
+def gate_of(equation: JaxprEqn, coded: Mapping[Any, int]) -> Gate | None:
+    """The gate that an equation is, if one of its operands is coded; None if it is none.
+
+    Args:
+        equation: The equation.
+        coded: The feature axis of each coded array.
+    """
+    if equation.primitive.name != "mul" or not all(map(is_variable, equation.invars)):
+        return None
+    operands: list[Any] = equation.invars
+    for x, factor in (operands, operands[::-1]):
+        shape = x.aval.shape
+        kept = {0, coded.get(x)}
+        of_each_channel = tuple(n if i in kept else 1 for i, n in enumerate(shape))
+        fits = len(shape) > 2 and factor.aval.shape == of_each_channel != shape
+        if x in coded and fits and factor.aval.dtype == x.aval.dtype:
+            return Gate(x, factor, equation)
+    return None
+
+
+def is_relu(equation: JaxprEqn) -> bool:
+    """Whether an equation is `jax.nn.relu`, whose derivative at 0 is 0."""
+    if equation.primitive.name != "custom_jvp_call":
+        return False
+    rule = rule_of(equation)
+    return rule is not None and [rule] == _relu_rules() and _is_max_with_0(equation)
+
+
+@functools.cache
+def _relu_rules() -> list[Any]:
+    return _rules(flat(jax.make_jaxpr(jax.nn.relu)(0.0)))
+
+
+def _is_max_with_0(call: JaxprEqn) -> bool:
+    steps = flat(call.params["call_jaxpr"]).jaxpr.eqns
+    literals = [a.val for step in steps for a in step.invars if isinstance(a, Literal)]
+    return [step.primitive.name for step in steps] == ["max"] and literals == [0]
+
+
+# What makes no more of weights than a part of them in another dtype or order.
+_VIEWS = LAYOUT - {"broadcast_in_dim"} | {
+    "dynamic_slice",
+    "sharding_constraint",
+    "slice",
+    "transpose",
+}
+
+
+def coded_activations(
+    pattern: Pattern, reached: Collection[Any], log: PolicyLog
+) -> Iterator[tuple[CodedActivation, Codec]]:
+    """The activation functions that the policy would quantize twice, with their codecs.
+
+    Without a unit, the operand of a product behind the function and the function's derivative have
+    a code each, and a gated unit has three. Codes of the arguments serve all of them, if rounding
+    is stochastic and of 3 bits or more.
+
+    Args:
+        pattern: The program.
+        reached: What has a tangent.
+        log: The policy, which takes note.
+    """
+    free = Graph(pattern.jaxpr, set(pattern.jaxpr.invars)).free
+    for x in [v for v in pattern.readers if v in reached]:
+        unit = _unit(pattern, free, x)
+        if unit is None:
+            continue
+        result: Any = unit.results[0]
+        weights = {v for e in unit.readers for v in e.invars if v is not result}
+        if weights.isdisjoint(reached):
+            continue  # they are frozen, and no backward pass reads the result
+        value = Value(
+            result.aval.shape,
+            result.aval.dtype,
+            unit.equation.primitive.name,
+            source=source_line(unit.equation),
+            path=module_path(unit.equation),
+            iterations=log.iterations,
+        )
+        codec = codec_in_roles(value, ("operand", "derivative"), _serves, log)
+        if codec is not None:
+            yield unit, codec
+
+
+def _unit(pattern: Pattern, free: set[Any], x: Any) -> CodedActivation | None:
+    """The activation function that alone reads a value, with what only products read of it."""
+    if x.aval.ndim < 2 or dtype_name(x.aval.dtype) not in FLOATS:
+        return None
+    activation = activation_of(pattern, x)
+    if activation is None or activation.curve.piece is not None:
+        return None
+    operands = [x]
+    program: Program | None = activation.program
+    equation = activation.equation
+    gate = pattern.only_reader(equation.outvars[0])
+    if gate is not None and gate.primitive.name == "mul":
+        factors: list[Any] = [v for v in gate.invars if v is not equation.outvars[0]]
+        (factor,) = factors or [x]
+        if not is_variable(factor) or factor is x or factor.aval != x.aval:
+            return None
+        operands, equation = [x, factor], gate
+        program = pattern.slice(operands, gate.outvars)
+    if free.issuperset(operands):
+        return None  # nothing of it has to be saved
+    result: Any = equation.outvars[0]
+    readers = pattern.readers.get(result, [])
+    features = {_feature_axis(pattern, e, result) for e in readers}
+    feature = features.pop() if len(features) == 1 else None
+    if feature is None or result in pattern.results or program is None:
+        return None
+    return CodedActivation(operands, activation.curve, program, equation, readers, feature)
+
+
+def _feature_axis(pattern: Pattern, equation: JaxprEqn, value: Any) -> int | None:
+    """The feature axis of a value that a product or convolution multiplies by weights; else None.
+
+    Weights are an argument or a view of one. A unit's product saves them exactly, which is free.
+    """
+    operands: list[Any] = list(equation.invars)
+    if equation.primitive.name not in ("dot_general", "conv_general_dilated"):
+        return None
+    others = [a for a in operands if a is not value]
+    if len(others) != 1 or pattern.through(others[0], *_VIEWS) in pattern.made_by:
+        return None
+    if equation.primitive.name == "dot_general":
+        contracted = equation.params["dimension_numbers"][0][operands.index(value)]
+        return int(max(contracted, default=value.aval.ndim - 1))
+    return channel_axis(equation) if operands[0] is value else None
+
+
+def channel_axis(convolution: JaxprEqn) -> int | None:
+    """The feature axis of a convolution's input if its code may be read; else None."""
+    batch, feature, *spatial = convolution.params["dimension_numbers"].lhs_spec
+    plain = convolution.params["batch_group_count"] == 1 and batch == 0
+    return int(feature) if plain and spatial == sorted(spatial) else None
+
+
+def _serves(codec: Codec) -> bool:
+    by = inner_codec(codec)
+    in_turn = isinstance(codec, Offload) and codec.in_turn
+    return isinstance(by, Quantize) and by.unbiased and by.bits > 2 and not in_turn

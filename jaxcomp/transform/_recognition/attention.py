@@ -1,0 +1,104 @@
+"""Finds attentions in a program, whoever wrote them."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.extend.core import DropVar, JaxprEqn, jaxpr_as_fun
+from jaxtyping import Array
+
+from jaxcomp.transform._program.constants import constants
+from jaxcomp.transform._program.primitives import REDUCTIONS, is_cheap, is_cheap_rule
+from jaxcomp.transform._program.program import variables
+from jaxcomp.transform._recognition.pattern import Pattern
+from jaxcomp.transform._recognition.unit import Codeless
+
+_LONGEST = 100  # equations between the two products
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Attention(Codeless):
+    """Softmax of the products of queries and keys, times values; the scores are recomputed.
+
+    It reads queries, keys, values, and masks.
+
+    Attributes:
+        scores: Variable of the products of queries and keys.
+    """
+
+    scores: Any
+    kind = "attention"
+    decision = "recompute"
+
+    @property
+    def saved(self) -> list[Any]:
+        """The variable of the shape and dtype of what is not saved."""
+        return [self.scores]
+
+    def evaluate(self, *operands: Array) -> list[Array]:
+        """The result, by the program's own steps, under `jax.checkpoint`."""
+        return list(jax.checkpoint(jaxpr_as_fun(self.program))(*operands))
+
+
+def attentions(pattern: Pattern) -> Iterator[Attention]:
+    """The attentions whose scores have more elements than queries, keys and values."""
+    fixed = constants(pattern.jaxpr)
+    for equation in pattern.jaxpr.eqns:
+        if _is_batched(equation):
+            found = _attention(pattern, equation, fixed)
+            if found is not None:
+                yield found
+
+
+def _is_batched(equation: JaxprEqn) -> bool:
+    if equation.primitive.name != "dot_general":
+        return False
+    _, (batch, _) = equation.params["dimension_numbers"]
+    return len(batch) > 0
+
+
+def _attention(pattern: Pattern, first: JaxprEqn, fixed: set[Any]) -> Attention | None:
+    """The attention that begins by a product of queries and keys."""
+    made: set[Any] = set(first.outvars)
+    last: JaxprEqn | None = None
+    steps = {id(first): first}
+    queue: list[Any] = list(first.outvars)
+    while queue:
+        value = queue.pop()
+        if value in pattern.results or len(steps) > _LONGEST:
+            return None
+        for reader in pattern.readers.get(value, []):
+            if _is_batched(reader):
+                if last is not None and reader is not last:
+                    return None
+                last = reader
+            elif not _is_step(reader):
+                return None
+            elif id(reader) not in steps:
+                steps[id(reader)] = reader
+                outs = [v for v in reader.outvars if not isinstance(v, DropVar)]
+                made.update(outs)
+                queue += outs
+    if last is None or not any(map(_is_exp, steps.values())):
+        return None
+    steps[id(last)] = last
+    read = [v for step in steps.values() for v in variables(step.invars)]
+    operands = [v for v in dict.fromkeys(read) if v not in made and v not in fixed]
+    ends = {v for step in (first, last) for v in variables(step.invars)} - made
+    (scores,) = first.outvars
+    if scores.aval.size <= sum(v.aval.size for v in ends):  # type: ignore[attr-defined]
+        return None
+    program = pattern.slice(operands, last.outvars, scoped=True)
+    return None if program is None else Attention(operands, last, program, scores)
+
+
+def _is_step(equation: JaxprEqn) -> bool:
+    return is_cheap(equation) or equation.primitive.name in REDUCTIONS or is_cheap_rule(equation)
+
+
+def _is_exp(equation: JaxprEqn) -> bool:
+    called = equation.params.get("call_jaxpr") or equation.params.get("jaxpr")
+    if called is not None:
+        return any(map(_is_exp, getattr(called, "jaxpr", called).eqns))
+    return equation.primitive.name in ("exp", "exp2")

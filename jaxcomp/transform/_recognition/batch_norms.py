@@ -1,0 +1,260 @@
+"""Finds batch norms in a program, whoever wrote them."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
+from jaxtyping import Array
+
+from jaxcomp._core.shard_map import match_varying, vary
+from jaxcomp.codecs._codec import FLOATS
+from jaxcomp.ops._norm import Norm
+from jaxcomp.transform._program.program import Program, apply, avals, is_variable, read
+from jaxcomp.transform._recognition.means import Mean, Means
+from jaxcomp.transform._recognition.pattern import LAYOUT, Pattern
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TracedNorm(Norm):
+    """A batch norm with the formulas of a program: its results are that program's, to the bit.
+
+    Its arrays have the features last.
+
+    Attributes:
+        feature: The feature axis in the program.
+        of_statistics: From the input to its mean and variance.
+        of_result: From the input, mean, variance and, as far as there are any, scale and bias, to
+            the result.
+        shapes: Shapes of mean, variance, and, as far as there are any, scale and bias.
+        scaled_by: Whether `of_result` takes a scale and a bias.
+    """
+
+    feature: int = -1
+    of_statistics: Program = None
+    of_result: Program = None
+    shapes: tuple[tuple[int, ...], ...] = ()
+    scaled_by: tuple[bool, bool] = (True, True)
+
+    def statistics(self, x: Array, mask: Array | None = None) -> tuple[Array, Array]:
+        """Returns the mean and the variance of each feature."""
+        mean, var = _evaluated(self.of_statistics, [jnp.moveaxis(x, -1, self.feature)])
+        return mean.reshape(-1), var.reshape(-1)
+
+    def clip(self, var: Array) -> Array:
+        """Returns the variance as it is."""
+        return var
+
+    def normalize(
+        self, x: Array, mean: Array, var: Array, scale: Array | None, bias: Array | None
+    ) -> Array:
+        """Returns the normalised array."""
+        affine: Any = zip((scale, bias), self.scaled_by, strict=True)
+        given = [a for a, taken in affine if taken]
+        of_x = [a.reshape(s) for a, s in zip((mean, var, *given), self.shapes, strict=True)]
+        (y,) = _evaluated(self.of_result, [jnp.moveaxis(x, -1, self.feature), *of_x])
+        return jnp.moveaxis(y, self.feature, -1)
+
+
+def _evaluated(program: Program, arguments: Sequence[Array]) -> list[Array]:
+    """A program's results; its arguments may vary over more mesh axes than they do in it."""
+    jaxpr = program.jaxpr
+    env: dict[Any, Any] = dict(zip(jaxpr.invars, arguments, strict=True))
+    for equation in jaxpr.eqns:
+        values = [read(env, atom) for atom in equation.invars]
+        if equation.primitive.name == "pvary":
+            made = [vary(values[0], equation.params["axes"])]
+        else:
+            made = apply(jaxpr, equation, match_varying(values))
+        env.update(zip(equation.outvars, made, strict=True))
+    return [read(env, atom) for atom in jaxpr.outvars]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BatchNorm:
+    """A batch norm of a program.
+
+    Attributes:
+        x: Variable that is normalised.
+        mean: Variable of the means.
+        variance: Variable of the variances.
+        scale: Variable of the scale, of one value per feature, or None.
+        bias: Variable of the bias, of one value per feature, or None.
+        y: Variable of the result.
+        norm: Its formulas.
+    """
+
+    x: Any
+    mean: Any
+    variance: Any
+    scale: Any
+    bias: Any
+    y: Any
+    norm: TracedNorm
+
+
+@dataclasses.dataclass(frozen=True)
+class _Search:
+    """Looks for the batch norm that begins by `x - mean`.
+
+    Attributes:
+        pattern: The program.
+        means: Of arrays of the shape of `x`.
+        statistics: The mean.
+    """
+
+    pattern: Pattern
+    means: Means
+    statistics: Mean
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of `x`."""
+        return self.means.shape
+
+    def is_per_feature(self, atom: Any) -> bool:
+        """Whether an atom has one value for each feature."""
+        return self.pattern.feature_axis(atom, self.shape) == self.means.feature
+
+    def of_features(self, atom: Any) -> Any:
+        """The variable of these values."""
+        return self.pattern.of_features(atom, self.shape[self.means.feature])
+
+    def scaled(self, centred: Any) -> tuple[Any, list[tuple[Any, int]], Any] | None:
+        """The result of scaling and shifting a centred array, its factors, and the bias or None."""
+        value, factors, bias = centred, list[tuple[Any, int]](), None
+        while True:
+            reader = self._next(value)
+            if reader is None or avals(reader.outvars)[0].shape != self.shape:
+                break
+            name = reader.primitive.name
+            other = [a for a in reader.invars if a is not value]
+            if name == "convert_element_type" and (bias is not None or self._ends(reader)):
+                value = reader.outvars[0]
+                break
+            if len(other) != 1 or not self.is_per_feature(other[0]):
+                break
+            if name == "mul" and bias is None:
+                factors += self._factors(other[0])
+            elif name == "div" and bias is None and reader.invars[0] is value:
+                factors.append((other[0], -1))
+            elif name == "add" and bias is None and factors:
+                bias = other[0]
+            else:
+                break
+            value = reader.outvars[0]
+        return (value, factors, bias) if factors else None
+
+    def deviation(self, factor: tuple[Any, int]) -> tuple[Any, float] | None:
+        """The variance and epsilon of a factor 1 / sqrt(variance + epsilon); None if it is none."""
+        atom, exponent = factor
+        pattern = self.pattern
+        equation = pattern.made(pattern.through(atom, *LAYOUT), "rsqrt", "sqrt", "pow", "div")
+        if equation is None:
+            return None
+        (operand, *rest), name = equation.invars, equation.primitive.name
+        if name == "div" and exponent == 1 and pattern.constant(operand) == 1.0:
+            return self.deviation((rest[0], -1))
+        power = {"rsqrt": -0.5, "sqrt": 0.5}.get(name)
+        if name == "pow":
+            power = pattern.constant(rest[0])
+        if power is None or power * exponent != -0.5:
+            return None
+        added = pattern.made(pattern.through(operand, *LAYOUT), "add")
+        if added is None:
+            return None
+        first, second = added.invars
+        epsilon = pattern.constant(second)
+        if epsilon is None:
+            first, epsilon = second, pattern.constant(first)
+        if epsilon is None or self.means.variance(first) != self.statistics:
+            return None
+        return self.of_features(first), epsilon
+
+    def _next(self, value: Any) -> JaxprEqn | None:
+        """The one equation that reads a value, but for the squares of a variance."""
+        readers = [
+            e
+            for e in self.pattern.readers.get(value, [])
+            if e.primitive.name not in ("square", "integer_pow")
+            and not (e.primitive.name == "mul" and e.invars[0] is e.invars[1])
+        ]
+        return readers[0] if len(readers) == 1 and value not in self.pattern.results else None
+
+    def _ends(self, cast: JaxprEqn) -> bool:
+        """Whether no bias comes after a cast."""
+        reader = self._next(cast.outvars[0])
+        if reader is None or reader.primitive.name != "add":
+            return True
+        return not any(self.is_per_feature(a) for a in reader.invars if a is not cast.outvars[0])
+
+    def _factors(self, atom: Any) -> list[tuple[Any, int]]:
+        """The factors of a product of values per feature, each with its exponent."""
+        equation = self.pattern.made(self.pattern.through(atom, *LAYOUT), "mul", "div")
+        if equation is None or not all(map(is_variable, equation.invars)):
+            return [(atom, 1)]
+        first, second = equation.invars
+        if equation.primitive.name == "div":
+            return [*self._factors(first), (second, -1)]
+        return [*self._factors(first), *self._factors(second)]
+
+
+def batch_norm(pattern: Pattern, equation: JaxprEqn) -> BatchNorm | None:
+    """The batch norm that begins by an equation `x - mean`; None if there is none."""
+    if equation.primitive.name != "sub" or not all(map(is_variable, equation.invars)):
+        return None
+    out: Any
+    (out,) = equation.outvars
+    wide, mean = equation.invars
+    shape = out.aval.shape
+    feature = None if len(shape) < 2 else pattern.feature_axis(mean, shape)
+    if not feature or 0 in shape or avals([wide])[0].shape != shape:  # axis 0 is the batch
+        return None
+    x = pattern.before_casts(wide)
+    means = Means(pattern, shape, feature)
+    statistics = means.mean(mean)
+    if statistics is None or len(statistics.axis_names) > 1 or not is_variable(x):
+        return None
+    statistics = dataclasses.replace(statistics, of=pattern.before_casts(statistics.of))
+    if statistics.of is not x:
+        return None
+    search = _Search(pattern, means, statistics)
+    scaled = search.scaled(out)
+    if scaled is None:
+        return None
+    y, factors, bias = scaled
+    if not {a.aval.dtype.name for a in (x, out, y)}.issubset(FLOATS):
+        return None  # the backward pass is in float32
+    found = [(factor, search.deviation(factor)) for factor in factors]
+    variances = [d for _, d in found if d is not None]
+    scales = [atom for (atom, exponent), d in found if d is None and exponent == 1]
+    if len(variances) != 1 or len(scales) + 1 != len(found) or len(scales) > 1:
+        return None
+    variance, epsilon = variances[0]
+    of_x = search.of_features(mean), variance
+    scale, bias = (
+        None if a is None else search.of_features(a) for a in (*(scales or [None]), bias)
+    )
+    given = [a for a in (scale, bias) if a is not None]
+    if any(a.aval.size != shape[feature] for a in (*of_x, *given)):
+        return None
+    of_statistics = pattern.slice([x], of_x)
+    of_result = pattern.slice([x, *of_x, *given], [y])
+    if of_statistics is None or of_result is None or len({x, *of_x, *given}) < 3 + len(given):
+        return None
+    axes = tuple(range(len(shape) - 1))
+    norm = TracedNorm(
+        axes,
+        axes,
+        epsilon,
+        use_fast_variance=True,
+        axis_name=next(iter(statistics.axis_names), None),
+        axis_index_groups=statistics.axis_index_groups,
+        feature=feature,
+        of_statistics=of_statistics,
+        of_result=of_result,
+        shapes=tuple(a.aval.shape for a in (*of_x, *given)),
+        scaled_by=(scale is not None, bias is not None),
+    )
+    return BatchNorm(x, *of_x, scale, bias, y, norm)

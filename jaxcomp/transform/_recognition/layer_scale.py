@@ -1,0 +1,126 @@
+"""Finds products whose features are scaled after them, such as LayerScale."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import JaxprEqn, jaxpr_as_fun
+from jaxtyping import Array
+
+from jaxcomp.transform._program.program import is_variable, scope_of
+from jaxcomp.transform._recognition.pattern import Pattern
+from jaxcomp.transform._recognition.unit import Codeless
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LayerScale(Codeless):
+    """A matrix product, a bias or none, and a scale of each feature.
+
+    The scale's gradient follows from that of the scaled weights, so that nothing is saved for it:
+    `(x @ w + b) * s` is differentiated as `x @ (w * s) + b * s`. It reads the product's two
+    operands, the bias if there is one, and the scale. In float16, `w * s` would underflow for the
+    scales that training begins with, so there it is left as it is.
+
+    Attributes:
+        product: The equation of the product.
+    """
+
+    product: JaxprEqn
+    kind = "scaled_linear"
+    decision = "not needed"
+
+    @property
+    def saved(self) -> list[Any]:
+        """The variable of the shape and dtype of what is not saved."""
+        return list(self.product.outvars)
+
+    def evaluate(self, *operands: Array) -> list[Array]:
+        """The result, by the program's own steps, with the derivative of the scaled weights."""
+        stock = jaxpr_as_fun(self.program)
+
+        @jax.custom_jvp
+        def scaled(*operands: Array) -> list[Array]:
+            return list(stock(*operands))
+
+        @scaled.defjvp
+        def _(primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[list[Array], Any]:
+            with scope_of(self.product):
+                _, tangent = jax.jvp(self.scaled_first, primals, tangents)
+            return list(stock(*primals)), [tangent]
+
+        return scaled(*operands)
+
+    def scaled_first(self, x: Array, w: Array, *rest: Array) -> Array:
+        """The same result by the weights times the scale, up to rounding."""
+        *bias, scale = (jnp.ravel(values) for values in rest)
+        params = self.product.params
+        (_, contracted), _ = params["dimension_numbers"]
+        (free,) = set(range(w.ndim)) - set(contracted)
+        by = lax.broadcast_in_dim(scale, w.shape, (free,))
+        y = lax.dot_general_p.bind(x, (w * by).astype(w.dtype), **params)
+        (out,) = self.results
+        y = y.astype(out.aval.dtype)
+        if not bias:
+            return y
+        offset = (bias[0] * scale).astype(y.dtype)
+        return y + jnp.expand_dims(offset, range(y.ndim - 1))
+
+
+def layer_scales(pattern: Pattern) -> Iterator[LayerScale]:
+    """The products of which every feature is scaled, and nothing else reads."""
+    for equation in pattern.jaxpr.eqns:
+        if _has_features_last(equation):
+            found = _layer_scale(pattern, equation)
+            if found is not None:
+                yield found
+
+
+def _has_features_last(equation: JaxprEqn) -> bool:
+    if equation.primitive.name != "dot_general":
+        return False
+    (_, contracted), (batch, _) = equation.params["dimension_numbers"]
+    weights: Any = equation.invars[1]
+    if not is_variable(weights) or weights.aval.dtype == jnp.float16:
+        return False
+    return not batch and weights.aval.ndim == len(contracted) + 1
+
+
+def _layer_scale(pattern: Pattern, product: JaxprEqn) -> LayerScale | None:
+    (value,) = product.outvars
+    given: list[Any] = []
+    while (reader := pattern.only_reader(value)) is not None:
+        name = reader.primitive.name
+        if name == "convert_element_type":
+            if not jnp.issubdtype(reader.params["new_dtype"], jnp.floating):
+                return None
+        elif name in ("add", "mul"):
+            feature = _of_features(pattern, reader, value)
+            if feature is None or (name == "add" and given):
+                return None
+            given.append(feature)
+        else:
+            return None
+        if name == "mul":
+            operands = [*product.invars, *given]
+            if not all(map(is_variable, operands)) or len({*operands}) < len(operands):
+                return None
+            program = pattern.slice(operands, reader.outvars, scoped=True)
+            return program and LayerScale(operands, reader, program, product)
+        (value,) = reader.outvars
+    return None
+
+
+def _of_features(pattern: Pattern, reader: JaxprEqn, value: Any) -> Any:
+    """The variable of one value per feature that an equation takes besides `value`, or None."""
+    others = [atom for atom in reader.invars if atom is not value]
+    if len(others) != 1 or not is_variable(others[0]):
+        return None
+    shape = value.aval.shape
+    if pattern.feature_axis(others[0], shape) != len(shape) - 1 or shape[-1] == 1:
+        return None
+    found = pattern.of_features(others[0], shape[-1])
+    real = jnp.issubdtype(found.aval.dtype, jnp.floating)
+    return found if real and found.aval.size == shape[-1] else None

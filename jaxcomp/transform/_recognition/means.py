@@ -1,0 +1,227 @@
+"""Finds means and variances over all axes but one in a program."""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+from jaxcomp.transform._program.program import avals, is_variable
+from jaxcomp.transform._recognition.pattern import LAYOUT, Labels, Pattern, relabelled
+
+_SUMS = {"reduce_sum", "psum", "psum_invariant"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Mean:
+    """A mean over all axes but one, and over devices.
+
+    Attributes:
+        of: The variable that it is the mean of.
+        axis_names: Names of the mesh or `vmap` axes over which it is a mean, too.
+        axis_index_groups: Groups of indices within these.
+    """
+
+    of: Any
+    axis_names: tuple[str, ...] = ()
+    axis_index_groups: Any = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Means:
+    """Looks for means of arrays of one shape.
+
+    Attributes:
+        pattern: The program.
+        shape: The shape.
+        feature: The axis over which no mean is taken.
+    """
+
+    pattern: Pattern
+    shape: tuple[int, ...]
+    feature: int
+
+    def mean(self, atom: Any) -> Mean | None:
+        """What an atom is the mean of; None if it is no mean."""
+        steps: list[tuple[JaxprEqn, Any]] = []
+        picked: list[int] = []
+        while not (atom.aval.shape == self.shape and any(_reduces(e) for e, _ in steps)):
+            equation = self.pattern.made_by.get(atom)
+            source = None if equation is None else self._source(equation, atom, picked)
+            if equation is None or not is_variable(source):
+                return None
+            steps.append((equation, source))
+            atom = source
+        return self._checked(steps[::-1], atom)
+
+    def variance(self, atom: Any) -> Mean | None:
+        """What an atom is the (biased) variance of; None if it is none."""
+        atom = self._without_guards(atom)
+        if equation := self.pattern.made(atom, "sub"):
+            first, second = equation.invars
+            return self._same(self._mean_square(first), self._mean_of_square(second))
+        squares = self._mean_square(atom)
+        if squares is None:
+            return None
+        centred = self.pattern.made(self.pattern.through(squares.of, "convert_element_type"), "sub")
+        if centred is None:
+            return None
+        value, mean = centred.invars
+        aligned = self.pattern.feature_axis(mean, self.shape) == self.feature
+        of_mean = self.mean(mean) if aligned and is_variable(mean) else None
+        return self._same(dataclasses.replace(squares, of=value), of_mean)
+
+    def _without_guards(self, atom: Any) -> Any:
+        """A variance before it is clipped at 0, and before it is NaN without elements."""
+        pattern = self.pattern
+        atom = pattern.through(atom, *LAYOUT)
+        if equation := pattern.made(atom, "max"):
+            numbers = [pattern.constant(a) for a in equation.invars]
+            rest = [a for a, number in zip(equation.invars, numbers, strict=True) if number is None]
+            if 0.0 in numbers and len(rest) == 1:
+                atom = pattern.through(rest[0], *LAYOUT)
+        if equation := pattern.made(atom, "select_n"):  # as jnp.var
+            predicate, *_, chosen = equation.invars
+            test = pattern.made(predicate, "gt")
+            ends: list[Any] = [None] if test is None else list(map(pattern.constant, test.invars))
+            if None not in ends and ends[0] > ends[1]:
+                atom = pattern.through(chosen, *LAYOUT)
+        return atom
+
+    def _mean_square(self, atom: Any) -> Mean | None:
+        """What an atom is the mean square of; None if it is none."""
+        mean = self.mean(atom) if is_variable(atom) else None
+        squared = None if mean is None else self._squared(mean.of)
+        return None if mean is None or squared is None else dataclasses.replace(mean, of=squared)
+
+    def _mean_of_square(self, atom: Any) -> Mean | None:
+        """What the root of an atom is the mean of; None if it is no square of a mean."""
+        root = self._squared(self.pattern.through(atom, *LAYOUT))
+        return None if root is None else self.mean(root)
+
+    def _same(self, one: Mean | None, other: Mean | None) -> Mean | None:
+        """A mean, if another is of the same array."""
+        if one is None or other is None:
+            return None
+        one, other = (
+            dataclasses.replace(m, of=self.pattern.before_casts(m.of)) for m in (one, other)
+        )
+        return one if one == other else None
+
+    def _squared(self, atom: Any) -> Any:
+        """What an atom is the square of; None if it is no square."""
+        atom = self.pattern.through(atom, "convert_element_type")
+        equation = self.pattern.made(atom, "square", "integer_pow", "mul")
+        if equation is None:
+            return None
+        name, (first, *rest) = equation.primitive.name, equation.invars
+        is_power = name != "integer_pow" or equation.params["y"] == 2
+        if not is_power or (name == "mul" and rest[0] is not first):
+            return None
+        return first if is_variable(first) else None
+
+    # Steps
+
+    def _source(self, equation: JaxprEqn, atom: Any, picked: list[int]) -> Any:
+        """The operand of which an equation makes an atom as a step of a mean; None if of none.
+
+        Several means may be stacked for one collective: `picked` has the number of that which is
+        looked for.
+        """
+        name, operands = equation.primitive.name, equation.invars
+        if name in LAYOUT:
+            return operands[0] if self.pattern.made(atom, name) else None
+        if name == "reduce_sum":
+            return operands[0]
+        if name in _SUMS:
+            return operands[equation.outvars.index(atom)]
+        if name in ("div", "mul"):
+            first, second = operands
+            if name == "mul" and self.pattern.constant(first) is not None:
+                return second
+            return first if self.pattern.constant(second) is not None else None
+        if name == "slice" and _is_row(equation):
+            picked.append(equation.params["start_indices"][0])
+            return operands[0]
+        if name == "unstack" and equation.params["axis"] == 0:
+            picked.append(equation.outvars.index(atom))
+            return operands[0]
+        rows = {"stack": "axis", "concatenate": "dimension"}
+        if name in rows and equation.params[rows[name]] == 0 and picked:
+            number = picked.pop()
+            of_one_row = name == "stack" or all(a.shape[0] == 1 for a in avals(operands))
+            return operands[number] if of_one_row else None
+        return None
+
+    def _checked(self, steps: list[tuple[JaxprEqn, Any]], of: Any) -> Mean | None:
+        """The mean that steps take of an array; None if they take none over all other axes."""
+        labels: Labels | None = list(range(len(self.shape)))
+        count, divisor = 1, 1.0
+        names: list[str] = []
+        groups: list[Any] = []
+        for equation, source in steps:
+            name, sizes = equation.primitive.name, source.aval.shape
+            assert labels is not None
+            if name in _SUMS:
+                axes = equation.params["axes"]
+                summed = {a for a in axes if not isinstance(a, str)}
+                count *= math.prod(sizes[a] for a in summed)
+                labels = [label for i, label in enumerate(labels) if i not in summed]
+                names += [a for a in axes if isinstance(a, str)]
+                groups.append(equation.params.get("axis_index_groups"))
+            elif name in ("div", "mul"):
+                number = self._constant_of(equation)
+                divisor *= number if name == "div" else 1 / number if number else math.nan
+            elif name == "stack":
+                labels = [None, *labels]
+            elif name == "unstack":
+                labels = None if labels[0] is not None else labels[1:]
+            elif name in LAYOUT:
+                labels = relabelled(labels, sizes, avals(equation.outvars)[0].shape)
+            if labels is None:
+                return None
+        groups = [g for g in groups if g is not None]
+        replicas = _replicas(names, groups)
+        features = self.shape[self.feature]
+        if labels is None or replicas is None or count * features != math.prod(self.shape):
+            return None
+        (made,) = avals(steps[-1][0].outvars[:1])
+        left = [label for label, n in zip(labels, made.shape, strict=True) if n != 1]
+        if left != [self.feature] * (features != 1):
+            return None
+        if not math.isclose(divisor, count * replicas, rel_tol=1e-6):
+            return None
+        return Mean(of, tuple(names), groups[0] if groups else None)
+
+    def _constant_of(self, equation: JaxprEqn) -> float:
+        found = [self.pattern.constant(a) for a in equation.invars]
+        (number,) = [a for a in found if a is not None]
+        return number
+
+
+def _reduces(equation: JaxprEqn) -> bool:
+    axes = equation.params.get("axes", ()) if equation.primitive.name in _SUMS else ()
+    return any(not isinstance(axis, str) for axis in axes)
+
+
+def _is_row(equation: JaxprEqn) -> bool:
+    """Whether an equation slices one row of all of a matrix."""
+    (before,), (after,) = avals(equation.invars), avals(equation.outvars)
+    return (
+        before.shape[1:] == after.shape[1:]
+        and after.shape[0] == 1
+        and set(equation.params["strides"] or ()) <= {1}
+    )
+
+
+def _replicas(names: list[str], groups: list[Any]) -> int | None:
+    """Over how many devices a mean is taken; None if it is not known."""
+    if groups:
+        sizes = {len(group) for group in groups[0]}
+        return sizes.pop() if len(groups) == len(names) == len(sizes) == 1 else None
+    try:
+        return functools.reduce(lambda count, name: count * lax.axis_size(name), names, 1)
+    except NameError:  # outside of the `vmap`
+        return None

@@ -1,0 +1,245 @@
+"""Stock operations of a program that are recognized."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
+
+from jaxcomp.codecs import Codec, Offload, Packed, SignAware
+from jaxcomp.codecs._offload import inner_codec
+from jaxcomp.policies._policy import Policy
+from jaxcomp.policies._rule import Rule
+from jaxcomp.transform._choice.decisions import PolicyLog
+from jaxcomp.transform._program.origins import module_path
+from jaxcomp.transform._program.primitives import tangents_of
+from jaxcomp.transform._program.program import Program, avals
+from jaxcomp.transform._recognition.activations import (
+    activation_of,
+    coded_activations,
+    gate_of,
+    is_relu,
+)
+from jaxcomp.transform._recognition.attention import Attention, attentions
+from jaxcomp.transform._recognition.batch_norms import BatchNorm, TracedNorm, batch_norm
+from jaxcomp.transform._recognition.layer_scale import LayerScale, layer_scales
+from jaxcomp.transform._recognition.order import ordered
+from jaxcomp.transform._recognition.pattern import Labels, Pattern, relabelled
+from jaxcomp.transform._recognition.unit import (
+    Codeless,
+    MaxPool,
+    NormAct,
+    Recognized,
+    Unit,
+)
+
+# Of these kinds a policy's rules with `op` match stock operations, too.
+KINDS = ("norm_act", "max_pool")
+_LARGEST_WINDOW = 256
+
+
+def recognize(program: Program, active: Sequence[int], log: PolicyLog) -> list[Recognized]:
+    """The units of a flat program that the policy has a codec for; `log` takes note.
+
+    Args:
+        program: The program.
+        active: The arguments that are differentiated.
+        log: The policy.
+    """
+    if not isinstance(log.policy, Policy):
+        return []
+    if not any(isinstance(rule.action, Codec) for rule in log.policy.rules):
+        log.matched.update(rule for rule in log.policy.rules if is_for_units(rule))  # all is kept
+        return []
+    jaxpr = program.jaxpr
+    pattern = Pattern(jaxpr)
+    reached = tangents_of(jaxpr.eqns, [jaxpr.invars[i] for i in active])
+    found: list[Recognized] = []
+    rules: dict[Recognized, Rule] = {}
+    for unit in _units(pattern):
+        if reached.isdisjoint(unit.operands):
+            continue
+        path = module_path(unit.origin)
+        codeless = isinstance(unit, Codeless)
+        rule = next(
+            (
+                r
+                for r in log.policy.rules
+                if r.op
+                and r.matches_layer(path, unit.kind)
+                and not (codeless and isinstance(r.action, Codec))
+            ),
+            None,
+        )
+        if codeless:
+            if rule is None:
+                found.append(Recognized(unit, None))
+            else:
+                log.matched.add(rule)
+        elif rule is not None and isinstance(rule.action, Codec) and _fits(unit, rule.action):
+            found.append(Recognized(unit, rule.action))
+            rules[found[-1]] = rule
+    taken = {id(one.unit.equation) for one in found}
+    for activation, codec in coded_activations(pattern, reached, log):
+        if id(activation.equation) not in taken:
+            taken.add(id(activation.equation))  # silu(a) * gelu(b) is a gate of each
+            found.append(Recognized(activation, codec))
+    found = _without_cycles(jaxpr, found)
+    found = _with_gates(jaxpr, found)
+    log.matched.update(rules[one] for one in found if one in rules)
+    return found
+
+
+def _with_gates(jaxpr: Any, found: list[Recognized]) -> list[Recognized]:
+    """The units and the gates of what they encode."""
+    coded = [
+        (one.unit, one.codec)
+        for one in found
+        if isinstance(one.unit, NormAct) and one.unit.is_coded
+    ]
+    by = {unit.equation.outvars[0]: codec for unit, codec in coded}
+    features = {unit.equation.outvars[0]: unit.feature for unit, _ in coded}
+    gates = [g for e in jaxpr.eqns if (g := gate_of(e, features)) is not None]
+    return [*found, *(Recognized(g, by[g.x]) for g in gates)]
+
+
+def _without_cycles(jaxpr: Any, found: list[Recognized]) -> list[Recognized]:
+    """The units but for those that read what is computed from their own results.
+
+    An example is a skip connection that is scaled by the norm's variance.
+    """
+    if ordered(jaxpr, found) is not None:
+        return found
+    kept: list[Recognized] = []
+    for one in found:
+        if ordered(jaxpr, [*kept, one]) is not None:
+            kept.append(one)
+    return kept
+
+
+def is_for_units(rule: Rule) -> bool:
+    """Whether a rule names stock operations that are recognized."""
+    anywhere = dataclasses.replace(rule, path="")
+    kinds = (*KINDS, Attention.kind, LayerScale.kind)
+    return bool(rule.op) and any(anywhere.matches_layer("", kind) for kind in kinds)
+
+
+def _fits(unit: Unit, codec: Codec) -> bool:
+    by = inner_codec(codec)
+    if unit.kind == "max_pool":
+        return isinstance(by, Packed)
+    if not isinstance(by, SignAware) or (isinstance(codec, Offload) and codec.in_turn):
+        return False
+    smooth = isinstance(unit, NormAct) and unit.activation is not None
+    ranges = smooth or by.scale_source == "range"
+    return len(unit.operands[0].aval.shape) > 2 or not ranges
+
+
+def _units(pattern: Pattern) -> list[Unit]:
+    norms = [n for e in pattern.jaxpr.eqns if (n := batch_norm(pattern, e)) is not None]
+    by_result = {n.y: n for n in norms}
+    done: set[Any] = set()
+    found: list[Unit] = []
+    for norm in norms:
+        if norm.y not in done:
+            unit = _unit(pattern, norm, by_result)
+            done.update(n.y for n in unit.norms)
+            found.append(unit)
+    taken = {id(unit.pooled_by) for unit in found if isinstance(unit, NormAct)}
+    pools = [e for e in pattern.jaxpr.eqns if e.primitive.name == "reduce_window_max"]
+    for equation in pools:
+        axes: Labels = list(range(len(equation.params["window_dimensions"])))
+        for feature in (len(axes) - 1, 1):
+            pool = None if id(equation) in taken else _pool(equation, axes, feature)
+            if pool is not None:
+                found.append(MaxPool(pool, equation, feature))
+                break
+    return [*found, *attentions(pattern), *layer_scales(pattern)]
+
+
+def _unit(pattern: Pattern, norm: BatchNorm, norms: dict[Any, BatchNorm]) -> NormAct:
+    """The unit that begins with a norm."""
+    origin = pattern.made_by[norm.y]
+    alone = NormAct((norm,), None, False, None, origin, origin)
+    activation = activation_of(pattern, norm.y)
+    if activation is not None:
+        return dataclasses.replace(alone, equation=activation.equation, activation=activation)
+    reader = pattern.only_reader(norm.y)
+    if reader is None:
+        return alone
+    if is_relu(reader):
+        return _with_pool(pattern, NormAct((norm,), None, True, None, reader, origin))
+    if reader.primitive.name != "add":
+        return alone
+    others = [a for a in reader.invars if a is not norm.y]
+    relu = pattern.only_reader(reader.outvars[0])
+    if len(others) != 1 or relu is None or not is_relu(relu):
+        return alone
+    (other,) = others
+    if other.aval != norm.y.aval:
+        return alone
+    second = norms.get(other)
+    if second is not None and pattern.only_reader(other) is reader:
+        if _alike(second.norm, norm.norm) and second.x.aval == norm.x.aval:
+            return NormAct((norm, second), None, True, None, relu, origin)
+        return alone
+    return NormAct((norm,), other, True, None, relu, origin)
+
+
+def _alike(one: TracedNorm, other: TracedNorm) -> bool:
+    """Whether norms differ in nothing but how they compute."""
+    names = "epsilon", "feature", "axis_name", "axis_index_groups"
+    return all(getattr(one, name) == getattr(other, name) for name in names)
+
+
+def _with_pool(pattern: Pattern, unit: NormAct) -> NormAct:
+    """The unit with the max pool that alone reads its result, if there is one.
+
+    The axes may be moved before the pool and back after it, as in Equinox.
+    """
+    value: Any = unit.equation.outvars[0]
+    axes: Labels = list(range(value.aval.ndim))
+    labels: Labels | None = axes
+    pool, pooled_by = None, None
+    while labels is not None and (reader := pattern.only_reader(value)) is not None:
+        before, value = value, reader.outvars[0]
+        name = reader.primitive.name
+        if name == "reduce_window_max" and pool is None:
+            pool, pooled_by = _pool(reader, labels, unit.feature), reader
+            labels = labels if pool else None
+        elif name == "transpose":
+            labels = [labels[axis] for axis in reader.params["permutation"]]
+        elif name in ("broadcast_in_dim", "reshape", "squeeze"):
+            labels = relabelled(labels, before.aval.shape, value.aval.shape)
+        else:
+            break
+        if pool is not None and labels == axes:
+            return dataclasses.replace(unit, pool=pool, equation=reader, pooled_by=pooled_by)
+    return unit
+
+
+def _pool(equation: JaxprEqn, labels: Labels, feature: int) -> tuple[Any, Any, Any] | None:
+    """Shape, strides and padding of a max pool over the spatial axes; None if it is none.
+
+    These are all but the first axis and the feature axis.
+
+    Args:
+        equation: An equation `reduce_window_max`.
+        labels: Which axis of the array that is pooled each axis of the operand is; None if none.
+        feature: The array's feature axis.
+    """
+    names = "window_dimensions", "window_strides", "padding", "base_dilation", "window_dilation"
+    windows = list(zip(labels, *(equation.params[name] for name in names), strict=True))
+    spatial = sorted(w for w in windows if w[0] not in (None, 0, feature))
+    rest = [w for w in windows if w[0] in (None, 0, feature)]
+    (x, *_), (out,) = avals(equation.invars), avals(equation.outvars)
+    if not spatial or 0 in out.shape or not jnp.issubdtype(x.dtype, jnp.floating):
+        return None
+    if any(w[1:] != (1, 1, (0, 0), 1, 1) for w in rest) or any(w[4:] != (1, 1) for w in spatial):
+        return None
+    _, sizes, strides, padding, *_ = zip(*spatial, strict=True)
+    if math.prod(sizes) > _LARGEST_WINDOW or min(p for pair in padding for p in pair) < 0:
+        return None
+    return sizes, strides, padding

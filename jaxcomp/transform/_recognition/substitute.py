@@ -1,0 +1,304 @@
+"""What takes the place of recognized operations in a program."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import JaxprEqn, Var, jaxpr_as_fun
+from jaxtyping import Array
+
+from jaxcomp import ops
+from jaxcomp._core.shard_map import vary_like
+from jaxcomp.codecs import Codec, Offload, noise
+from jaxcomp.ops._coded_argument import coded_activation
+from jaxcomp.ops._conv import coded_convolution
+from jaxcomp.ops._gate import gate
+from jaxcomp.ops._linear import bilinear
+from jaxcomp.ops._norm_act import Statistics, norms_act
+from jaxcomp.ops._norm_act_vjp import Input
+from jaxcomp.ops._norm_curve import norm_curve
+from jaxcomp.ops._pooling import Window, index_codec
+from jaxcomp.transform._program.builder import Builder, renamed
+from jaxcomp.transform._program.program import Program, Values, avals, is_variable
+from jaxcomp.transform._recognition.activations import channel_axis
+from jaxcomp.transform._recognition.order import ordered
+from jaxcomp.transform._recognition.unit import (
+    CodedActivation,
+    Codeless,
+    Gate,
+    MaxPool,
+    NormAct,
+    Recognized,
+)
+
+# Called with a unit, its inputs, and the result, means and variances that `norms_act` returned.
+Observe = Callable[[NormAct, tuple[Input, ...], ops.CodedArray, Statistics, Statistics], None]
+
+
+def with_units(
+    program: Program, found: Sequence[Recognized], observe: Observe | None = None
+) -> Program:
+    """The program with units in place of the equations that they stand for.
+
+    Its last argument is a seed. `observe` is called while norms without smooth activations are
+    traced.
+    """
+    jaxpr = program.jaxpr
+    steps = ordered(jaxpr, found)
+    assert steps is not None
+
+    builder = Builder()
+    seed = Var(_type_of_seed(jaxpr.invars))
+    env = builder.constants_of(program) | {v: v for v in jaxpr.invars}
+    coded: dict[Any, _Coded] = {}
+    activations = [one.unit for one in found if isinstance(one.unit, CodedActivation)]
+    reading = {id(equation) for unit in activations for equation in unit.readers}
+    # Seeds of codes of values count up, those of units down.
+    noisy = [one for one in found if isinstance(one.unit, NormAct | CodedActivation)]
+    made = builder.trace(lambda seed: noise.counted(seed, len(noisy), -1), seed)
+    seeds = dict(zip(noisy, made, strict=True))
+    for step in steps:
+        if isinstance(step, Recognized):
+            _take(builder, step, env, coded, seeds.get(step), observe)
+        elif step.primitive.name == "conv_general_dilated" and _reads_code(step, coded):
+            lhs, rhs = coded[step.invars[0]], env[step.invars[1]]
+            convolve = functools.partial(_convolve, step.params, lhs.tree)
+            (env[step.outvars[0]],) = builder.trace(convolve, lhs.leaves, rhs, at=step)
+        elif step.primitive.name == "dot_general" and id(step) in reading:
+            first = is_variable(step.invars[0]) and step.invars[0] in coded
+            x, other = step.invars if first else step.invars[::-1]
+            multiply = functools.partial(_multiply, step.params, first, coded[x])
+            (env[step.outvars[0]],) = builder.trace(multiply, coded[x].leaves, env[other], at=step)
+        else:
+            builder.copy(step, env)
+    return builder.program(jaxpr, [*jaxpr.invars, seed], renamed(env, jaxpr.outvars))
+
+
+def _type_of_seed(arguments: Sequence[Any]) -> Any:
+    """The type of a seed that varies over all mesh axes over which an argument varies."""
+
+    def seed(*arguments: Array) -> Array:
+        return vary_like(jnp.uint32(0), arguments)
+
+    (found,) = jax.make_jaxpr(seed)(*avals(arguments)).out_avals
+    return found
+
+
+class _Coded(NamedTuple):
+    """The variables of an array, or of an `ops.CodedArray`, with the features last.
+
+    Attributes:
+        leaves: The variables.
+        tree: Their structure.
+        feature: The feature axis in the program.
+    """
+
+    leaves: list[Any]
+    tree: Any
+    feature: int
+
+
+def _convolve(params: dict[str, Any], tree: Any, leaves: list[Array], rhs: Array) -> list[Array]:
+    """A convolution whose input has a code."""
+    lhs = jax.tree.unflatten(tree, leaves)
+    last = lhs.value.ndim - 1
+    numbers = params["dimension_numbers"]
+    numbers = numbers._replace(lhs_spec=(0, last, *range(1, last)))
+    # A library that replaces `lax.conv_general_dilated` during the user's call has acted already.
+    convolve = functools.partial(
+        lax.conv_general_dilated_p.bind, **params | {"dimension_numbers": numbers}
+    )
+    names = "window_strides", "padding", "lhs_dilation", "feature_group_count", "precision"
+    options = {name: params[name] for name in names}
+    return [
+        coded_convolution(convolve, lhs, rhs, **options, dimension_numbers=numbers, codec=lhs.codec)
+    ]
+
+
+def _multiply(
+    params: dict[str, Any], first: bool, x: _Coded, leaves: list[Array], other: Array
+) -> list[Array]:
+    """A product of which one operand has a code, the first or the second."""
+    operand = jax.tree.unflatten(x.tree, leaves)
+
+    def product(value: Array, other: Array) -> Array:
+        value = jnp.moveaxis(value, -1, x.feature)
+        return lax.dot_general_p.bind(*((value, other) if first else (other, value)), **params)
+
+    return [bilinear(product, operand.codec, operand.value, other, None, code=operand.code)]
+
+
+def _reads_code(equation: JaxprEqn, coded: dict[Any, _Coded]) -> bool:
+    """Whether a convolution's input has a code."""
+    lhs, rhs = equation.invars
+    if lhs not in coded or rhs in coded:
+        return False
+    return channel_axis(equation) == coded[lhs].feature
+
+
+def _take(
+    builder: Builder,
+    step: Recognized,
+    env: Values,
+    coded: dict[Any, _Coded],
+    seed: Any,
+    observe: Observe | None,
+) -> None:
+    """Adds a unit, and sets its results."""
+    unit, codec = step.unit, step.codec
+    if isinstance(unit, Codeless):
+        operands = renamed(env, unit.operands)
+        (env[unit.results[0]],) = builder.trace(unit.evaluate, *operands)
+        return
+    assert codec is not None
+    if isinstance(unit, MaxPool):
+        _pool(builder, unit, codec, env)
+    elif isinstance(unit, Gate):
+        _gate(builder, unit, env, coded)
+    elif isinstance(unit, CodedActivation):
+        _activation(builder, unit, codec, env, coded, seed)
+    else:
+        _norm_act(builder, unit, codec, env, coded, seed, observe)
+
+
+def _pool(builder: Builder, unit: MaxPool, codec: Codec, env: Values) -> None:
+    indices: Codec = index_codec(unit.pool[0])
+    if isinstance(codec, Offload):
+        indices = dataclasses.replace(codec, codec=indices)
+
+    def pooled(x: Array) -> list[Array]:
+        y = ops.max_pool(jnp.moveaxis(x, unit.feature, -1), *unit.pool, codec=indices)
+        return [jnp.moveaxis(y, -1, unit.feature)]
+
+    (x,), (out,) = renamed(env, unit.operands), unit.results
+    (env[out],) = builder.trace(pooled, x, at=unit.origin)
+
+
+def _gate(builder: Builder, unit: Gate, env: Values, coded: dict[Any, _Coded]) -> None:
+    x = coded[unit.x]
+
+    def gated(leaves: list[Array], factor: Array) -> tuple[ops.CodedArray, list[Array]]:
+        whole = jax.tree.unflatten(x.tree, leaves)
+        return gate(whole, jnp.moveaxis(factor, x.feature, -1)), []
+
+    operands = x.leaves, env[unit.factor]
+    _set(builder, unit, gated, operands, x.feature, env, coded)
+
+
+def _activation(
+    builder: Builder,
+    unit: CodedActivation,
+    codec: Codec,
+    env: Values,
+    coded: dict[Any, _Coded],
+    seed: Any,
+) -> None:
+    function = _with_features_last(unit.program, unit.feature)
+
+    def made(operands: list[Array], seed: Array) -> tuple[ops.CodedArray, list[Array]]:
+        operands = [jnp.moveaxis(x, unit.feature, -1) for x in operands]
+        return coded_activation(operands, unit.curve, function, codec, seed), []
+
+    _set(builder, unit, made, (renamed(env, unit.operands), seed), unit.feature, env, coded)
+
+
+def _with_features_last(program: Program, feature: int) -> Callable[..., Array]:
+    evaluate = jaxpr_as_fun(program)
+
+    def function(*operands: Array) -> Array:
+        (y,) = evaluate(*(jnp.moveaxis(x, -1, feature) for x in operands))
+        return jnp.moveaxis(y, feature, -1)
+
+    return function
+
+
+def _norm_act(
+    builder: Builder,
+    unit: NormAct,
+    codec: Codec,
+    env: Values,
+    coded: dict[Any, _Coded],
+    seed: Any,
+    observe: Observe | None,
+) -> None:
+    given = [[None if v is None else env[v] for v in (n.x, n.scale, n.bias)] for n in unit.norms]
+    before = coded.get(unit.residual)
+    if before is not None and before.feature != unit.feature:
+        before = None
+    residual = None if unit.residual is None else env[unit.residual]
+
+    def made(given: list[Any], residual: Any, seed: Array) -> tuple[ops.CodedArray, list[Array]]:
+        if before is not None:
+            added = jax.tree.unflatten(before.tree, residual)
+        else:
+            added = None if residual is None else jnp.moveaxis(residual, unit.feature, -1)
+        return _evaluate(unit, codec, given, added, seed, observe)
+
+    operands = given, residual if before is None else before.leaves, seed
+    _set(builder, unit, made, operands, unit.feature, env, coded)
+
+
+def _set(
+    builder: Builder,
+    unit: NormAct | Gate | CodedActivation,
+    function: Callable[..., tuple[ops.CodedArray, list[Array]]],
+    operands: Sequence[Any],
+    feature: int,
+    env: Values,
+    coded: dict[Any, _Coded],
+) -> None:
+    """Adds a function that makes a unit's result, features last, and its other results."""
+    structures: list[tuple[Any, bool]] = []
+
+    def run(*operands: Any) -> list[Array]:
+        made, others = function(*operands)
+        leaves, tree = jax.tree.flatten(made)
+        structures.append((tree, made.code is not None))
+        return [jnp.moveaxis(made.value, -1, feature), *others, *leaves]
+
+    results = builder.trace(run, *operands, at=unit.origin)
+    count = len(unit.results)
+    env.update(zip(unit.results, results[:count], strict=True))
+    ((tree, has_code),) = structures
+    if has_code:
+        coded[unit.results[0]] = _Coded(results[count:], tree, feature)
+
+
+def _evaluate(
+    unit: NormAct,
+    codec: Codec,
+    given: list[Any],
+    residual: Any,
+    seed: Array,
+    observe: Observe | None,
+) -> tuple[ops.CodedArray, list[Array]]:
+    """The unit's result, and the mean and variance of each of its norms."""
+    inputs = tuple(_input(unit.feature, *arrays) for arrays in given)
+    norms = tuple(norm.norm for norm in unit.norms)
+    if unit.activation is None:
+        window = None if unit.pool is None else Window(inputs[0].x.shape, *unit.pool)
+        made, means, variances = norms_act(norms, inputs, residual, unit.relu, window, codec, seed)
+        if observe is not None:
+            observe(unit, inputs, made, means, variances)
+    else:
+        activation = _with_features_last(unit.activation.program, unit.feature)
+        of = unit.activation.curve
+        made, *of_x = norm_curve(norms[0], inputs[0], of, activation, codec, seed)
+        means, variances = ((a,) for a in of_x)
+    statistics = [a for pair in zip(means, variances, strict=True) for a in pair]
+    shapes = [v.aval.shape for n in unit.norms for v in (n.mean, n.variance)]
+    return made, [a.reshape(shape) for a, shape in zip(statistics, shapes, strict=True)]
+
+
+def _input(feature: int, x: Array, scale: Array | None, bias: Array | None) -> Input:
+    x = jnp.moveaxis(x, feature, -1)
+    features = x.shape[-1:]
+    return Input(
+        x,
+        jnp.ones(features) if scale is None else scale.reshape(features),
+        jnp.zeros(features) if bias is None else bias.reshape(features),
+    )

@@ -1,0 +1,84 @@
+"""Which values wait for the backward pass: no fewer bytes at the price of a biased gradient."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxcomp as jc
+from jaxcomp.codecs import Packed
+from jaxcomp.transform._choice.choice import Demand, Stored, choose
+from jaxcomp.transform._choice.decisions import Decision
+from jaxcomp.transform._choice.graph import Graph
+
+CODEC = jc.Quantize(bits=4)
+X, W = jax.ShapeDtypeStruct((64, 32), jnp.float32), jax.ShapeDtypeStruct((32, 64), jnp.float32)
+
+
+def chosen(fn, *, multiplied=(), exact=(), decisions=None, biased=False):
+    """What is stored of a function of `X` and `W`, by the primitive that makes it.
+
+    The values are named by their primitives; the arguments are held.
+    """
+    jaxpr = jax.make_jaxpr(fn)(X, W).jaxpr
+    graph = Graph(jaxpr, set(jaxpr.invars))
+    value = {e.primitive.name: e.outvars[0] for e in jaxpr.eqns}
+    all_decisions = dict.fromkeys([*jaxpr.invars, *value.values()], Decision())
+    all_decisions |= {value[name]: d for name, d in (decisions or {}).items()}
+    demand = Demand({value[n] for n in multiplied}, {value[n] for n in exact}, {})
+    stored = choose(graph, all_decisions, demand, biased=biased)
+    return {name: stored[v] for name, v in value.items() if v in stored}
+
+
+CODED = {"dot_general": Decision(codec=CODEC)}
+KEPT = {"dot_general": Decision("keep")}
+
+
+def test_an_affine_function_is_computed_again_from_the_code():
+    stored = chosen(lambda x, w: 2 * (x @ w), multiplied=["mul"], decisions=CODED)
+    assert stored == {"dot_general": Stored(CODEC)}
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_another_function_is_computed_from_a_code_only_with_bias(biased):
+    stored = chosen(lambda x, w: jnp.sin(x @ w), multiplied=["sin"], decisions=CODED, biased=biased)
+    assert stored == ({"dot_general": Stored(CODEC)} if biased else {"sin": Stored()})
+
+
+def test_what_is_read_exactly_has_no_code():
+    stored = chosen(lambda x, w: 2 * (x @ w), exact=["mul"], decisions=CODED)
+    assert not any(how.is_noisy for how in stored.values())
+    assert len(stored) == 1
+
+
+def test_an_exact_value_that_is_needed_anyway_replaces_the_code():
+    stored = chosen(
+        lambda x, w: 2 * (x @ w), multiplied=["mul"], exact=["dot_general"], decisions=CODED
+    )
+    assert list(stored) == ["dot_general"] and not stored["dot_general"].is_noisy
+
+
+def test_predicates_take_one_bit_per_element():
+    stored = chosen(lambda x, w: x @ w > 0, exact=["gt"], decisions=KEPT)
+    assert stored == {"gt": Stored(Packed(1))}
+    assert stored["gt"].nbytes(jax.ShapeDtypeStruct((64, 64), jnp.bool)) == 64 * 64 // 8
+
+
+def test_offloaded_and_recomputed_values_take_no_bytes_of_the_device():
+    offloaded = chosen(
+        lambda x, w: jnp.sin(x @ w), multiplied=["sin"], decisions={"sin": Decision("offload")}
+    )
+    assert offloaded == {"sin": Stored(offload=True)}
+    again = {"dot_general": Decision("recompute"), "sin": Decision("recompute")}
+    assert chosen(lambda x, w: jnp.sin(x @ w), multiplied=["sin"], decisions=again) == {}
+
+
+def test_of_two_cuts_the_smaller_is_stored():
+    stored = chosen(
+        lambda x, w: jnp.exp((x @ w).sum(1)), multiplied=["exp", "reduce_sum"], decisions=KEPT
+    )
+    assert list(stored) == ["reduce_sum"]
+
+
+def test_what_waits_in_the_memory_of_the_host():
+    stored = [Stored(), Stored(CODEC), Stored(jc.Offload(CODEC)), Stored(offload=True)]
+    assert [how.is_on_host for how in stored] == [False, False, True, True]
