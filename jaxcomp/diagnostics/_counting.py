@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array
 
 from jaxcomp._core.modules import set_class, stock_class
@@ -49,11 +48,11 @@ class Counting(Checkpointed):
 
     def _run(self, program: Program, coded: list[int], arguments: Sequence[Any]) -> list[Any]:
         program = flat(program)
-        kinds = avals(program.jaxpr.invars)
+        kinds = avals(program.arguments)
         active = [i for i, kind in enumerate(kinds) if jnp.issubdtype(kind.dtype, jnp.inexact)]
         units = recognize(program, active, PolicyLog(self._policy))
         counting = with_units(program, units, self._count)
-        return list(jaxpr_as_fun(counting)(*arguments, jnp.uint32(0)))
+        return counting(*arguments, jnp.uint32(0))
 
     def _count(
         self,

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.extend.core import jaxpr_as_fun
 
 from jaxcomp._core.explicit import explicit_axes
 from jaxcomp._core.modules import split_model
+from jaxcomp.transform._program.program import Program
 from jaxcomp.transform._program.without_codes import has_codes, without_codes
 
 Loss = Callable[[Any, Any], Any]  # of a model and a batch
@@ -86,13 +86,13 @@ def exactly(loss: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(*arguments: Any) -> Any:
         program, shape = jax.make_jaxpr(loss, return_shape=True)(*arguments)
-        exact = without_codes(program)
+        exact = without_codes(Program.of(program))
         if has_codes(exact):
             raise ValueError(
                 "loss: there are codes in a while loop or in jax.shard_map, of which the exact "
                 "gradient is not known; expected them elsewhere, as in a scan"
             )
-        made = jaxpr_as_fun(exact)(*jax.tree.leaves(arguments))
+        made = exact(*jax.tree.leaves(arguments))
         return jax.tree.unflatten(jax.tree.structure(shape), made)
 
     return run

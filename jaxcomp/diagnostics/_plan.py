@@ -16,6 +16,7 @@ from jaxcomp.nn._coded import Coded, coded_modules, covered
 from jaxcomp.transform._checkpoint import Checkpointed
 from jaxcomp.transform._compress import traced_call
 from jaxcomp.transform._plan import Plan, SavedValue, without_indices
+from jaxcomp.transform._program.program import Program
 from jaxcomp.transform._program.without_codes import has_codes, without_codes
 
 _MUCH = 0.1  # of all bytes
@@ -84,7 +85,9 @@ def _of_function(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     is_seen = has_codes(program)
     if not is_seen and all(value.decision == "exact" for value in values):
         return Plan(values, saved_bytes)
-    exact_bytes = sum(residual.nbytes for residual in declared_residuals(without_codes(program)))
+    exact_bytes = sum(
+        residual.nbytes for residual in declared_residuals(without_codes(Program.of(program)).jaxpr)
+    )
     unknown = "the function takes a gradient itself: the bytes without compression are unknown"
     return Plan(values, exact_bytes, () if is_seen else (unknown,))
 

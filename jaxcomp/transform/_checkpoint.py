@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import InconclusiveDimensionOperation, jaxpr_as_fun
+from jax.extend.core import InconclusiveDimensionOperation
 
 from jaxcomp._core import remat3
 from jaxcomp._core.custom_derivative import with_derivative
@@ -26,7 +26,7 @@ from jaxcomp.transform._nested.scheduled import Scheduled
 from jaxcomp.transform._plan import Plan
 from jaxcomp.transform._program.automatic_axes import automatic, run_over_automatic_axes
 from jaxcomp.transform._program.keyed import Keyed
-from jaxcomp.transform._program.program import Program, as_array, avals, closed
+from jaxcomp.transform._program.program import Program, as_array, avals, is_reference
 from jaxcomp.transform._program.without_codes import has_codes, without_codes
 
 _REMEMBERED = 64  # programs
@@ -90,10 +90,10 @@ class Checkpointed:
         fixed = {i for i, c in enumerate(constants) if not isinstance(c, jax.core.Tracer)}
         active = [
             i
-            for i, argument in enumerate(avals(program.jaxpr.invars))
-            if jnp.issubdtype(argument.dtype, jnp.inexact)
+            for i, argument in enumerate(program.arguments)
+            if jnp.issubdtype(argument.aval.dtype, jnp.inexact)
             and i not in fixed
-            and not isinstance(argument, jax.ref.AbstractRef)
+            and not is_reference(argument)
         ]
         if not active:
             raise ValueError("no argument is a floating-point array: there is no gradient")
@@ -141,7 +141,7 @@ class Checkpointed:
         positions = [i for i, arg in enumerate(args) if i not in static for _ in _leaves(arg)]
         chosen = [len(traced.consts) + i for i, number in enumerate(positions) if number in coded]
         leaves = _leaves(([arg for i, arg in enumerate(args) if i not in static], moving))
-        return closed(opened, []), traced.consts, leaves, chosen, jax.tree.structure(shape)
+        return Program(opened), traced.consts, leaves, chosen, jax.tree.structure(shape)
 
 
 def _check_arrays(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -196,7 +196,7 @@ def _scheduled(
     try:
         chosen = scheduled(program, active, coded, log)
     except InconclusiveDimensionOperation as error:
-        shapes = [kind.shape for kind in avals(program.jaxpr.invars)]
+        shapes = [kind.shape for kind in avals(program.arguments)]
         symbolic = [s for s in shapes if not all(isinstance(size, int) for size in s)]
         raise NotImplementedError(
             f"arguments of symbolic shapes {symbolic}: expected integers, since sizes decide what "
@@ -229,7 +229,7 @@ def _with_derivative(
     """The program as a function of a seed and of its arguments."""
 
     def function(seed: Seed, *arguments: Any) -> list[Any]:
-        return [*map(as_array, jaxpr_as_fun(program)(*arguments))]
+        return [*map(as_array, program(*arguments))]
 
     def prepare(seed: Any, values: list[Any], perturbed: list[int]) -> Scheduled | None:
         # An integer that came out of another such call counts as perturbed, too.

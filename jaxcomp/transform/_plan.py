@@ -106,7 +106,7 @@ class Plan:
         notes += [f"biased: {codec} is a biased codec" for codec in sorted(biased)]
         if whole.schedule.biased and codes:
             notes.append("biased: nonlinear steps are recomputed from decoded values")
-        if codes and any(rounds_coarsely(e) for s in schedules for e in s.linear.jaxpr.eqns):
+        if codes and any(rounds_coarsely(e) for s in schedules for e in s.linear.equations):
             notes.append("biased by up to a step of a cast: casts round cotangents and their noise")
         return cls(values, exact_bytes, tuple(notes))
 
@@ -173,7 +173,7 @@ def _is_biased(codec: Codec | None) -> bool:
 
 def _has_shard_map(schedule: Schedule) -> bool:
     """Whether the backward pass has a `jax.shard_map`, whose values have no codes."""
-    return any(e.primitive.name == "shard_map" for e in schedule.backward.jaxpr.eqns)
+    return any(e.primitive.name == "shard_map" for e in schedule.backward.equations)
 
 
 def _all(whole: Scheduled) -> Iterator[Scheduled]:
@@ -193,7 +193,7 @@ def _planned(whole: Scheduled, outside: Collection[Any] = ()) -> Iterator[SavedV
     for variable, stored in schedule.stored.items():
         found = {part.name for part in whole.parts}.intersection(schedule.graph.names_of(variable))
         names |= found
-        equation = schedule.graph.made_by.get(variable)
+        equation = schedule.graph.program.made_by.get(variable)
         origin = module_path(equation), source_line(equation)
         if schedule.graph.is_own(variable) and origin in of_units:
             of_units[origin] += stored.nbytes(variable.aval)
@@ -280,7 +280,7 @@ def _of_branches(branches: Sequence[Scheduled]) -> Iterator[SavedValue]:
     """
     taken: collections.Counter[tuple[object, ...]] = collections.Counter()
     for number, branch in enumerate(branches):
-        invars = branch.schedule.graph.jaxpr.invars
+        invars = branch.schedule.graph.program.arguments
         outside = {invars[position] for position in branch.stored_operands.values()}
         own: collections.Counter[tuple[object, ...]] = collections.Counter()
         for value in _planned(branch, outside):
@@ -308,9 +308,9 @@ class Readers:
     def __init__(self, schedule: Schedule) -> None:
         """Follows the coefficients of the backward program back to what is saved."""
         self._direct: dict[Any, dict[tuple[str, str], None]] = {}
-        backward = schedule.backward.jaxpr
-        inputs = dict(zip(backward.invars, schedule.coefficients, strict=False))
-        for equation in backward.eqns:
+        backward = schedule.backward
+        inputs = dict(zip(backward.arguments, schedule.coefficients, strict=False))
+        for equation in backward.equations:
             for atom in equation.invars:
                 coefficient = inputs.get(atom) if is_variable(atom) else None
                 if coefficient is not None and is_variable(coefficient.value):

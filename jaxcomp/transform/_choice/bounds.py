@@ -73,14 +73,14 @@ class _Search:
 
     def _operands(self, value: Any) -> list[Any]:
         """The operands that decide a value's source; none of a step that is not elementwise."""
-        equation = self._graph.made_by.get(value)
+        equation = self._graph.program.made_by.get(value)
         if equation is None or equation.primitive.name not in (*POINTWISE, "broadcast_in_dim"):
             return []
         return variables(equation.invars)
 
     def _found(self, value: Any) -> Any:
         """The source of a value, whose operands have theirs."""
-        equation = self._graph.made_by.get(value)
+        equation = self._graph.program.made_by.get(value)
         if equation is None:
             return value
         name = equation.primitive.name
@@ -98,7 +98,7 @@ class _Search:
         made = {source: numbers}
         stack = [value]
         while stack:
-            equation = self._graph.made_by[stack[-1]]
+            equation = self._graph.program.made_by[stack[-1]]
             missing = [v for v in variables(equation.invars) if v not in made]
             if missing:
                 stack += missing

@@ -12,7 +12,15 @@ from jaxcomp._core.shard_map import filled
 from jaxcomp.transform._program.builder import Builder, renamed
 from jaxcomp.transform._program.linearized import Linearized
 from jaxcomp.transform._program.primitives import ELEMENTWISE, tangents_of
-from jaxcomp.transform._program.program import Program, avals, is_variable, read, scope_of
+from jaxcomp.transform._program.program import (
+    Program,
+    avals,
+    inputs,
+    is_variable,
+    outputs,
+    read,
+    scope_of,
+)
 
 Costly = Callable[[Any], bool]
 
@@ -39,10 +47,10 @@ def merge(linearized: Linearized, costly: Costly, *, casts: bool) -> Linearized:
     Returns:
         Programs of the same results, to rounding.
     """
-    linear = linearized.linear.jaxpr
-    count = len(linear.invars) - len(linearized.active)
-    tangents = tangents_of(linear.eqns, linear.invars[count:])
-    behind = dict(zip(linear.invars, linearized.coefficients, strict=False))
+    linear = linearized.linear
+    count = len(linear.arguments) - len(linearized.active)
+    tangents = tangents_of(linear.equations, linear.arguments[count:])
+    behind = dict(zip(linear.arguments, linearized.coefficients, strict=False))
     chains = _chains(linear, tangents)
     chosen = {
         start: chain
@@ -53,11 +61,13 @@ def merge(linearized: Linearized, costly: Costly, *, casts: bool) -> Linearized:
     start_of = {end: start for start, chain in chosen.items() for end in chain.ends}
     inside = {out for chain in chosen.values() for e in chain.equations for out in e.outvars}
     kept = [
-        e for e in linear.eqns if tangents.intersection(e.outvars) and e.outvars[0] not in inside
+        e
+        for e in linear.equations
+        if tangents.intersection(e.outvars) and e.outvars[0] not in inside
     ]
     needed = dict.fromkeys(
         atom
-        for atoms in (*(e.invars for e in kept), linear.outvars)
+        for atoms in (*map(inputs, kept), linear.results)
         for atom in atoms
         if is_variable(atom) and atom not in tangents
     )
@@ -65,7 +75,7 @@ def merge(linearized: Linearized, costly: Costly, *, casts: bool) -> Linearized:
     return dataclasses.replace(
         linearized,
         forward=_with_derivatives(linearized, tangents, chosen, [*needed], start_of),
-        linear=_shortened(linearized.linear, count, tangents, [*needed], start_of, inside),
+        linear=_shortened(linear, count, tangents, [*needed], start_of, inside),
     )
 
 
@@ -77,20 +87,20 @@ def _with_derivatives(
     start_of: dict[Any, Any],
 ) -> Program:
     """The forward program, with the needed coefficients and the derivatives of chains."""
-    forward, linear = linearized.forward, linearized.linear.jaxpr
+    forward, linear = linearized.forward, linearized.linear
     builder = Builder()
-    arguments = forward.jaxpr.invars
+    arguments = forward.arguments
     made = builder.inline(forward, arguments)
-    env = builder.constants_of(linearized.linear)
-    env |= dict(zip(linear.invars, made[linearized.results :], strict=False))
+    env = builder.constants_of(linear)
+    env |= dict(zip(linear.arguments, made[linearized.results :], strict=False))
 
-    for equation in linear.eqns:
+    for equation in linear.equations:
         if not tangents.intersection(equation.outvars):
             builder.copy(equation, env)
     for start, chain in chains.items():
         env.update(zip(chain.ends, _derivatives_of(builder, start, chain, env), strict=True))
     coefficients = [env[v] for v in (*needed, *start_of)]
-    return builder.program(forward.jaxpr, arguments, [*made[: linearized.results], *coefficients])
+    return builder.program(forward, arguments, [*made[: linearized.results], *coefficients])
 
 
 def _shortened(
@@ -102,18 +112,18 @@ def _shortened(
     inside: set[Any],
 ) -> Program:
     """The linear program, in which chains are products with their derivatives."""
-    builder, jaxpr = Builder(), linear.jaxpr
+    builder = Builder()
     derivatives = {end: Var(end.aval) for end in start_of}
-    env = builder.constants_of(linear) | {v: v for v in (*needed, *jaxpr.invars[count:])}
-    for equation in jaxpr.eqns:
+    env = builder.constants_of(linear) | {v: v for v in (*needed, *linear.arguments[count:])}
+    for equation in linear.equations:
         (*_, out) = equation.outvars
         if out in start_of:
             tangent = env[start_of[out]]
             (env[out],) = builder.trace(_scaled, tangent, derivatives[out], at=equation)
         elif out in tangents and out not in inside:
             builder.copy(equation, env)
-    arguments = [*needed, *derivatives.values(), *jaxpr.invars[count:]]
-    return builder.program(jaxpr, arguments, renamed(env, jaxpr.outvars))
+    arguments = [*needed, *derivatives.values(), *linear.arguments[count:]]
+    return builder.program(linear, arguments, renamed(env, linear.results))
 
 
 def _derivatives_of(
@@ -143,7 +153,7 @@ def _derivatives_of(
             if wide is not None:
                 operands = [_widened(operand, wide) for operand in operands]
             with scope_of(equation), equation.ctx.manager:
-                (env[equation.outvars[0]],) = _step(equation, operands)
+                (env[outputs(equation)[0]],) = _step(equation, operands)
         return [env[end].astype(end.aval.dtype) for end in chain.ends]
 
     return builder.trace(evaluate, *inputs.values())
@@ -164,7 +174,7 @@ def _scaled(tangent: Any, derivative: Any) -> list[Any]:
     return [lax.mul(tangent.astype(derivative.dtype), derivative)]
 
 
-def _chains(linear: Any, tangents: set[Any]) -> dict[Any, _Chain]:
+def _chains(linear: Program, tangents: set[Any]) -> dict[Any, _Chain]:
     start_of: dict[Any, Any] = {}
     chains: dict[Any, _Chain] = {}
     ends: dict[Any, None] = {}
@@ -172,7 +182,7 @@ def _chains(linear: Any, tangents: set[Any]) -> dict[Any, _Chain]:
     def start(tangent: Any) -> Any:
         return start_of.get(tangent, tangent)
 
-    for equation in linear.eqns:
+    for equation in linear.equations:
         operands = [a for a in equation.invars if is_variable(a) and a in tangents]
         starts = {start(a) for a in operands}
         if len(starts) == 1 and _is_elementwise(equation, operands):
@@ -181,7 +191,7 @@ def _chains(linear: Any, tangents: set[Any]) -> dict[Any, _Chain]:
             chains.setdefault(only, _Chain()).equations.append(equation)
         else:
             ends |= dict.fromkeys(operands)
-    ends |= dict.fromkeys(a for a in linear.outvars if is_variable(a))
+    ends |= dict.fromkeys(a for a in linear.results if is_variable(a))
     for end in ends:
         if end in start_of:
             chains[start_of[end]].ends.append(end)

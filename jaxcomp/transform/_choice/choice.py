@@ -86,14 +86,14 @@ class Demand:
     @classmethod
     def of(cls, linearized: Linearized) -> "Demand":
         """Reads it off a linear program."""
-        linear = linearized.linear.jaxpr
+        linear = linearized.linear
         count = len(linearized.coefficients)
-        behind = dict(zip(linear.invars, linearized.coefficients, strict=False))
-        tangents = tangents_of(linear.eqns, linear.invars[count:])
+        behind = dict(zip(linear.arguments, linearized.coefficients, strict=False))
+        tangents = tangents_of(linear.equations, linear.arguments[count:])
         multiplied: set[Any] = set()
         exact = {behind[v] for v in coefficients_returned(linear, behind)}
         roles: dict[Any, str] = {}
-        for equation in linear.eqns:
+        for equation in linear.equations:
             uses = linear_uses(equation, tangents)
             for position, atom in enumerate(equation.invars):
                 value = behind.get(atom) if is_variable(atom) else None
@@ -111,7 +111,7 @@ class Demand:
 
 def coefficients_returned(linear: Any, behind: dict[Any, Any]) -> list[Any]:
     """Coefficients that are results of the linear program: zeros, as of constant results."""
-    return [atom for atom in linear.outvars if is_variable(atom) and atom in behind]
+    return [atom for atom in linear.results if is_variable(atom) and atom in behind]
 
 
 def choose(
@@ -207,7 +207,7 @@ class _Choice:
             # What exact values give, too, needs no code.
             exact = self._had_exactly({v for v, how in stored.items() if not how.is_noisy}, again)
             stored = {v: how for v, how in stored.items() if not (how.is_noisy and v in exact)}
-        order = {value: i for i, value in enumerate(self._graph.made_by)}
+        order = {value: i for i, value in enumerate(self._graph.program.made_by)}
         return dict(sorted(stored.items(), key=lambda item: order.get(item[0], -1)))
 
     def _exactly(self, value: Any, is_read_exactly: bool) -> Stored:
@@ -225,7 +225,7 @@ class _Choice:
     def _had_exactly(self, stored: set[Any], again: set[Any]) -> set[Any]:
         """What follows from exact values; products only if they are made `again` anyway."""
         graph = self._graph
-        found = {*graph.held, *graph.jaxpr.constvars, *stored}
+        found = {*graph.held, *graph.program.constants, *stored}
         for value in graph.order:
             parents = self._exact_parents(value)
             free = value in again or not self._recompute_cost(value)
@@ -255,7 +255,7 @@ class _Choice:
         return nbytes(value.aval) // 2
 
     def _exact_parents(self, value: Any) -> list[Any] | None:
-        if value in self._graph.held or value in self._graph.jaxpr.constvars:
+        if value in self._graph.held or value in self._graph.program.constants:
             return []
         return self._graph.operands(value) if self._may_recompute(value) else None
 

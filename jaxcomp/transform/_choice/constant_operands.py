@@ -8,10 +8,10 @@ from jax.extend.core import Jaxpr, JaxprEqn, Var
 from jaxcomp.memory._tracing import CHECKPOINT_PRIMITIVES
 from jaxcomp.transform._program.builder import Builder
 from jaxcomp.transform._program.constants import constants
-from jaxcomp.transform._program.program import Program, Values, closed, is_variable, variables
+from jaxcomp.transform._program.program import Program, Values, is_variable, variables
 
 
-def with_constants_inside(backward: Program, values: Sequence[Any], forward: Jaxpr) -> Program:
+def with_constants_inside(backward: Program, values: Sequence[Any], forward: Program) -> Program:
     """A backward program, in which inner `jax.checkpoint`s make the constants that they read.
 
     They then tell which scores of an attention a mask hides, wherever the mask was made.
@@ -22,10 +22,10 @@ def with_constants_inside(backward: Program, values: Sequence[Any], forward: Jax
         forward: The forward program.
     """
     fixed = constants(forward)
-    made_by = {v: e for e in forward.eqns for v in e.outvars if v in fixed}
-    pairs = zip(backward.jaxpr.invars, values, strict=False)
+    made_by = {v: e for v, e in forward.made_by.items() if v in fixed}
+    pairs = zip(backward.arguments, values, strict=False)
     behind = {given: value for given, value in pairs if is_variable(value) and value in made_by}
-    checkpoints = [e for e in backward.jaxpr.eqns if e.primitive.name in CHECKPOINT_PRIMITIVES]
+    checkpoints = [e for e in backward.equations if e.primitive.name in CHECKPOINT_PRIMITIVES]
     if all(behind.keys().isdisjoint(variables(e.invars)) for e in checkpoints):
         return backward
     builder = Builder()
@@ -40,9 +40,9 @@ def with_constants_inside(backward: Program, values: Sequence[Any], forward: Jax
             operands = [v for i, v in enumerate(operands) if i not in known]
         return builder.add(equation, operands)
 
-    arguments = backward.jaxpr.invars
+    arguments = backward.arguments
     results = builder.inline(backward, arguments, step)
-    return builder.program(backward.jaxpr, arguments, results)
+    return builder.program(backward, arguments, results)
 
 
 def _made_inside(inner: Jaxpr, of: dict[Any, Any], made_by: dict[Any, JaxprEqn]) -> Program:
@@ -61,5 +61,5 @@ def _made_inside(inner: Jaxpr, of: dict[Any, Any], made_by: dict[Any, JaxprEqn])
 
     rest = [v for v in inner.invars if v not in of]
     arguments = {v: Var(v.aval) for v in rest} | {v: make(value) for v, value in of.items()}
-    results = builder.inline(closed(inner, []), [arguments[v] for v in inner.invars])
-    return builder.program(inner, [arguments[v] for v in rest], results)
+    results = builder.inline(Program(inner), [arguments[v] for v in inner.invars])
+    return builder.program(Program(inner), [arguments[v] for v in rest], results)

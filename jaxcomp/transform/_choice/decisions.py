@@ -93,14 +93,14 @@ def decide(graph: Graph, roles: Mapping[Any, str], log: PolicyLog) -> dict[Any, 
         TypeError: If the policy answers what is no answer, or a codec for a value that it cannot
             store.
     """
-    arguments = [v for v in graph.jaxpr.invars if v not in graph.held]
+    arguments = [v for v in graph.program.arguments if v not in graph.held]
     decisions = {}
-    for variable in (*arguments, *graph.made_by):
+    for variable in (*arguments, *graph.program.made_by):
         names = graph.names_of(variable)
         if graph.is_own(variable):
             decisions[variable] = Decision("keep")
             continue
-        made_by = graph.made_by.get(variable)
+        made_by = graph.program.made_by.get(variable)
         step = None if made_by is None else without_undivided(made_by)
         value = Value(
             variable.aval.shape,

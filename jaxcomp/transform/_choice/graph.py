@@ -9,12 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import DropVar, Jaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 
 from jaxcomp.codecs import Codec, Packed
 from jaxcomp.codecs._codec import array_nbytes
 from jaxcomp.transform._program.primitives import REDUCTIONS, is_affine, is_cheap
-from jaxcomp.transform._program.program import variables
+from jaxcomp.transform._program.program import Program, outputs, variables
 
 OWN = "jaxcomp/"  # begins the names of what an operation, a loop or a conditional of ours stored
 PART = OWN + "part/"  # begins the names of what a loop or a conditional has stored
@@ -26,25 +26,20 @@ class Graph:
     """What the values of a forward program are made of.
 
     Attributes:
-        jaxpr: The program.
+        program: The program.
         held: Arguments that the caller keeps anyway.
         same: Values that have a second way to be computed, each with a variable that is equal.
     """
 
-    jaxpr: Jaxpr
+    program: Program
     held: Set[Any]
     same: Mapping[Any, Any] = dataclasses.field(default_factory=dict)
-
-    @functools.cached_property
-    def made_by(self) -> dict[Any, JaxprEqn]:
-        """The equation that makes each value in the program itself."""
-        return {v: e for e in self.jaxpr.eqns for v in e.outvars if not isinstance(v, DropVar)}
 
     def defining_equation(self, value: Any) -> tuple[JaxprEqn, int] | None:
         """The equation that computes a value again, and which of its results that is."""
         while value in self.same:
             value = self.same[value]
-        equation = self.made_by.get(value)
+        equation = self.program.made_by.get(value)
         return None if equation is None else (equation, equation.outvars.index(value))
 
     def operands(self, value: Any) -> list[Any]:
@@ -55,19 +50,19 @@ class Graph:
     @functools.cached_property
     def order(self) -> list[Any]:
         """The values, each after those that it is computed again from."""
-        position = {value: i for i, value in enumerate(self.made_by)}
+        position = {value: i for i, value in enumerate(self.program.made_by)}
 
         def last(value: Any) -> int:
             defined = self.defining_equation(value)
-            return position[value if defined is None else defined[0].outvars[defined[1]]]
+            return position[value if defined is None else outputs(defined[0])[defined[1]]]
 
-        return sorted(self.made_by, key=last)
+        return sorted(self.program.made_by, key=last)
 
     @functools.cached_property
     def free(self) -> set[Any]:
         """Values that cheap steps make of what is held, and of nothing else."""
-        found = set(self.held) | set(self.jaxpr.constvars)
-        for equation in self.jaxpr.eqns:
+        found = set(self.held) | set(self.program.constants)
+        for equation in self.program.equations:
             if is_cheap(equation) and found.issuperset(variables(equation.invars)):
                 found.update(equation.outvars)
         return found
@@ -76,7 +71,7 @@ class Graph:
     def statistics(self) -> set[Any]:
         """Results of reductions to an eighth or less, and what cheap steps make of them alone."""
         found: set[Any] = set()
-        for equation in self.jaxpr.eqns:
+        for equation in self.program.equations:
             operands = variables(equation.invars)
             if equation.primitive.name in REDUCTIONS and operands:
                 (out, *_) = equation.outvars
@@ -94,7 +89,7 @@ class Graph:
     def names(self) -> dict[Any, list[JaxprEqn]]:
         """The equations that give a value a name, by what they take and what they make."""
         found: dict[Any, list[JaxprEqn]] = {}
-        for equation in self.jaxpr.eqns:
+        for equation in self.program.equations:
             if equation.primitive.name == "name":
                 for value in variables([*equation.invars, *equation.outvars]):
                     found.setdefault(value, []).append(equation)
@@ -125,7 +120,7 @@ class Graph:
                     and found.get(operand) != "operand"
                 ):
                     found[operand] = role
-        for value in self.made_by:
+        for value in self.program.made_by:
             if value.aval.dtype == jnp.bool:
                 found[value] = "mask"
             elif jnp.issubdtype(value.aval.dtype, jnp.integer):

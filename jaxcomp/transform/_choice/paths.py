@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import JaxprEqn, Literal
 
 from jaxcomp.transform._choice.graph import Graph
 from jaxcomp.transform._program.primitives import MOVES, SUMS, linear_uses
-from jaxcomp.transform._program.program import is_variable
+from jaxcomp.transform._program.program import Program, is_variable
 
 # A code that comes back after a mean of at least so many elements of independent noise and equal
 # weight is used again: what it then adds to the expected gradient is its variance divided by that
@@ -72,7 +72,7 @@ class Assignment:
     means: dict[Any, int]
 
 
-def assign(linear: Jaxpr, tangents: Set[Any], roots: Callable[[Any], Roots]) -> Assignment:
+def assign(linear: Program, tangents: Set[Any], roots: Callable[[Any], Roots]) -> Assignment:
     """Numbers the codes so that no path through a linear program holds the same one twice.
 
     A gradient is a sum over paths of products of coefficients. It is unbiased if each code appears
@@ -91,10 +91,10 @@ def assign(linear: Jaxpr, tangents: Set[Any], roots: Callable[[Any], Roots]) -> 
     means: dict[Any, int] = {}
     used = [
         {p: roots(equation.invars[p]) for p in linear_uses(equation, tangents)}
-        for equation in linear.eqns
+        for equation in linear.equations
     ]
     last_use = {root: i for i, each in enumerate(used) for found in each.values() for root in found}
-    for index, equation in enumerate(linear.eqns):
+    for index, equation in enumerate(linear.equations):
         state: dict[Any, _Path] = {}
         again = {root for found in used[index].values() for root in found}
         for atom in equation.invars:
@@ -159,7 +159,7 @@ def coded_roots(graph: Graph, is_noisy: Mapping[Any, bool]) -> dict[Any, Roots]:
         have other weights, as after the product with a mask.
     """
     roots: dict[Any, Roots] = {}
-    for value in (*graph.jaxpr.invars, *graph.order):
+    for value in (*graph.program.arguments, *graph.order):
         found: dict[Any, Axes] = {}
         defined = graph.defining_equation(value)
         if value in is_noisy:

@@ -11,7 +11,7 @@ from jaxcomp.transform._program.builder import Builder
 from jaxcomp.transform._program.custom_rules import is_of_jax
 from jaxcomp.transform._program.origins import located
 from jaxcomp.transform._program.primitives import is_cheap_rule
-from jaxcomp.transform._program.program import Program, avals, closed, is_variable
+from jaxcomp.transform._program.program import Program, avals, is_variable
 
 _COMPARED = {"max": lax.gt_p, "min": lax.lt_p}
 
@@ -34,8 +34,7 @@ def with_rewrites(forward: Program) -> tuple[Program, dict[Any, Any]]:
         if any(result in same for result in results):
             return results  # of an equal equation
         if is_cheap_rule(equation) or is_of_jax(equation):
-            called = equation.params["call_jaxpr"]
-            opened = closed(located(called.jaxpr, equation), called.consts)
+            opened = located(Program.of(equation.params["call_jaxpr"]), equation)
             same.update(zip(results, builder.inline(opened, operands, step, equation), strict=True))
         elif equation.primitive.name in _COMPARED:
             (kind,) = avals(results)
@@ -44,11 +43,11 @@ def with_rewrites(forward: Program) -> tuple[Program, dict[Any, Any]]:
                 (same[results[0]],) = builder.trace(selected, *operands, at=equation)
         return results
 
-    arguments = forward.jaxpr.invars
+    arguments = forward.arguments
     results = builder.inline(forward, arguments, step)
     same = {value: other for value, other in same.items() if is_variable(other)}
-    traced = builder.program(forward.jaxpr, arguments, [*results, *same, *same.values()])
-    return closed(traced.jaxpr.replace(outvars=results), traced.consts), same
+    traced = builder.program(forward, arguments, [*results, *same, *same.values()])
+    return Program(traced.jaxpr.replace(outvars=results), traced.consts), same
 
 
 def _selected(compare: Primitive, kind: Any, *values: Any) -> list[Any]:

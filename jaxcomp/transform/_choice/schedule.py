@@ -32,7 +32,7 @@ from jaxcomp.transform._choice.rewrites import with_rewrites
 from jaxcomp.transform._program.builder import Builder, flat
 from jaxcomp.transform._program.linearized import Linearized, linearize, transpose
 from jaxcomp.transform._program.primitives import tangents_of
-from jaxcomp.transform._program.program import Program, is_variable
+from jaxcomp.transform._program.program import Program, is_variable, outputs
 
 _LARGER = "kept exactly: codes of all values take more bytes than what they follow from"
 
@@ -56,7 +56,6 @@ class Schedule:
 
     Attributes:
         graph: The forward program; its first results are the function's.
-        constants: The forward program's constants.
         results: Number of the function's results.
         active: The arguments that are differentiated.
         smooth: The results that have cotangents.
@@ -70,7 +69,6 @@ class Schedule:
     """
 
     graph: Graph
-    constants: Sequence[Any]
     results: int
     active: tuple[int, ...]
     smooth: tuple[int, ...]
@@ -97,7 +95,7 @@ class Schedule:
         """
         with remat3.traced_without():
             made = transpose(self.linear, len(self.active))
-        return with_constants_inside(made, [c.value for c in self.coefficients], self.graph.jaxpr)
+        return with_constants_inside(made, [c.value for c in self.coefficients], self.graph.program)
 
 
 def schedule(
@@ -163,7 +161,6 @@ def _of_linearized(
                 stored, numbered, coefficients = _complete(linearized, graph, other, roles, biased)
     return Schedule(
         graph,
-        forward.consts,
         numbered.results,
         numbered.active,
         numbered.smooth,
@@ -209,8 +206,8 @@ def _complete(
 
 
 def _graph(forward: Program, coded: Collection[int], same: Any = None) -> Graph:
-    held = {v for i, v in enumerate(forward.jaxpr.invars) if i not in coded}
-    return Graph(forward.jaxpr, held, same or {})
+    held = {v for i, v in enumerate(forward.arguments) if i not in coded}
+    return Graph(forward, held, same or {})
 
 
 def plain_bytes(program: Program, active: Sequence[int], coded: Collection[int]) -> int:
@@ -220,7 +217,7 @@ def plain_bytes(program: Program, active: Sequence[int], coded: Collection[int])
     """
     linearized = linearize(flat(program), active)
     graph = _graph(linearized.forward, coded)
-    constant = Graph(graph.jaxpr, set()).free
+    constant = Graph(graph.program, set()).free
     values = {v for v in linearized.coefficients if is_variable(v)}
     return sum(plain_nbytes(v.aval) for v in values - constant - graph.held)
 
@@ -229,10 +226,10 @@ def _number_codes(
     linearized: Linearized, graph: Graph, stored: dict[Any, Stored], biased: bool
 ) -> tuple[Linearized, list[Coefficient], dict[Any, int], dict[Any, int]]:
     """Gives each use of a coefficient its own input of the linear program, with its codes."""
-    linear = linearized.linear.jaxpr
+    linear = linearized.linear
     count = len(linearized.coefficients)
-    behind = dict(zip(linear.invars, linearized.coefficients, strict=False))
-    tangents = tangents_of(linear.eqns, linear.invars[count:])
+    behind = dict(zip(linear.arguments, linearized.coefficients, strict=False))
+    tangents = tangents_of(linear.equations, linear.arguments[count:])
     roots = paths.coded_roots(graph, {v: storing.is_noisy for v, storing in stored.items()})
 
     def roots_of(atom: Any) -> paths.Roots:
@@ -243,7 +240,7 @@ def _number_codes(
     if not biased:
         assignment = paths.assign(linear, tangents, roots_of)
     inputs: dict[tuple[Any, paths.Uses], None] = {}
-    for index, equation in enumerate(linear.eqns):
+    for index, equation in enumerate(linear.equations):
         for position, atom in enumerate(equation.invars):
             if is_variable(atom) and atom in behind:
                 inputs[atom, assignment.uses.get((index, position), ())] = None
@@ -252,22 +249,22 @@ def _number_codes(
 
     builder = Builder()
     variable_of = {key: Var(key[0].aval) for key in inputs}
-    tangent_inputs = linear.invars[count:]
-    env = builder.constants_of(linearized.linear) | {v: v for v in tangent_inputs}
+    tangent_inputs = linear.arguments[count:]
+    env = builder.constants_of(linear) | {v: v for v in tangent_inputs}
 
     def numbered(atom: Any, uses: paths.Uses = ()) -> Any:
         if not is_variable(atom):
             return atom
         return variable_of[atom, uses] if atom in behind else env[atom]
 
-    for index, equation in enumerate(linear.eqns):
+    for index, equation in enumerate(linear.equations):
         operands = [
             numbered(atom, assignment.uses.get((index, position), ()))
             for position, atom in enumerate(equation.invars)
         ]
-        env.update(zip(equation.outvars, builder.add(equation, operands), strict=True))
+        env.update(zip(outputs(equation), builder.add(equation, operands), strict=True))
     arguments = [*variable_of.values(), *tangent_inputs]
-    split = builder.program(linear, arguments, list(map(numbered, linear.outvars)))
+    split = builder.program(linear, arguments, list(map(numbered, linear.results)))
     copies: dict[Any, int] = {}
     for uses in assignment.uses.values():
         for root, number in uses:

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jax.extend.core import JaxprEqn, jaxpr_as_fun
+from jax.extend.core import JaxprEqn
 
 from jaxcomp._core import barriers, platforms
 from jaxcomp.transform._choice.schedule import Coefficient, Schedule
@@ -15,6 +15,7 @@ from jaxcomp.transform._program.program import (
     apply,
     is_variable,
     needed,
+    outputs,
     read,
     readers_of,
     variables,
@@ -40,7 +41,7 @@ def linear(
     """
     rebuild = Rebuild(schedule, stored, arguments)
     coefficients = map(rebuild.plain, schedule.coefficients)
-    return list(jaxpr_as_fun(schedule.linear)(*coefficients, *tangents))
+    return schedule.linear(*coefficients, *tangents)
 
 
 def backward(
@@ -57,14 +58,14 @@ def backward(
     Returns:
         The cotangents of the arguments in `schedule.active`.
     """
-    jaxpr = schedule.backward.jaxpr
+    program = schedule.backward
     count = len(schedule.coefficients)
     rebuild = Rebuild(schedule, stored, arguments)
-    coefficients = dict(zip(jaxpr.invars, schedule.coefficients, strict=False))
-    env = dict(zip(jaxpr.constvars, schedule.backward.consts, strict=True))
-    env |= dict(zip(jaxpr.invars[count:], cotangents, strict=True))
+    coefficients = dict(zip(program.arguments, schedule.coefficients, strict=False))
+    constants = dict(zip(program.constants, program.consts, strict=True))
+    env = constants | dict(zip(program.arguments[count:], cotangents, strict=True))
     late: dict[Any, JaxprEqn] = {}  # equations of coefficients alone, evaluated where they are used
-    wanted = needed(jaxpr.eqns, jaxpr.outvars)
+    wanted = needed(program.equations, program.results)
     for equation in wanted:
         operands = variables(equation.invars)
         is_late = all(v in coefficients or v in late for v in operands)
@@ -77,7 +78,7 @@ def backward(
             return get(coefficients[atom])
         if is_variable(atom) and atom in late:
             values = [evaluate(a, get) for a in late[atom].invars]
-            made = apply(jaxpr, late[atom], values)
+            made = apply(late[atom], values)
             return made[late[atom].outvars.index(atom)]
         return read(env, atom)
 
@@ -86,22 +87,22 @@ def backward(
             atom in late or (atom in coefficients and rebuild.takes_steps(coefficients[atom]))
         )
 
-    arriving = tangents_of(equations, jaxpr.invars[count:])  # zeros that JAX makes are not
+    arriving = tangents_of(equations, program.arguments[count:])  # zeros that JAX makes are not
     in_time = any(how.is_on_host for how in schedule.stored.values())
     sums: list[Any] = []
     uses: dict[Any, int] = {}
     for equation in equations:
         for atom in variables(equation.invars):
             uses[atom] = uses.get(atom, 0) + 1
-    for atom in variables(jaxpr.outvars):
+    for atom in variables(program.results):
         uses[atom] = uses.get(atom, 0) + 1
-    transposes = _transposes(equations, jaxpr.outvars)
-    gathers = _gathers(equations, jaxpr.outvars)
+    transposes = _transposes(equations, program.results)
+    gathers = _gathers(equations, program.results)
     for equation in _weights_first(equations, is_rebuilt, env):
-        if equation.outvars and equation.outvars[0] in env:
+        if equation.outvars and outputs(equation)[0] in env:
             continue  # a transposition, done with its product
         if id(equation) in gathers:
-            env[equation.outvars[0]] = _scattered(jaxpr, equation, env[equation.invars[0]])
+            env[outputs(equation)[0]] = _scattered(equation, read(env, equation.invars[0]))
             continue
         after = _largest([a for a in variables(equation.invars) if a in arriving])
         values = [
@@ -117,7 +118,7 @@ def backward(
             for atom in equation.invars
         ]
         cotangent = None if after is None else env[after]
-        made = apply_after(cotangent, jaxpr, equation, values, schedule.largest)
+        made = apply_after(cotangent, equation, values, schedule.largest)
         for atom in variables(equation.invars):
             uses[atom] -= 1
         if in_time and equation.primitive.name == "reduce_sum":
@@ -126,14 +127,14 @@ def backward(
         if decodes and after is not None and uses[after]:
             if equation.outvars[0] in transposes:
                 equation = transposes[equation.outvars[0]]
-                made = apply(jaxpr, equation, made)
+                made = apply(equation, made)
             # Where XLA waits for copies, it leaves the sums that are gradients for the end.
             early = [env[value] for value in sums]
             (made, early), env[after] = barriers.gradient_before((made, early), env[after])
             env |= dict(zip(sums, early, strict=True))
             sums = []
-        env |= dict(zip(equation.outvars, made, strict=True))
-    return [evaluate(atom, rebuild.plain) for atom in jaxpr.outvars]
+        env |= dict(zip(outputs(equation), made, strict=True))
+    return [evaluate(atom, rebuild.plain) for atom in program.results]
 
 
 def _sources_of(
@@ -194,12 +195,12 @@ def _transposes(equations: list[JaxprEqn], results: Sequence[Any]) -> dict[Any, 
     }
 
 
-def _scattered(jaxpr: Any, constraint: JaxprEqn, value: Any) -> Any:
+def _scattered(constraint: JaxprEqn, value: Any) -> Any:
     """The gradient of a gathered parameter, without the constraint that would gather it too.
 
     XLA for TPUs would then scatter it in a loop of small products, which takes longer.
     """
-    return platforms.constrain_on_tpu(value, lambda value: apply(jaxpr, constraint, [value])[0])
+    return platforms.constrain_on_tpu(value, lambda value: apply(constraint, [value])[0])
 
 
 def _gathers(equations: list[JaxprEqn], results: Sequence[Any]) -> set[int]:
@@ -225,7 +226,7 @@ def _gathers(equations: list[JaxprEqn], results: Sequence[Any]) -> set[int]:
 
 def used_arguments(schedule: Schedule) -> list[int]:
     """The arguments, by position, that the backward pass reads as they are."""
-    graph = schedule.graph
+    graph, arguments = schedule.graph, schedule.graph.program.arguments
     seen: set[Any] = set()
     queue = [c.value for c in schedule.coefficients]
     while queue:
@@ -234,4 +235,4 @@ def used_arguments(schedule: Schedule) -> list[int]:
             seen.add(value)
             if value not in schedule.stored and value not in graph.held:
                 queue += graph.operands(value)
-    return [i for i, v in enumerate(graph.jaxpr.invars) if v in seen and v not in schedule.stored]
+    return [i for i, v in enumerate(arguments) if v in seen and v not in schedule.stored]

@@ -18,6 +18,7 @@ from jaxcomp.transform._program.program import (
     apply,
     as_array,
     needed,
+    outputs,
     read,
     readers_of,
     scope_of,
@@ -37,15 +38,14 @@ def forward(schedule: Schedule, seed: Seed, arguments: Sequence[Any]) -> tuple[l
         The function's results; and, by position in `schedule.stored`, what waits for the backward
         pass.
     """
-    jaxpr = schedule.graph.jaxpr
-    results = jaxpr.outvars[: schedule.results]
+    program = schedule.graph.program
+    results = program.results[: schedule.results]
     equations = _stored_early(
-        needed(jaxpr.eqns, [*results, *schedule.stored]), needed(jaxpr.eqns, results)
+        needed(program.equations, [*results, *schedule.stored]), needed(program.equations, results)
     )
     carriers = _carriers(schedule, equations)
     positions = {value: i for i, value in enumerate(schedule.stored)}
-    env = dict(zip(jaxpr.constvars, schedule.constants, strict=True))
-    env |= dict(zip(jaxpr.invars, arguments, strict=True))
+    env = program.environment(arguments)
     counts = [s.copies if s.is_noisy else 0 for s in schedule.stored.values()]
     *first, total = itertools.accumulate(counts, initial=0)
     seeds = noise.counted(seed, total, 1)
@@ -71,11 +71,11 @@ def forward(schedule: Schedule, seed: Seed, arguments: Sequence[Any]) -> tuple[l
             elif storing.offload:
                 env[value], stored[index] = barriers.to_host(env[value], stored[index])
 
-    for value in jaxpr.invars:
+    for value in program.arguments:
         settle(value)
     for equation in equations:
         values = [read(env, atom) for atom in equation.invars]
-        env |= dict(zip(equation.outvars, apply(jaxpr, equation, values), strict=True))
+        env |= dict(zip(outputs(equation), apply(equation, values), strict=True))
         with scope_of(equation):
             for out in equation.outvars:
                 settle(out)
@@ -106,7 +106,7 @@ def _stored_early(equations: Sequence[JaxprEqn], of_results: Sequence[JaxprEqn])
             pending.append(completed(following))
 
     def completed(equation: JaxprEqn) -> Iterator[JaxprEqn]:
-        for value in equation.outvars:
+        for value in outputs(equation):
             for reader in readers.get(value, ()):
                 missing[id(reader)] -= 1
                 if not missing[id(reader)]:
@@ -124,13 +124,13 @@ def _carriers(schedule: Schedule, equations: Sequence[JaxprEqn]) -> dict[Any, An
     That one is written to memory anyway: an operand or a result of a product, or a result of the
     function. A value that is none of these has the next one that is.
     """
-    jaxpr = schedule.graph.jaxpr
-    written = set(variables(jaxpr.outvars[: schedule.results]))
+    program = schedule.graph.program
+    written = set(variables(program.results[: schedule.results]))
     for equation in equations:
         if equation.primitive.name in HEAVY:
-            written.update(variables(equation.invars), equation.outvars)
+            written.update(variables(equation.invars), outputs(equation))
     order = [
-        *jaxpr.invars,
+        *program.arguments,
         *(v for e in equations for v in e.outvars if not isinstance(v, DropVar)),
     ]
     carriers = {}
@@ -138,7 +138,7 @@ def _carriers(schedule: Schedule, equations: Sequence[JaxprEqn]) -> dict[Any, An
     for value in reversed(order):
         if value in written:
             following = value
-        is_written = value in written or value in jaxpr.invars
+        is_written = value in written or value in program.arguments
         alone = following is None or _varying(following) != _varying(value)
         carriers[value] = value if is_written or alone else following
     return carriers

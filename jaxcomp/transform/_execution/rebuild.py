@@ -33,9 +33,11 @@ class Rebuild:
         largest = max((value.aval.size for value in self._values), default=0)
         self._small = max(_SMALL, largest // _PART)
         self._stored = stored
-        invars = schedule.graph.jaxpr.invars
+        invars = schedule.graph.program.arguments
         self._held = {invars[i]: value for i, value in arguments.items()}
-        self._held |= dict(zip(schedule.graph.jaxpr.constvars, schedule.constants, strict=True))
+        self._held |= dict(
+            zip(schedule.graph.program.constants, schedule.graph.program.consts, strict=True)
+        )
         self._segments = Segments(schedule.graph, {*self._held, *self._position})
         exact = (v for v in self._values if not schedule.stored[v].is_noisy)
         self._exact = {*self._held, *exact}
@@ -132,7 +134,7 @@ class Rebuild:
         if not is_variable(coefficient.value):
             return coefficient.value.val
         codes = _codes(coefficient)
-        jaxpr, segments = self._scheme.graph.jaxpr, self._segments
+        segments = self._segments
 
         def is_there(value: Any) -> bool:
             if value in self._position or (value in self._held and value in given):
@@ -158,7 +160,7 @@ class Rebuild:
                 stack.append(missing)
                 continue
             value = stack.pop()
-            made = apply(jaxpr, equation, list(map(read, equation.invars)))[index]
+            made = apply(equation, list(map(read, equation.invars)))[index]
             done[value, codes] = made
             if not is_cheap(equation) or segments.is_shared(value, own):
                 self._shared[value, codes] = made
@@ -179,7 +181,7 @@ class Rebuild:
         the rule of a `jax.custom_jvp` function, and JAX's own at ties.
         """
         graph = self._scheme.graph
-        own = graph.made_by.get(value)
+        own = graph.program.made_by.get(value)
         is_own = own is not None and self._exact.issuperset(variables(own.invars))
         if own is not None and is_own and (is_cheap(own) or is_cheap_rule(own)):
             return own, own.outvars.index(value)
@@ -194,7 +196,7 @@ class Rebuild:
         if storing.codec is None:
             return residual
         (code,) = [residual] if isinstance(residual, Encoded) else residual
-        equation = self._scheme.graph.made_by.get(value)
+        equation = self._scheme.graph.program.made_by.get(value)
         with contextlib.nullcontext() if equation is None else scope_of(equation):
             return storing.codec.decode(barriers.on_device(code))
 

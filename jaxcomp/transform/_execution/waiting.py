@@ -4,12 +4,13 @@ XLA makes constant arrays, such as the zeros that the sums of a loop begin with,
 all layers in one kernel, so those of all layers wait for the first.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 from jaxtyping import Array
 
 from jaxcomp._core import barriers
@@ -19,11 +20,9 @@ from jaxcomp.transform._pieces.pieces import in_pieces
 from jaxcomp.transform._program.builder import flat
 from jaxcomp.transform._program.program import (
     Program,
-    Values,
     apply,
-    closed,
+    evaluate,
     is_variable,
-    read,
     scope_of,
 )
 
@@ -38,19 +37,11 @@ def evaluate_after(program: Program, cotangent: Array, arguments: Sequence[Any])
         cotangent: Axis 0 is the batch; arrays of as many samples wait.
         arguments: Values of its arguments.
     """
-    program = flat(program)
-    jaxpr = program.jaxpr
-    env: Values = dict(zip(jaxpr.constvars, program.consts, strict=True))
-    env |= dict(zip(jaxpr.invars, arguments, strict=True))
-    for equation in jaxpr.eqns:
-        values = [read(env, atom) for atom in equation.invars]
-        made = apply_after(cotangent, jaxpr, equation, values)
-        env |= dict(zip(equation.outvars, made, strict=True))
-    return [read(env, atom) for atom in jaxpr.outvars]
+    return evaluate(flat(program), arguments, functools.partial(apply_after, cotangent))
 
 
 def apply_after(
-    cotangent: Array | None, jaxpr: Jaxpr, equation: JaxprEqn, values: list[Any], largest: int = 0
+    cotangent: Array | None, equation: JaxprEqn, values: list[Any], largest: int = 0
 ) -> list[Any]:
     """As `programs.apply`, but large constant arrays wait for a cotangent.
 
@@ -58,11 +49,11 @@ def apply_after(
     than `largest`.
     """
     if cotangent is None or not cotangent.ndim:
-        return apply(jaxpr, equation, values)
+        return apply(equation, values)
     if equation.primitive.name in CHECKPOINT_PRIMITIVES:
         if equation.params["prevent_cse"]:
             values = barrier_by_type(values)
-        program = flat(closed(equation.params["jaxpr"], ()))
+        program = flat(Program.of(equation.params["jaxpr"]))
         with scope_of(equation):
             return in_pieces(program, evaluate_after, largest)(cotangent, values)
     if _waits(equation, cotangent):
@@ -70,7 +61,7 @@ def apply_after(
         kind: Any = out.aval
         filled = jnp.full(kind.shape, value, kind.dtype)
         return [barriers.decode_after(cotangent, (), lambda _: filled)]
-    return apply(jaxpr, equation, values)
+    return apply(equation, values)
 
 
 def _waits(equation: JaxprEqn, cotangent: Array) -> bool:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import JaxprEqn, jaxpr_as_fun
+from jax.extend.core import JaxprEqn
 
 from jaxcomp._core.custom_derivative import with_derivative
 from jaxcomp._core.linear_map import ByPosition
@@ -19,7 +19,7 @@ from jaxcomp.policies._policy import has_codecs
 from jaxcomp.transform._choice.decisions import PolicyLog
 from jaxcomp.transform._execution.backward import used_arguments
 from jaxcomp.transform._nested.scheduled import Make, Part, Scheduled, scoped
-from jaxcomp.transform._program.program import avals, is_of_collective
+from jaxcomp.transform._program.program import Program, avals, is_of_collective
 
 Entries = dict[tuple[bool, int], Any]  # what a branch has stored, or its seed, by number
 
@@ -59,13 +59,13 @@ def coded_branches(
     make: Make,
 ) -> Callable[..., list[Any]]:
     """A conditional as a function of a seed, the branch's number and the branches' operands."""
-    branches = equation.params["branches"]
+    branches = [Program.of(branch) for branch in equation.params["branches"]]
     kinds = avals(equation.invars)
     operands = range(len(kinds) - 1)
     encodes = has_codecs(log.policy)
 
     def conditional(seed: Any, index: Any, *values: Any) -> list[Any]:
-        return list(lax.switch(index, [*map(jaxpr_as_fun, branches)], *values))
+        return list(lax.switch(index, branches, *values))
 
     def prepare(seed: Any, values: list[Any], perturbed: list[int]) -> Part:
         active = [i - 1 for i in perturbed if jnp.issubdtype(kinds[i].dtype, jnp.inexact)]
@@ -153,7 +153,7 @@ def _switch_with_entries(
             places[-1][key] = found
 
     def run(number: int, *leaves: Any) -> tuple[list[Any], list[Any]]:
-        results = jaxpr_as_fun(programs[number])(*leaves)
+        results = Program.of(programs[number])(*leaves)
         tree: Any = jax.tree.structure(traced[number][1][1])
         entries = tree.unflatten(results[count:])
         made = {place: entries[key] for key, place in places[number].items()}

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import JaxprEqn, jaxpr_as_fun
+from jax.extend.core import JaxprEqn
 
 from jaxcomp._core.custom_derivative import undivided, with_derivative
 from jaxcomp._core.linear_map import ByPosition
@@ -37,18 +37,18 @@ def coded_loop(
     make: Make,
 ) -> Callable[..., list[Any]]:
     """A loop as a function of a seed and its operands, of which some are free to be had again."""
-    body, length = equation.params["jaxpr"], equation.params["length"]
+    body, length = Program.of(equation.params["jaxpr"]), equation.params["length"]
     consts, carries = _counts(equation, body)
     options = {"length": length, "unroll": equation.params["unroll"]}
     reverse = equation.params["reverse"]
     at_x = consts + carries
     coded = [i for i in range(consts, len(is_free)) if i < at_x or not is_free[i]]
-    kinds = avals(body.jaxpr.invars)
+    kinds = avals(body.arguments)
     encodes = has_codecs(log.policy)
 
     def loop(seed: Any, *values: Any) -> list[Any]:
         def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-            made = list(jaxpr_as_fun(body)(*values[:consts], *carry, *x))
+            made = body(*values[:consts], *carry, *x)
             return made[:carries], made[carries:]
 
         rest = list(values[at_x:])
@@ -56,7 +56,7 @@ def coded_loop(
         return [*final, *ys]
 
     def prepare(seed: Any, values: list[Any], perturbed: list[int]) -> Part:
-        active = _active(body.jaxpr, {*perturbed}, consts, carries)
+        active = _active(body, {*perturbed}, consts, carries)
         chosen = make(scoped(body, equation), active, coded, log.inside(length))
         parts.append(Part((chosen,), length))
         return parts[-1]
@@ -161,19 +161,19 @@ def _counts(equation: JaxprEqn, body: Program) -> tuple[int, int]:
         pairs = zip(avals(outside), avals(inside), strict=True)
         return sum(one.ndim == other.ndim for one, other in pairs)
 
-    carries = same_rank(equation.outvars, body.jaxpr.outvars)
-    return same_rank(equation.invars, body.jaxpr.invars) - carries, carries
+    carries = same_rank(equation.outvars, body.results)
+    return same_rank(equation.invars, body.arguments) - carries, carries
 
 
-def _active(jaxpr: Any, perturbed: set[int], consts: int, carries: int) -> list[int]:
+def _active(body: Program, perturbed: set[int], consts: int, carries: int) -> list[int]:
     """The floating-point arguments of a loop's body that depend on those that are perturbed."""
     found = set(perturbed)
     while True:
-        reached = tangents_of(jaxpr.eqns, [jaxpr.invars[i] for i in found])
-        outs = jaxpr.outvars[:carries]
+        reached = tangents_of(body.equations, [body.arguments[i] for i in found])
+        outs = body.results[:carries]
         further = {consts + i for i, v in enumerate(outs) if is_variable(v) and v in reached}
         if further <= found:
             break
         found |= further
-    kinds = avals(jaxpr.invars)
+    kinds = avals(body.arguments)
     return [i for i in sorted(found) if jnp.issubdtype(kinds[i].dtype, jnp.inexact)]

@@ -43,11 +43,11 @@ def _scheduled(
     log: PolicyLog,
 ) -> Scheduled:
     parts: list[Part] = []
-    has_parts = any(is_loop(e) or is_conditional(e) for e in program.jaxpr.eqns)
+    has_parts = any(is_loop(e) or is_conditional(e) for e in program.equations)
     takes_seed = bool(units) or has_parts
     if takes_seed:
         program = with_units(program, units)
-    log = log.of_arrays(v for equation in program.jaxpr.eqns for v in equation.outvars)
+    log = log.of_arrays(v for equation in program.equations for v in equation.outvars)
     if has_parts:
         program = _with_coded_parts(program, active, coded, log, parts)
     chosen = schedule(program, active, coded, log)
@@ -62,13 +62,12 @@ def _with_coded_parts(
     parts: list[Part],
 ) -> Program:
     """The program, whose last argument is a seed, with a backward pass of ours for each part."""
-    jaxpr = program.jaxpr
-    reached = tangents_of(jaxpr.eqns, [jaxpr.invars[i] for i in active])
-    numbers = {id(equation): number for number, equation in enumerate(jaxpr.eqns)}
-    held = {v for i, v in enumerate(jaxpr.invars) if i not in coded}
-    free = Graph(jaxpr, held).free
+    reached = tangents_of(program.equations, [program.arguments[i] for i in active])
+    numbers = {id(equation): number for number, equation in enumerate(program.equations)}
+    held = {v for i, v in enumerate(program.arguments) if i not in coded}
+    free = Graph(program, held).free
     builder = Builder()
-    *_, seed = arguments = jaxpr.invars
+    *_, seed = arguments = program.arguments
 
     def step(equation: JaxprEqn, operands: list[Any]) -> list[Any]:
         if reached.isdisjoint(variables(equation.invars)):
@@ -84,4 +83,4 @@ def _with_coded_parts(
         return builder.trace(part, seed, *operands, at=equation)
 
     results = builder.inline(program, arguments, step)
-    return builder.program(jaxpr, arguments, results)
+    return builder.program(program, arguments, results)

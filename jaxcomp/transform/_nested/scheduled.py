@@ -59,7 +59,7 @@ class Scheduled:
     @property
     def stored_operands(self) -> dict[int, int]:
         """The arguments that are stored as they are, by their number in `schedule.stored`."""
-        positions = {v: i for i, v in enumerate(self.schedule.graph.jaxpr.invars)}
+        positions = {v: i for i, v in enumerate(self.schedule.graph.program.arguments)}
         return {
             number: positions[v]
             for number, (v, how) in enumerate(self.schedule.stored.items())
@@ -89,7 +89,7 @@ class Scheduled:
 
     def backward(self, residual: Any, cotangents: ByPosition) -> ByPosition:
         """The cotangents of the active arguments, from those of the results."""
-        arriving = with_zeros(cotangents, self.schedule.smooth, self.schedule.graph.jaxpr.outvars)
+        arriving = with_zeros(cotangents, self.schedule.smooth, self.schedule.graph.program.results)
         stored, used = residual
         made = backward.backward(self.schedule, stored, used, list(arriving.values()))
         return dict(zip(self.schedule.active, made, strict=True))
@@ -111,6 +111,6 @@ def with_zeros(cotangents: ByPosition, smooth: Sequence[int], results: Sequence[
 def scoped(program: Program, equation: JaxprEqn) -> Program:
     """A program that an equation calls, with the equation's name scope around each of its own."""
     builder = Builder()
-    arguments = program.jaxpr.invars
+    arguments = program.arguments
     results = builder.inline(program, arguments, call=equation)
-    return builder.program(program.jaxpr, arguments, results)
+    return builder.program(program, arguments, results)

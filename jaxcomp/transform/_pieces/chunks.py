@@ -4,7 +4,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -19,14 +18,16 @@ from jaxcomp.transform._pieces.slice import wide
 from jaxcomp.transform._pieces.slices import Evaluate, largest_size
 from jaxcomp.transform._program.constants import constants, evaluated, part_of
 from jaxcomp.transform._program.program import (
+    Atom,
     Program,
-    Values,
+    Variable,
     apply,
     avals,
+    evaluate,
+    inputs,
     is_placed,
     is_variable,
-    read,
-    variables,
+    outputs,
 )
 
 _CHUNKS = 4
@@ -68,13 +69,13 @@ def _run(
     arguments: Sequence[Array],
 ) -> list[Array]:
     """The results, chunk after chunk, from the one with the most keys on."""
-    dtypes = [kind.dtype for kind in avals(masked.jaxpr.outvars)]
+    dtypes = [kind.dtype for kind in avals(masked.program.results)]
     made: list[Array] | None = None
-    for chunk, evaluate in parts:
+    for chunk, run in parts:
         given = list(arguments)
         if made is not None:
             given, made = barrier_by_type((given, made))
-        found = evaluate(cotangent, masked.arguments(chunk, given))
+        found = run(cotangent, masked.arguments(chunk, given))
         made = masked.added(chunk, made, found)
     assert made is not None
     return [x.astype(dtype) for x, dtype in zip(made, dtypes, strict=True)]
@@ -84,7 +85,7 @@ class _Masked:
     """A program with scores of which a constant mask hides some.
 
     Attributes:
-        jaxpr: The program's.
+        program: The program.
         chunks: Its chunks, those with the most keys first.
 
     Args:
@@ -95,39 +96,39 @@ class _Masked:
     """
 
     def __init__(self, program: Program) -> None:
-        self.jaxpr = program.jaxpr
-        self._consts = program.consts
-        self._values = evaluated(self.jaxpr)
-        scores, (queries, keys), hidden = masked_scores(self.jaxpr, self._values)
+        self.program = program
+        self._values = evaluated(program)
+        scores, (queries, keys), hidden = masked_scores(program, self._values)
         self.chunks = _chunks(hidden)
-        if any(map(is_placed, self.jaxpr.eqns)):
+        if any(map(is_placed, program.equations)):
             raise WholeError("an array is placed")
-        self._constants = constants(self.jaxpr)
-        others = [e for e in self.jaxpr.eqns if self._constants.isdisjoint(e.outvars)]
+        self._constants = constants(program)
+        others = [e for e in program.equations if self._constants.isdisjoint(e.outvars)]
         self._scores = Scores(Axes(others), scores, queries, keys)
 
     def part(self, chunk: Chunk) -> Program:
         """The program of a chunk, of parts of its arguments."""
-        kinds = [v.aval.update(shape=self._shape(v, chunk)) for v in self.jaxpr.invars]
-        return jax.make_jaxpr(lambda *given: self._evaluate(chunk, given))(*kinds)
+        kinds = [v.aval.update(shape=self._shape(v, chunk)) for v in self.program.arguments]
+        return Program.trace(lambda *given: self._evaluate(chunk, given), *kinds)
 
     def arguments(self, chunk: Chunk, arguments: Sequence[Array]) -> list[Array]:
         """The parts of the program's arguments that a chunk reads."""
-        pairs = zip(self.jaxpr.invars, arguments, strict=True)
+        pairs = zip(self.program.arguments, arguments, strict=True)
         return [self._sliced(chunk, v, x) for v, x in pairs]
 
     def added(self, chunk: Chunk, made: list[Array] | None, found: list[Array]) -> list[Array]:
         """The results with those of a chunk: set for its queries, added for its keys."""
         results = []
-        for i, (variable, part) in enumerate(zip(self.jaxpr.outvars, found, strict=True)):
+        kinds = avals(self.program.results)
+        for i, (variable, kind, part) in enumerate(
+            zip(self.program.results, kinds, found, strict=True)
+        ):
             rows, columns = self._scores.along(variable)
             summed = rows is None
             if summed:
                 part = part.astype(wide(part.dtype))
-            if made is None:
-                whole = vary_like(jnp.zeros(variable.aval.shape, part.dtype), part)
-            else:
-                whole = made[i]
+            zeros = jnp.zeros(kind.shape, part.dtype)
+            whole = vary_like(zeros, part) if made is None else made[i]
             axis, within = (columns, chunk.keys) if summed else (rows, chunk.queries)
             if axis is None:
                 results.append(whole + part)
@@ -153,24 +154,25 @@ class _Masked:
         return lax.slice(x, [r.start for r in ranges], [r.stop for r in ranges])
 
     def _evaluate(self, chunk: Chunk, arguments: Sequence[Array]) -> list[Array]:
-        env: Values = {
-            v: self._sliced(chunk, v, x)
-            for v, x in zip(self.jaxpr.constvars, self._consts, strict=True)
-        }
-        env |= dict(zip(self.jaxpr.invars, arguments, strict=True))
-        states = dict.fromkeys(env, State())
-        for equation in self.jaxpr.eqns:
+        states = dict.fromkeys([*self.program.constants, *self.program.arguments], State())
+        parts: dict[Variable, Array] = {}  # of constants
+
+        def part(atom: Atom, value: Any) -> Any:
+            if not is_variable(atom) or atom not in self._constants:
+                return value
+            if atom not in parts:
+                parts[atom] = part_of(self.program, atom, self._ranges(atom, chunk))
+            return parts[atom]
+
+        def step(equation: JaxprEqn, operands: list[Any]) -> list[Any]:
             if not self._constants.isdisjoint(equation.outvars):
-                continue
-            for atom in variables(equation.invars):
-                if atom in self._constants and atom not in env:
-                    env[atom] = part_of(self.jaxpr, atom, self._ranges(atom, chunk))
+                return [None] * len(equation.outvars)  # made where it is read
             state = state_of(equation, states, self._values, self._scores, chunk)
-            states |= dict.fromkeys(equation.outvars, state)
-            values = [read(env, atom) for atom in equation.invars]
-            made = self._apply(equation, values, chunk)
-            env |= dict(zip(equation.outvars, made, strict=True))
-        for variable in self.jaxpr.outvars:
+            states.update(dict.fromkeys(outputs(equation), state))
+            return self._apply(equation, list(map(part, inputs(equation), operands)), chunk)
+
+        results = evaluate(self._with_slices(chunk), arguments, step)
+        for variable in self.program.results:
             if not is_variable(variable) or variable in self._constants:
                 raise WholeError("a result is a constant")
             state, (rows, columns) = states[variable], self._scores.along(variable)
@@ -179,7 +181,12 @@ class _Masked:
             is_sum = rows is None and state.summed and known
             if not is_part and not is_sum:
                 raise WholeError(f"{variable.aval.str_short()} is no part and no sum")
-        return [read(env, atom) for atom in self.jaxpr.outvars]
+        return results
+
+    def _with_slices(self, chunk: Chunk) -> Program:
+        """The program, with the parts of its constant arguments that a chunk reads."""
+        pairs = zip(self.program.constants, self.program.consts, strict=True)
+        return Program(self.program.jaxpr, [self._sliced(chunk, v, x) for v, x in pairs])
 
     def _apply(self, equation: JaxprEqn, values: list[Any], chunk: Chunk) -> list[Any]:
         """Evaluates an equation for a chunk."""
@@ -190,7 +197,7 @@ class _Masked:
             params["limit_indices"] = tuple(start + size for start, size in pairs)
         elif name in _SIZES:
             params[_SIZES[name]] = self._shape(out, chunk)
-        return apply(self.jaxpr, equation.replace(params=params), values)
+        return apply(equation.replace(params=params), values)
 
 
 def _chunks(hidden: np.ndarray[Any, Any]) -> list[Chunk]:

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 
 from jaxcomp.transform._pieces.axes import WholeError
 from jaxcomp.transform._program.constants import value_of
-from jaxcomp.transform._program.program import is_variable
+from jaxcomp.transform._program.program import Program, is_variable
 
 Values = Mapping[Any, np.ndarray[Any, Any]]
 
@@ -20,7 +20,7 @@ _UNARY = {
 
 
 def masked_scores(
-    jaxpr: Jaxpr, constants: Values
+    program: Program, constants: Values
 ) -> tuple[Any, tuple[int, int], np.ndarray[Any, Any]]:
     """Scores of which a constant mask hides some, such as a causal one.
 
@@ -29,7 +29,7 @@ def masked_scores(
     may hide all keys that a constant one shows.
 
     Args:
-        jaxpr: The program.
+        program: The program.
         constants: Values of its constants.
 
     Returns:
@@ -39,9 +39,8 @@ def masked_scores(
     Raises:
         WholeError: If there are no such scores.
     """
-    made_by = {v: equation for equation in jaxpr.eqns for v in equation.outvars}
-    for equation in jaxpr.eqns:
-        hidden = _hidden(equation, constants, made_by)
+    for equation in program.equations:
+        hidden = _hidden(equation, constants, program.made_by)
         if hidden is not None:
             axes = [i for i, size in enumerate(hidden.shape) if size > 1]
             if len(axes) == 2:

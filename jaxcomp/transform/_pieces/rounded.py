@@ -4,12 +4,12 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn
 from jaxtyping import Array
 
 from jaxcomp.memory._tracing import CHECKPOINT_PRIMITIVES, inner_jaxprs, open_jaxpr
 from jaxcomp.transform._program.builder import Builder
-from jaxcomp.transform._program.program import BODIES, Program, avals, closed, with_bodies
+from jaxcomp.transform._program.program import BODIES, Program, avals, with_bodies
 
 _ALGORITHMS = {lax.DotAlgorithmPreset.BF16_BF16_F32, lax.DotAlgorithmPreset.BF16_BF16_BF16}
 _BODIES = BODIES | dict.fromkeys(CHECKPOINT_PRIMITIVES, "jaxpr")
@@ -37,12 +37,12 @@ def with_rounded_operands(program: Program) -> Program:
             equation = with_bodies(equation, _BODIES[equation.primitive.name], _body)
         return builder.add(equation, operands)
 
-    arguments = program.jaxpr.invars
+    arguments = program.arguments
     results = builder.inline(program, arguments, step)
-    return builder.program(program.jaxpr, arguments, results)
+    return builder.program(program, arguments, results)
 
 
-def _rounds(program: Any) -> bool:
+def _rounds(program: Program | Jaxpr) -> bool:
     """Whether a product in a program rounds an operand."""
     return any(
         _is_rounding(equation) or any(map(_rounds, inner_jaxprs(equation)))
@@ -63,6 +63,5 @@ def _rounded(operands: list[Array]) -> list[Array]:
 
 def _body(body: Any) -> Any:
     """The body of a scan, a branch or a `jax.checkpoint`, which has no constants of its own."""
-    if hasattr(body, "consts"):
-        return with_rounded_operands(body)
-    return with_rounded_operands(closed(body, [])).jaxpr
+    rounded = with_rounded_operands(Program.of(body))
+    return rounded.closed if hasattr(body, "consts") else rounded.jaxpr

@@ -20,6 +20,7 @@ from jaxcomp.transform._program.program import (
     avals,
     is_placed,
     is_variable,
+    outputs,
     read,
     scope_of,
 )
@@ -50,15 +51,14 @@ class Part:
         number: Array,
         copied: set[Any],
     ) -> None:
-        jaxpr = self._jaxpr = program.jaxpr
         self._count, self._number, self._copied = count, number, copied
-        self._made_by = {v: e for e in jaxpr.eqns for v in e.outvars}
-        self._whole = dict(zip(jaxpr.constvars, program.consts, strict=True))
-        self._whole |= dict(zip(jaxpr.invars, arguments, strict=True))
+        self._made_by = program.made_by
+        self._whole = dict(zip(program.constants, program.consts, strict=True))
+        self._whole |= dict(zip(program.arguments, arguments, strict=True))
         self._most = max(array.size for array in arguments)
         self._parts: dict[Any, Array] = {}
         self._asked: dict[Any, int] = {}  # the axis of each large product, computed along one alone
-        self._constants = constants(jaxpr)  # such as a causal mask, which XLA fuses into readers
+        self._constants = constants(program)  # such as a causal mask, which XLA fuses into readers
 
     def part(self, atom: Any, axis: int) -> Array:
         """A part of a value along an axis.
@@ -129,8 +129,8 @@ class Part:
             is_costly = atom.aval.size > self._most or any(inner_jaxprs(equation))
             if is_costly and atom not in self._constants:
                 raise WholeError(f"{equation.primitive} of shape {atom.aval.shape}")
-            made = apply(self._jaxpr, equation, [self._all(v) for v in equation.invars])
-            self._whole |= dict(zip(equation.outvars, made, strict=True))
+            made = apply(equation, [self._all(v) for v in equation.invars])
+            self._whole |= dict(zip(outputs(equation), made, strict=True))
         return read(self._whole, atom)
 
     def _step(self, equation: JaxprEqn, result: Any, axis: int) -> Array | None:

@@ -7,10 +7,8 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import jaxpr_as_fun
 from jaxtyping import Array
 
 from jaxcomp._core.one_device import on_one
@@ -18,7 +16,7 @@ from jaxcomp._core.shard_map import barrier_by_type, vary_like
 from jaxcomp.memory._flops import jaxpr_flops
 from jaxcomp.transform._pieces.axes import WholeError
 from jaxcomp.transform._pieces.slice import Part, wide
-from jaxcomp.transform._program.program import Program, avals, variables
+from jaxcomp.transform._program.program import Program, avals, outputs, variables
 
 _PART = 3 * 2**25  # bytes of the largest array of a part, if of float32
 _PART_OF_TPU = 2**25  # XLA keeps more of such a small part in a TPU's fast memory
@@ -65,7 +63,7 @@ def in_parts(program: Program, whole: Evaluate, others: int = 0) -> Evaluate:
 
 def largest_size(program: Program) -> int:
     """Elements of the largest array that a program makes."""
-    return max((v.aval.size for e in program.jaxpr.eqns for v in e.outvars), default=0)
+    return max((v.aval.size for e in program.equations for v in outputs(e)), default=0)
 
 
 def _run_of_parts(program: Program, nbytes: int, least: int) -> Evaluate | None:
@@ -87,13 +85,12 @@ def _traced(program: Program, division: _Division) -> Evaluate:
     """
     copied: set[Any] = set()
     run = functools.partial(_run, program, division, copied)
-    made = jax.make_jaxpr(run)(avals(program.jaxpr.invars))
+    made = Program.trace(run, avals(program.arguments))
     if _of_products(program) < _RATIO * sum(v.aval.size for v in copied):
         raise WholeError("arguments are large")
     if _flops(made) > _WORK * _flops(program):
         raise WholeError("each part takes products of the whole")
-    traced = jaxpr_as_fun(made)
-    return lambda _, arguments: traced(*arguments)
+    return lambda _, arguments: made(*arguments)
 
 
 def _flops(program: Program) -> float:
@@ -103,9 +100,9 @@ def _flops(program: Program) -> float:
 
 def _of_products(program: Program) -> int:
     """Elements of what products read and make, where that is larger than each argument."""
-    most = max((kind.size for kind in avals(program.jaxpr.invars)), default=0)
-    products = [e for e in program.jaxpr.eqns if e.primitive.name == "dot_general"]
-    operands = {v for e in products for v in (*variables(e.invars), *e.outvars)}
+    most = max((kind.size for kind in avals(program.arguments)), default=0)
+    products = [e for e in program.equations if e.primitive.name == "dot_general"]
+    operands = {v for e in products for v in (*variables(e.invars), *outputs(e))}
     return sum(v.aval.size for v in operands if v.aval.size > most)
 
 
@@ -116,7 +113,7 @@ def _divisions(program: Program, count: int) -> list[_Division]:
     over the parts. In a second candidate small results of equal size are sums, too: a weight may
     happen to have as many features as there are tokens.
     """
-    results = avals(program.jaxpr.outvars)
+    results = avals(program.results)
     if not results:
         return []
     largest = max(results, key=lambda kind: kind.size)
@@ -145,12 +142,12 @@ def _run(
     # The arrays that the parts are written to are not made before the arguments are there.
     zero = vary_like(jnp.zeros(()), arguments)
     arguments, zero = barrier_by_type((arguments, zero))
-    results = avals(program.jaxpr.outvars)
+    results = avals(program.results)
     axis, count, is_cut = division
 
     def step(made: list[Array], number: Array) -> tuple[list[Array], None]:
         parts = Part(program, arguments, count, number, copied)
-        pairs = zip(made, program.jaxpr.outvars, is_cut, strict=True)
+        pairs = zip(made, program.results, is_cut, strict=True)
         return [
             _written(whole, parts.part(v, axis), number, axis) if part else whole + parts.total(v)
             for whole, v, part in pairs

@@ -16,10 +16,9 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jaxcomp._core.explicit import automatic_mesh, explicit_axes, explicit_axes_of, spec_of
-from jaxcomp.transform._program.program import Program, Values, apply, closed, read, scope_of
+from jaxcomp.transform._program.program import Program, apply, avals, evaluate, scope_of
 
 _SHARDINGS = ("out_sharding", "sharding", "dst_sharding")
-_ALONE = jax.make_jaxpr(lambda: 0)().jaxpr  # of an equation that stands alone
 
 
 def run_over_automatic_axes(
@@ -35,7 +34,7 @@ def run_over_automatic_axes(
     Returns:
         The results, with the shardings of the program's.
     """
-    specs = [spec_of(aval) for aval in program.out_avals]
+    specs = [spec_of(aval) for aval in avals(program.results)]
 
     def inner(*values: Any) -> list[Any]:
         return run(rewriter.program(program), *values)
@@ -84,28 +83,26 @@ class _Rewriter:
     def program(self, program: Program) -> Program:
         """The same program over automatic axes."""
         structs = [
-            jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type) for a in program.in_avals
+            jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type)
+            for a in avals(program.arguments)
         ]
         with jax.sharding.use_abstract_mesh(self.automatic):
-            return jax.make_jaxpr(functools.partial(self.run, program))(*structs)
+            return Program.trace(functools.partial(self.run, program), *structs)
 
     def run(self, program: Program, *arguments: Any) -> list[Any]:
         """Evaluates a program over automatic axes."""
-        jaxpr = program.jaxpr
-        env: Values = dict(zip(jaxpr.constvars, program.consts, strict=True))
-        env |= dict(zip(jaxpr.invars, arguments, strict=True))
-        for equation in jaxpr.eqns:
-            values = [read(env, atom) for atom in equation.invars]
+
+        def step(equation: JaxprEqn, operands: list[Any]) -> list[Any]:
             with scope_of(equation):
-                made = self._results(equation, values)
-            env |= dict(zip(equation.outvars, made, strict=True))
-        return [read(env, atom) for atom in jaxpr.outvars]
+                return self._results(equation, operands)
+
+        return evaluate(program, arguments, step)
 
     def _results(self, equation: JaxprEqn, values: list[Any]) -> list[Any]:
         if equation.primitive.name == "mesh_cast":  # to or from automatic axes
             return values
         if not explicit_axes_of(equation.ctx.cur_abstract_mesh):
-            return apply(_ALONE, equation, values)
+            return apply(equation, values)
         asked = next((equation.params[k] for k in _SHARDINGS if equation.params.get(k)), None)
         if equation.primitive.name == "reshard":
             return [_constrained(values[0], asked)]
@@ -115,18 +112,18 @@ class _Rewriter:
         if "bwd" in params:
             params["bwd"] = self._backward(equation)
         rewritten = equation.replace(params=params, ctx=self._context)
-        made = apply(_ALONE, rewritten, values)
+        made = apply(rewritten, values)
         return [_constrained(value, asked) for value in made] if asked else made
 
     def _rewritten(self, name: str, parameter: Any) -> Any:
         if name in _SHARDINGS:
             return None
         if isinstance(parameter, ClosedJaxpr):
-            return self.program(parameter)
+            return self.program(Program.of(parameter)).closed
         if isinstance(parameter, Jaxpr):
-            return self.program(closed(parameter, [])).jaxpr
+            return self.program(Program(parameter)).jaxpr
         if isinstance(parameter, tuple) and any(isinstance(p, ClosedJaxpr) for p in parameter):
-            return tuple(map(self.program, parameter))
+            return tuple(self.program(Program.of(p)).closed for p in parameter)
         if name in ("jvp_jaxpr_fun", "fwd_jaxpr_thunk"):
             return self._rule(parameter)
         return parameter
@@ -137,7 +134,7 @@ class _Rewriter:
         def traced(*zeros: bool) -> tuple[Any, ...]:
             with jax.sharding.use_abstract_mesh(self.explicit):
                 jaxpr, constants, *rest = rule.call_wrapped(*zeros)
-            program = self.program(closed(jaxpr, constants))
+            program = self.program(Program(jaxpr, constants))
             return program.jaxpr, program.consts, *rest
 
         return linear_util.wrap_init(traced, debug_info=rule.debug_info)
@@ -157,7 +154,9 @@ class _Rewriter:
                 program, shape = jax.make_jaxpr(rule.call_wrapped, return_shape=True)(
                     *map(_struct, (*residuals, *results))
                 )
-            return jax.tree.unflatten(jax.tree.structure(shape), self.run(program, *values))
+            return jax.tree.unflatten(
+                jax.tree.structure(shape), self.run(Program.of(program), *values)
+            )
 
         return linear_util.wrap_init(of_values, debug_info=rule.debug_info)
 
@@ -166,7 +165,7 @@ class _Rewriter:
 
         def body(*arguments: Any) -> list[Any]:
             inner = _Rewriter(self.explicit, jax.sharding.get_abstract_mesh())
-            return inner.run(closed(params["jaxpr"], []), *arguments)
+            return inner.run(Program(params["jaxpr"]), *arguments)
 
         mapped = jax.shard_map(
             body,

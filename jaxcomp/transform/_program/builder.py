@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import DropVar, JaxprEqn, Literal, Var
 
 from jaxcomp.transform._program.origins import located
 from jaxcomp.transform._program.program import (
@@ -14,7 +14,8 @@ from jaxcomp.transform._program.program import (
     Values,
     avals,
     called_program,
-    closed,
+    is_variable,
+    outputs,
     scope_of,
 )
 
@@ -64,7 +65,7 @@ class Builder:
     def copy(self, equation: JaxprEqn, env: Values) -> None:
         """Adds an equation of another program, whose variables `env` renames."""
         results = self.add(equation, renamed(env, equation.invars))
-        env.update(zip(equation.outvars, results, strict=True))
+        env.update(zip(outputs(equation), results, strict=True))
 
     def inline(
         self,
@@ -85,9 +86,8 @@ class Builder:
             The program's results.
         """
         step = step or self.add
-        jaxpr = program.jaxpr
-        env = self.constants_of(program) | dict(zip(jaxpr.invars, operands, strict=True))
-        for equation in jaxpr.eqns:
+        env = self.constants_of(program) | dict(zip(program.arguments, operands, strict=True))
+        for equation in program.equations:
             values = renamed(env, equation.invars)
             if call is not None:
                 equation = _within(equation, call)
@@ -95,9 +95,9 @@ class Builder:
             if called is None:
                 results = step(equation, values)
             else:
-                results = self.inline(_located(called, equation), values, step, equation)
-            env.update(zip(equation.outvars, results, strict=True))
-        return renamed(env, jaxpr.outvars)
+                results = self.inline(located(called, equation), values, step, equation)
+            env.update(zip(outputs(equation), results, strict=True))
+        return renamed(env, program.results)
 
     def trace(
         self, function: Callable[..., list[Any]], *operands: Any, at: JaxprEqn | None = None
@@ -118,9 +118,9 @@ class Builder:
             with contextlib.nullcontext() if at is None else scope_of(at):
                 return function(*jax.tree.unflatten(tree, leaves))
 
-        return self.inline(jax.make_jaxpr(run)(*avals(leaves)), leaves)
+        return self.inline(Program.trace(run, *avals(leaves)), leaves)
 
-    def program(self, like: Jaxpr, arguments: Sequence[Any], results: Sequence[Any]) -> Program:
+    def program(self, like: Program, arguments: Sequence[Any], results: Sequence[Any]) -> Program:
         """The program so far.
 
         Args:
@@ -135,32 +135,32 @@ class Builder:
             if not used.issuperset(equation.outvars):
                 outs: list[Any] = equation.outvars
                 outs[:] = [v if v in used else DropVar(v.aval) for v in outs]
-        jaxpr = like.replace(
+        jaxpr = like.jaxpr.replace(
             constvars=[variable for variable, _ in constants],
             invars=list(arguments),
             outvars=list(results),
             eqns=self._equations,
         )
-        return closed(jaxpr, [value for _, value in constants])
+        return Program(jaxpr, [value for _, value in constants])
 
     def constants_of(self, program: Program) -> Values:
         """The variables of a program's constants in the new program."""
         env: Values = {}
-        for variable, value in zip(program.jaxpr.constvars, program.consts, strict=True):
+        for variable, value in zip(program.constants, program.consts, strict=True):
             env[variable], _ = self._constants.setdefault(id(value), (Var(variable.aval), value))
         return env
 
 
 def renamed(env: Values, atoms: Sequence[Any]) -> list[Any]:
     """Variables by their names in the new program; literals as they are."""
-    return [env[a] if isinstance(a, Var) else a for a in atoms]
+    return [env[a] if is_variable(a) else a for a in atoms]
 
 
 def flat(program: Program) -> Program:
     """The same program with calls looked through and equal equations once."""
     builder = Builder()
-    results = builder.inline(program, program.jaxpr.invars)
-    return builder.program(program.jaxpr, program.jaxpr.invars, results)
+    results = builder.inline(program, program.arguments)
+    return builder.program(program, program.arguments, results)
 
 
 def _is_reshape(equation: JaxprEqn) -> bool:
@@ -171,11 +171,6 @@ def _is_reshape(equation: JaxprEqn) -> bool:
         return False
     (before, *_), (after,) = avals(equation.invars), avals(equation.outvars)
     return before.size == after.size
-
-
-def _located(called: Any, equation: JaxprEqn) -> Program:
-    jaxpr = located(getattr(called, "jaxpr", called), equation)
-    return closed(jaxpr, getattr(called, "consts", ()))
 
 
 def _within(equation: JaxprEqn, call: JaxprEqn) -> JaxprEqn:

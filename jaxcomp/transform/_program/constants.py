@@ -8,34 +8,41 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 from jaxtyping import Array
 
 from jaxcomp.transform._program.primitives import POINTWISE, is_cheap
-from jaxcomp.transform._program.program import apply, avals, is_variable, variables
+from jaxcomp.transform._program.program import (
+    Program,
+    Variable,
+    apply,
+    avals,
+    is_variable,
+    variables,
+)
 
 _LARGEST = 2**26  # elements of a constant that is evaluated
 
 
-def constants(jaxpr: Jaxpr) -> set[Any]:
+def constants(program: Program) -> set[Variable]:
     """The variables that cheap equations make of literals."""
     found: set[Any] = set()
-    for equation in jaxpr.eqns:
+    for equation in program.equations:
         cheap = is_cheap(equation) or equation.primitive.name == "pvary"
         if cheap and found.issuperset(variables(equation.invars)):
             found.update(equation.outvars)
     return found
 
 
-def evaluated(jaxpr: Jaxpr) -> dict[Any, np.ndarray[Any, Any]]:
+def evaluated(program: Program) -> dict[Variable, np.ndarray[Any, Any]]:
     """The constants of a program, with one element along each axis that they are repeated along.
 
     A mask of all examples and heads has a single one of each. Those that need other steps than
     elementwise ones and moves of axes are missing, and those of more than 2**26 elements.
     """
     found: dict[Any, np.ndarray[Any, Any]] = {}
-    of_literals = constants(jaxpr)
-    for equation in jaxpr.eqns:
+    of_literals = constants(program)
+    for equation in program.equations:
         (out, *more) = equation.outvars
         given = [value_of(v, found) for v in equation.invars]
         if out in of_literals and not more and all(value is not None for value in given):
@@ -45,20 +52,19 @@ def evaluated(jaxpr: Jaxpr) -> dict[Any, np.ndarray[Any, Any]]:
     return found
 
 
-def part_of(jaxpr: Jaxpr, variable: Any, ranges: Sequence[slice]) -> Array:
+def part_of(program: Program, variable: Variable, ranges: Sequence[slice]) -> Array:
     """A part of a constant, made without the rest of it.
 
     Args:
-        jaxpr: The program.
+        program: The program.
         variable: The constant's variable.
         ranges: What is made, along each axis.
     """
-    made_by = {v: equation for equation in jaxpr.eqns for v in equation.outvars}
 
     def make(atom: Any, ranges: Sequence[slice]) -> Any:
         if not is_variable(atom):
             return atom.val
-        equation = made_by[atom]
+        equation = program.made_by[atom]
         name, params = equation.primitive.name, dict(equation.params)
         shape = tuple(r.stop - r.start for r in ranges)
         operands = [list(slice(0, n) for n in v.shape) for v in avals(equation.invars)]
@@ -77,12 +83,12 @@ def part_of(jaxpr: Jaxpr, variable: Any, ranges: Sequence[slice]) -> Array:
             operands = [list(ranges) if whole else whole for whole in operands]
         else:
             values = [make(v, whole) for v, whole in zip(equation.invars, operands, strict=True)]
-            made = apply(jaxpr, equation, values)[equation.outvars.index(atom)]
+            made = apply(equation, values)[equation.outvars.index(atom)]
             return lax.slice(made, [r.start for r in ranges], [r.stop for r in ranges])
         values = [make(v, part) for v, part in zip(equation.invars, operands, strict=True)]
         if name == "broadcast_in_dim":
             values = [_in_memory(x, shape) for x in values]
-        (made,) = apply(jaxpr, equation.replace(params=params), values)
+        (made,) = apply(equation.replace(params=params), values)
         return made
 
     made: Array = make(variable, ranges)

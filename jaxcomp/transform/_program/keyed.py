@@ -36,10 +36,10 @@ class Keyed:
         There is none if a parameter of an equation is a function, such as the rule of a user's
         `jax.custom_jvp` or `jax.custom_vjp`: it may close over anything.
         """
-        if program.jaxpr.effects:
+        if program.jaxpr.effects or program.consts:
             return None
         try:
-            key = _key(program), rest, jnp.result_type(float)  # which jax_enable_x64 changes
+            key = _key_of_jaxpr(program.jaxpr), rest, jnp.result_type(float)  # which jax_enable_x64 changes
             hash(key)
         except TypeError:  # raised by `_key`, or of an unhashable parameter
             return None

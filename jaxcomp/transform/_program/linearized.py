@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr, jaxpr_as_fun
+from jax.extend.core import Jaxpr
 
 from jaxcomp.transform._program.builder import flat
-from jaxcomp.transform._program.program import Program, avals, closed
+from jaxcomp.transform._program.program import Atom, Program, avals, is_reference
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Linearized:
     @property
     def coefficients(self) -> list[Any]:
         """The variables of the forward program that are the linear one's coefficients."""
-        count = len(self.linear.jaxpr.invars) - len(self.active)
-        return list(self.forward.jaxpr.outvars[self.results :][:count])
+        count = len(self.linear.arguments) - len(self.active)
+        return self.forward.results[self.results :][:count]
 
 
 def linearize(program: Program, active: Sequence[int]) -> Linearized:
@@ -46,17 +46,15 @@ def linearize(program: Program, active: Sequence[int]) -> Linearized:
     Raises:
         NotImplementedError: If the linear program reads or writes references.
     """
-    arguments = avals(program.jaxpr.invars)
-    results = avals(program.jaxpr.outvars)
-    _check_no_references([arguments[i] for i in active])
+    arguments, results = avals(program.arguments), avals(program.results)
+    _check_no_references([program.arguments[i] for i in active])
     smooth = [i for i, r in enumerate(results) if jnp.issubdtype(r.dtype, jnp.inexact)]
-    function = jaxpr_as_fun(program)
     linear: list[Jaxpr] = []  # without its constants, which are tracers of the forward program
 
     def both(*values: Any) -> Any:
         def at(*chosen: Any) -> Any:
             full = dict(enumerate(values)) | dict(zip(active, chosen, strict=True))
-            made = function(*full.values())
+            made = program(*full.values())
             return [made[i] for i in smooth], made
 
         chosen = [values[i] for i in active]
@@ -65,20 +63,16 @@ def linearize(program: Program, active: Sequence[int]) -> Linearized:
         linear.append(traced.jaxpr)
         return made, traced.consts
 
-    forward = flat(jax.make_jaxpr(both)(*arguments))
+    forward = flat(Program.trace(both, *arguments))
     (opened,) = linear
-    made = [v for e in opened.eqns for v in e.outvars]
-    _check_no_references(avals([*opened.constvars, *opened.invars, *made]))
-    whole = closed(
-        opened.replace(constvars=[], invars=[*opened.constvars, *opened.invars]),
-        [],
-    )
+    whole = Program(opened.replace(constvars=[], invars=[*opened.constvars, *opened.invars]))
+    _check_no_references([*whole.arguments, *whole.made_by])
     return Linearized(forward, flat(whole), len(results), tuple(active), tuple(smooth))
 
 
-def _check_no_references(kinds: Sequence[Any]) -> None:
-    """Raises a NotImplementedError if a type of a linear program is that of a reference."""
-    refs = [kind for kind in kinds if isinstance(kind, jax.ref.AbstractRef)]
+def _check_no_references(atoms: Sequence[Atom]) -> None:
+    """Raises a NotImplementedError if an atom of a linear program is a reference."""
+    refs = [atom.aval for atom in atoms if is_reference(atom)]
     if refs:
         raise NotImplementedError(
             f"fn makes or differentiates a reference of jax.new_ref ({refs[0]}): expected arrays "
@@ -97,13 +91,13 @@ def transpose(linear: Program, count: int) -> Program:
     Returns:
         From the coefficients and the cotangents of the results to those of these arguments.
     """
-    kinds = avals(linear.jaxpr.invars)
+    kinds = avals(linear.arguments)
     coefficients, tangents = kinds[: len(kinds) - count], kinds[len(kinds) - count :]
 
     def backward(coefficients: list[Any], cotangents: list[Any]) -> Any:
         def pushed(*tangents: Any) -> list[Any]:
-            return list(jaxpr_as_fun(linear)(*coefficients, *tangents))
+            return linear(*coefficients, *tangents)
 
         return jax.linear_transpose(pushed, *tangents)(cotangents)
 
-    return flat(jax.make_jaxpr(backward)(coefficients, avals(linear.jaxpr.outvars)))
+    return flat(Program.trace(backward, coefficients, avals(linear.results)))

@@ -4,11 +4,12 @@ import functools
 import os
 from typing import Any
 
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 
 from jaxcomp._core.module_scopes import scope_path
 from jaxcomp.memory._origin import scopes_of
 from jaxcomp.memory._source_line import LIBRARIES
+from jaxcomp.transform._program.program import Program
 
 
 def module_path(equation: JaxprEqn | None) -> str:
@@ -16,7 +17,7 @@ def module_path(equation: JaxprEqn | None) -> str:
     return "" if equation is None else scope_path(scopes_of(equation.source_info.name_stack))
 
 
-def located(called: Jaxpr, call: JaxprEqn) -> Jaxpr:
+def located(called: Program, call: JaxprEqn) -> Program:
     """A called program; equations of a function that is JAX's own have the line of the call.
 
     JAX traces a jitted function such as `jax.nn.relu` once for all its callers, and remembers the
@@ -27,9 +28,9 @@ def located(called: Jaxpr, call: JaxprEqn) -> Jaxpr:
         e.replace(source_info=e.source_info.replace(traceback=traceback))
         if _is_of_jax(e.source_info.traceback)
         else e
-        for e in called.eqns
+        for e in called.equations
     ]
-    return called.replace(eqns=equations)
+    return Program(called.jaxpr.replace(eqns=equations), called.consts)
 
 
 @functools.lru_cache(4096)

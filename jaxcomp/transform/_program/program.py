@@ -1,20 +1,32 @@
-"""Programs as flat lists of equations."""
+"""`Program`: a traced function as a list of equations, and how one is evaluated."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, cast
 
 import jax
 import jax.extend.core
 import jax.numpy as jnp
+from jax.core import ShapedArray
 from jax.extend import source_info_util
 from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
-from jaxcomp.transform._program.primitives import (
-    CHEAP,
-    HEAVY,
-    REDUCTIONS,
-)
+from jaxcomp.memory._tracing import open_jaxpr
+from jaxcomp.transform._program.primitives import CHEAP, HEAVY, REDUCTIONS
+
+if TYPE_CHECKING:
+
+    class Variable(Var):
+        """A variable of a program; its type is that of an array."""
+
+        aval: ShapedArray
+
+else:
+    Variable = Var
+
+Atom: TypeAlias = Variable | Literal
+Values: TypeAlias = dict[Variable, Any]  # arrays; or atoms of another program
 
 # Calls that are looked through, by the parameter that holds what is called.
 CALLS = {
@@ -27,9 +39,6 @@ CALLS = {
 BODIES = {"scan": "jaxpr", "cond": "branches"}  # by the parameter that holds them
 _SIMPLE = CHEAP | HEAVY | REDUCTIONS - {"reduce"}  # without programs among their parameters
 
-Program: TypeAlias = Any  # a jaxpr with its constants, in whichever class this JAX has for it
-Values = dict[Any, Any]
-
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -37,6 +46,95 @@ class Static:
     """What is no array, in a pytree."""
 
     value: Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """A traced function: arguments, equations, results, and the constants that they read.
+
+    Attributes:
+        jaxpr: The equations, with the variables of arguments, constants and results.
+        consts: The values of the constants.
+    """
+
+    jaxpr: Jaxpr
+    consts: Sequence[Any] = ()
+
+    @classmethod
+    def of(cls, traced: Any) -> "Program":
+        """A jaxpr of JAX, with its constants if it has any."""
+        return cls(open_jaxpr(traced), getattr(traced, "consts", ()))
+
+    @classmethod
+    def trace(cls, function: Callable[..., Any], *arguments: Any) -> "Program":
+        """A function of arrays as a program, for arguments of these shapes and dtypes."""
+        return cls.of(jax.make_jaxpr(function)(*arguments))
+
+    @property
+    def closed(self) -> Any:
+        """The program in the class that JAX has for a jaxpr with constants."""
+        return vars(jax.extend.core)["ClosedJaxpr"](self.jaxpr, self.consts)
+
+    @property
+    def arguments(self) -> list[Variable]:
+        """The variables of the arguments."""
+        return cast(list[Variable], self.jaxpr.invars)
+
+    @property
+    def constants(self) -> list[Variable]:
+        """The variables of the constants."""
+        return cast(list[Variable], self.jaxpr.constvars)
+
+    @property
+    def equations(self) -> list[JaxprEqn]:
+        """The equations, each after those whose results it reads."""
+        return self.jaxpr.eqns
+
+    @property
+    def results(self) -> list[Atom]:
+        """The results."""
+        return cast(list[Atom], self.jaxpr.outvars)
+
+    @functools.cached_property
+    def made_by(self) -> dict[Variable, JaxprEqn]:
+        """The equation that makes each variable."""
+        return {v: e for e in self.equations for v in outputs(e) if not isinstance(v, DropVar)}
+
+    @functools.cached_property
+    def readers(self) -> dict[Variable, list[JaxprEqn]]:
+        """The equations that read each variable."""
+        return readers_of(self.equations)
+
+    def environment(self, arguments: Sequence[Any]) -> Values:
+        """The values of the variables that no equation makes, for some arguments."""
+        variables = *self.constants, *self.arguments
+        return dict(zip(variables, (*self.consts, *arguments), strict=True))
+
+    def __call__(self, *arguments: Any) -> list[Any]:
+        """The results for some arguments."""
+        return list(jaxpr_as_fun(self.closed)(*arguments))
+
+
+def evaluate(
+    program: Program,
+    arguments: Sequence[Any],
+    step: Callable[[JaxprEqn, list[Any]], list[Any]],
+) -> list[Any]:
+    """Takes a program's steps one by one.
+
+    Args:
+        program: The program.
+        arguments: Its arguments.
+        step: Takes an equation and its operands and returns its results, as `apply` does.
+
+    Returns:
+        The program's results.
+    """
+    env = program.environment(arguments)
+    for equation in program.equations:
+        operands = [read(env, atom) for atom in equation.invars]
+        env |= dict(zip(outputs(equation), step(equation, operands), strict=True))
+    return [read(env, atom) for atom in program.results]
 
 
 def read(env: Values, atom: Any) -> Any:
@@ -49,38 +147,46 @@ def as_array(value: Any) -> Any:
     return value if isinstance(value, jax.Array) else jnp.asarray(value)
 
 
-def variables(atoms: Sequence[Any]) -> list[Any]:
+def inputs(equation: JaxprEqn) -> list[Atom]:
+    """The operands of an equation."""
+    return cast(list[Atom], equation.invars)
+
+
+def outputs(equation: JaxprEqn) -> list[Variable]:
+    """The variables of an equation's results."""
+    return cast(list[Variable], equation.outvars)
+
+
+def variables(atoms: Sequence[Any]) -> list[Variable]:
     """Those of an equation's operands or results that are variables, each once."""
     return list(dict.fromkeys(a for a in atoms if not isinstance(a, Literal | DropVar)))
 
 
-def closed(jaxpr: Jaxpr, constants: Sequence[Any]) -> Program:
-    """A jaxpr with its constants."""
-    return vars(jax.extend.core)["ClosedJaxpr"](jaxpr, constants)
-
-
-def apply(jaxpr: Jaxpr, equation: JaxprEqn, values: Sequence[Any]) -> list[Any]:
+def apply(equation: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
     """Evaluates one equation of a program, under its own name scope and source line."""
     if equation.primitive.name in _SIMPLE:
         with scope_of(equation), equation.ctx.manager:
-            results = equation.primitive.bind(*values, **equation.params)
+            results = equation.primitive.bind(*operands, **equation.params)
         return list(results) if equation.primitive.multiple_results else [results]
-    pairs = zip(equation.invars, values, strict=True)
-    operands = {atom: value for atom, value in pairs if not isinstance(atom, Literal)}
-    given = variables(equation.invars)
-    results = [v for v in equation.outvars if not isinstance(v, DropVar)]
-    alone = jaxpr.replace(
-        constvars=[],
-        invars=given,
-        outvars=results,
+    pairs = zip(equation.invars, operands, strict=True)
+    values = {atom: value for atom, value in pairs if not isinstance(atom, Literal)}
+    alone = _empty().replace(
+        invars=list(values),
+        outvars=[v for v in equation.outvars if not isinstance(v, DropVar)],
         eqns=[equation],
         effects=equation.effects,
     )
-    made = iter(jaxpr_as_fun(closed(alone, []))(*[operands[v] for v in given]))
-    return [None if isinstance(v, DropVar) else next(made) for v in equation.outvars]
+    results = iter(Program(alone)(*values.values()))
+    return [None if isinstance(v, DropVar) else next(results) for v in equation.outvars]
 
 
-def called_program(equation: JaxprEqn) -> Any:
+@functools.cache
+def _empty() -> Jaxpr:
+    """A jaxpr without equations."""
+    return jax.make_jaxpr(lambda: ())().jaxpr
+
+
+def called_program(equation: JaxprEqn) -> Program | None:
     """The program that an equation calls; None if it asks for more, such as a sharding."""
     name = CALLS.get(equation.primitive.name)
     if name is None:
@@ -89,7 +195,7 @@ def called_program(equation: JaxprEqn) -> Any:
         for sharding in equation.params.get(shardings, ()):
             if type(sharding).__name__ != "UnspecifiedValue":
                 return None
-    return equation.params[name]
+    return Program.of(equation.params[name])
 
 
 def scope_of(equation: JaxprEqn) -> Any:
@@ -99,14 +205,19 @@ def scope_of(equation: JaxprEqn) -> Any:
     return source_info_util.user_context(info.traceback, name_stack=stack)
 
 
-def avals(atoms: Sequence[Any]) -> list[Any]:
+def avals(atoms: Sequence[Any]) -> list[ShapedArray]:
     """Shapes, dtypes and manual mesh axes of a program's arguments or results."""
     return [atom.aval for atom in atoms]
 
 
-def is_variable(atom: Any) -> bool:
+def is_variable(atom: Any) -> TypeGuard[Variable]:
     """Whether an operand is a variable, not a literal."""
     return isinstance(atom, Var)
+
+
+def is_reference(atom: Any) -> bool:
+    """Whether an argument is a reference of `jax.new_ref`, not an array."""
+    return isinstance(atom.aval, jax.ref.AbstractRef)
 
 
 def is_of_collective(effect: Any) -> bool:
@@ -146,9 +257,9 @@ def needed(equations: Sequence[JaxprEqn], wanted: Sequence[Any]) -> list[JaxprEq
     return kept[::-1]
 
 
-def readers_of(equations: Iterable[JaxprEqn]) -> dict[Any, list[JaxprEqn]]:
+def readers_of(equations: Iterable[JaxprEqn]) -> dict[Variable, list[JaxprEqn]]:
     """The equations that read each value."""
-    readers: dict[Any, list[JaxprEqn]] = {}
+    readers: dict[Variable, list[JaxprEqn]] = {}
     for equation in equations:
         for value in variables(equation.invars):
             readers.setdefault(value, []).append(equation)

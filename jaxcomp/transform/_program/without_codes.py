@@ -2,7 +2,6 @@
 
 import functools
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,10 +14,10 @@ from jaxcomp.transform._program.custom_rules import has_rule_in
 from jaxcomp.transform._program.program import (
     BODIES,
     CALLS,
+    Program,
     apply,
     avals,
-    closed,
-    read,
+    evaluate,
     scope_of,
     with_bodies,
 )
@@ -30,36 +29,28 @@ _DERIVATIVES = custom_derivative.__file__
 _BARRIERS = barriers.__file__  # codes without a derivative
 
 
-def without_codes(program: Any) -> Any:
+def without_codes(program: Program) -> Program:
     """A traced program without the backward passes of this package: JAX takes its own derivatives.
 
     They are found in calls of jitted functions, in `jax.checkpoint`, and in the bodies of scans and
     branches, not in those of other loops and of `jax.shard_map`.
     """
 
-    def run(called: Any, arguments: Sequence[Any]) -> list[Any]:
-        jaxpr = called.jaxpr
-        env = dict(zip(jaxpr.constvars, called.consts, strict=True))
-        env |= dict(zip(jaxpr.invars, arguments, strict=True))
-        for equation in jaxpr.eqns:
-            values = [read(env, atom) for atom in equation.invars]
-            inner = _looked_through(equation)
-            if inner is not None:
-                with scope_of(equation):
-                    made = run(inner, values)
-            elif equation.primitive.name in CHECKPOINT_PRIMITIVES and _has_codes_inside(equation):
-                again = functools.partial(run, closed(equation.params["jaxpr"], []))
-                options = {key: equation.params[key] for key in ("prevent_cse", "policy")}
-                with scope_of(equation):
-                    made = jax.checkpoint(lambda *values, again=again: again(values), **options)(
-                        *values
-                    )
-            else:
-                made = apply(jaxpr, _without_codes_inside(equation), values)
-            env |= dict(zip(equation.outvars, made, strict=True))
-        return [read(env, atom) for atom in jaxpr.outvars]
+    def run(called: Program, *arguments: Any) -> list[Any]:
+        return evaluate(called, arguments, step)
 
-    return jax.make_jaxpr(lambda *arguments: run(program, arguments))(*avals(program.jaxpr.invars))
+    def step(equation: JaxprEqn, operands: list[Any]) -> list[Any]:
+        called = _looked_through(equation)
+        with scope_of(equation):
+            if called is not None:
+                return run(called, *operands)
+            if equation.primitive.name in CHECKPOINT_PRIMITIVES and _has_codes_inside(equation):
+                again = functools.partial(run, Program.of(equation.params["jaxpr"]))
+                options = {key: equation.params[key] for key in ("prevent_cse", "policy")}
+                return list(jax.checkpoint(again, **options)(*operands))
+        return apply(_without_codes_inside(equation), operands)
+
+    return Program.trace(functools.partial(run, program), *avals(program.arguments))
 
 
 def has_codes(program: Any) -> bool:
@@ -93,14 +84,15 @@ def _without_codes_inside(equation: JaxprEqn) -> JaxprEqn:
     name = BODIES.get(equation.primitive.name)
     if name is None or not _has_codes_inside(equation):
         return equation
-    return with_bodies(equation, name, without_codes)
+    return with_bodies(equation, name, lambda body: without_codes(Program.of(body)).closed)
 
 
-def _looked_through(equation: JaxprEqn) -> Any:
+def _looked_through(equation: JaxprEqn) -> Program | None:
     """The program that an equation calls, of a jitted function or one of this package, or None."""
-    if equation.primitive.name in CALLS:
-        return equation.params[CALLS[equation.primitive.name]]
-    return equation.params["call_jaxpr"] if _is_ours(equation) or _is_barrier(equation) else None
+    name = CALLS.get(equation.primitive.name)
+    if name is None and (_is_ours(equation) or _is_barrier(equation)):
+        name = "call_jaxpr"
+    return None if name is None else Program.of(equation.params[name])
 
 
 def _is_ours(equation: JaxprEqn) -> bool:

@@ -19,7 +19,7 @@ from jaxcomp.transform._choice.graph import Graph
 from jaxcomp.transform._program.builder import flat
 from jaxcomp.transform._program.custom_rules import rule_of
 from jaxcomp.transform._program.origins import module_path
-from jaxcomp.transform._program.program import Program, is_variable, variables
+from jaxcomp.transform._program.program import Program, is_variable, outputs, variables
 from jaxcomp.transform._recognition.pattern import LAYOUT, Pattern
 from jaxcomp.transform._recognition.unit import Activation, CodedActivation, Gate
 
@@ -54,13 +54,13 @@ def _signature(
     function: Callable[[Array], Array], shape: tuple[int, ...], dtype: Any
 ) -> tuple[str, list[Any], int]:
     """A function's equations, the rules of those that have one, and how many there are."""
-    program = flat(jax.make_jaxpr(function)(jax.ShapeDtypeStruct(shape, dtype)))
-    return str(program.jaxpr), _rules(program), len(program.jaxpr.eqns)
+    program = flat(Program.trace(function, jax.ShapeDtypeStruct(shape, dtype)))
+    return str(program.jaxpr), _rules(program), len(program.equations)
 
 
 def _rules(program: Program) -> list[Any]:
     """The rules of the `jax.custom_jvp` functions that a program calls."""
-    return [rule_of(e) for e in program.jaxpr.eqns if e.primitive.name == "custom_jvp_call"]
+    return [rule_of(e) for e in program.equations if e.primitive.name == "custom_jvp_call"]
 
 
 def _from(pattern: Pattern, value: Any, length: int) -> list[JaxprEqn]:
@@ -73,7 +73,7 @@ def _from(pattern: Pattern, value: Any, length: int) -> list[JaxprEqn]:
         if is_next and known.issuperset(variables(equation.invars)):
             found.append(equation)
             known.update(equation.outvars)
-            pending += pattern.readers.get(equation.outvars[0], [])
+            pending += pattern.readers.get(outputs(equation)[0], [])
     return found
 
 
@@ -107,11 +107,11 @@ def is_relu(equation: JaxprEqn) -> bool:
 
 @functools.cache
 def _relu_rules() -> list[Any]:
-    return _rules(flat(jax.make_jaxpr(jax.nn.relu)(0.0)))
+    return _rules(flat(Program.trace(jax.nn.relu, 0.0)))
 
 
 def _is_max_with_0(call: JaxprEqn) -> bool:
-    steps = flat(call.params["call_jaxpr"]).jaxpr.eqns
+    steps = flat(Program.of(call.params["call_jaxpr"])).equations
     literals = [a.val for step in steps for a in step.invars if isinstance(a, Literal)]
     return [step.primitive.name for step in steps] == ["max"] and literals == [0]
 
@@ -139,7 +139,7 @@ def coded_activations(
         reached: What has a tangent.
         log: The policy, which takes note.
     """
-    free = Graph(pattern.jaxpr, set(pattern.jaxpr.invars)).free
+    free = Graph(pattern.program, set(pattern.program.arguments)).free
     for x in [v for v in pattern.readers if v in reached]:
         unit = _unit(pattern, free, x)
         if unit is None:

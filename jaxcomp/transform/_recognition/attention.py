@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-from jax.extend.core import DropVar, JaxprEqn, jaxpr_as_fun
+from jax.extend.core import DropVar, JaxprEqn
 from jaxtyping import Array
 
 from jaxcomp.transform._program.constants import constants
@@ -38,13 +38,13 @@ class Attention(Codeless):
 
     def evaluate(self, *operands: Array) -> list[Array]:
         """The result, by the program's own steps, under `jax.checkpoint`."""
-        return list(jax.checkpoint(jaxpr_as_fun(self.program))(*operands))
+        return list(jax.checkpoint(self.program)(*operands))
 
 
 def attentions(pattern: Pattern) -> Iterator[Attention]:
     """The attentions whose scores have more elements than queries, keys and values."""
-    fixed = constants(pattern.jaxpr)
-    for equation in pattern.jaxpr.eqns:
+    fixed = constants(pattern.program)
+    for equation in pattern.program.equations:
         if _is_batched(equation):
             found = _attention(pattern, equation, fixed)
             if found is not None:

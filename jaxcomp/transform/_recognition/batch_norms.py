@@ -11,7 +11,7 @@ from jaxtyping import Array
 from jaxcomp._core.shard_map import match_varying, vary
 from jaxcomp.codecs._codec import FLOATS
 from jaxcomp.ops._norm import Norm
-from jaxcomp.transform._program.program import Program, apply, avals, is_variable, read
+from jaxcomp.transform._program.program import Program, apply, avals, evaluate, is_variable
 from jaxcomp.transform._recognition.means import Mean, Means
 from jaxcomp.transform._recognition.pattern import LAYOUT, Pattern
 
@@ -32,8 +32,8 @@ class TracedNorm(Norm):
     """
 
     feature: int = -1
-    of_statistics: Program = None
-    of_result: Program = None
+    of_statistics: Program = dataclasses.field(kw_only=True)
+    of_result: Program = dataclasses.field(kw_only=True)
     shapes: tuple[tuple[int, ...], ...] = ()
     scaled_by: tuple[bool, bool] = (True, True)
 
@@ -59,16 +59,13 @@ class TracedNorm(Norm):
 
 def _evaluated(program: Program, arguments: Sequence[Array]) -> list[Array]:
     """A program's results; its arguments may vary over more mesh axes than they do in it."""
-    jaxpr = program.jaxpr
-    env: dict[Any, Any] = dict(zip(jaxpr.invars, arguments, strict=True))
-    for equation in jaxpr.eqns:
-        values = [read(env, atom) for atom in equation.invars]
+
+    def step(equation: JaxprEqn, operands: list[Any]) -> list[Any]:
         if equation.primitive.name == "pvary":
-            made = [vary(values[0], equation.params["axes"])]
-        else:
-            made = apply(jaxpr, equation, match_varying(values))
-        env.update(zip(equation.outvars, made, strict=True))
-    return [read(env, atom) for atom in jaxpr.outvars]
+            return [vary(operands[0], equation.params["axes"])]
+        return apply(equation, match_varying(operands))
+
+    return evaluate(program, arguments, step)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import JaxprEqn, jaxpr_as_fun
+from jax.extend.core import JaxprEqn
 from jaxtyping import Array
 
 from jaxcomp.transform._program.program import is_variable, scope_of
@@ -39,7 +39,7 @@ class LayerScale(Codeless):
 
     def evaluate(self, *operands: Array) -> list[Array]:
         """The result, by the program's own steps, with the derivative of the scaled weights."""
-        stock = jaxpr_as_fun(self.program)
+        stock = self.program
 
         @jax.custom_jvp
         def scaled(*operands: Array) -> list[Array]:
@@ -71,7 +71,7 @@ class LayerScale(Codeless):
 
 def layer_scales(pattern: Pattern) -> Iterator[LayerScale]:
     """The products of which every feature is scaled, and nothing else reads."""
-    for equation in pattern.jaxpr.eqns:
+    for equation in pattern.program.equations:
         if _has_features_last(equation):
             found = _layer_scale(pattern, equation)
             if found is not None:
@@ -108,7 +108,7 @@ def _layer_scale(pattern: Pattern, product: JaxprEqn) -> LayerScale | None:
             if not all(map(is_variable, operands)) or len({*operands}) < len(operands):
                 return None
             program = pattern.slice(operands, reader.outvars, scoped=True)
-            return program and LayerScale(operands, reader, program, product)
+            return None if program is None else LayerScale(operands, reader, program, product)
         (value,) = reader.outvars
     return None
 

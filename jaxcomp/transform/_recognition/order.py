@@ -6,27 +6,27 @@ from typing import Any
 
 from jax.extend.core import DropVar
 
-from jaxcomp.transform._program.program import variables
+from jaxcomp.transform._program.program import Program, variables
 from jaxcomp.transform._recognition.unit import Recognized
 
 
-def ordered(jaxpr: Any, found: Sequence[Recognized]) -> list[Any] | None:
+def ordered(program: Program, found: Sequence[Recognized]) -> list[Any] | None:
     """Units and the equations that are needed besides, each after those that it reads.
 
     None if there is no such order, because a unit reads what depends on its results. The order is
     that of the program, as far as possible. Without units it is the program's.
     """
     made_by_units = {v for r in found for v in r.unit.results}
-    position = {id(e): i for i, e in enumerate(jaxpr.eqns)}
+    position = {id(e): i for i, e in enumerate(program.equations)}
     steps: list[tuple[int, Any, list[Any], list[Any]]] = [
         (i, e, variables(e.invars), [v for v in e.outvars if not isinstance(v, DropVar)])
-        for i, e in enumerate(jaxpr.eqns)
+        for i, e in enumerate(program.equations)
         if not made_by_units.intersection(e.outvars)
     ]
     steps += [(position[id(r.unit.equation)], r, r.unit.operands, r.unit.results) for r in found]
     maker: dict[Any, Any] = {v: step for step in steps for v in step[3]}
     # What is needed.
-    live, pending = set[int](), list(variables(jaxpr.outvars))
+    live, pending = set[int](), list(variables(program.results))
     effects = [s for s in steps if getattr(s[1], "effects", None)]
     for step in effects:
         live.add(id(step))

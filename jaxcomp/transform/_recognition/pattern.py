@@ -1,18 +1,17 @@
 """A program as a graph in which patterns are looked for."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
-from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import JaxprEqn, Literal
 
 from jaxcomp.transform._program.program import (
     Program,
     avals,
-    closed,
     is_of_collective,
     is_variable,
     variables,
@@ -35,19 +34,13 @@ class Pattern:
     """A program as a graph, in which patterns are looked for.
 
     Args:
-        jaxpr: The program, flat.
+        program: The program, flat.
     """
 
-    def __init__(self, jaxpr: Jaxpr) -> None:
-        self.jaxpr = jaxpr
-        self.made_by: Mapping[Any, JaxprEqn] = {
-            v: e for e in jaxpr.eqns for v in e.outvars if not isinstance(v, DropVar)
-        }
-        self.readers: dict[Any, list[JaxprEqn]] = {}
-        for equation in jaxpr.eqns:
-            for value in variables(equation.invars):
-                self.readers.setdefault(value, []).append(equation)
-        self.results = set(variables(jaxpr.outvars))
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.made_by, self.readers = program.made_by, program.readers
+        self.results = set(variables(program.results))
 
     def made(self, atom: Any, *primitives: str) -> JaxprEqn | None:
         """The equation that makes a variable, if it is of one of these primitives.
@@ -155,20 +148,20 @@ class Pattern:
                 return None
             taken[id(equation)] = equation
             wanted += variables(equation.invars)
-        equations = [e for e in self.jaxpr.eqns if id(e) in taken]
+        equations = [e for e in self.program.equations if id(e) in taken]
         if not scoped:
             nowhere = source_info_util.NameStack()
             equations = [
                 e.replace(source_info=e.source_info.replace(name_stack=nowhere)) for e in equations
             ]
-        part = self.jaxpr.replace(
+        part = self.program.jaxpr.replace(
             constvars=[],
             invars=list(inputs),
             outvars=list(outputs),
             eqns=equations,
             effects={effect for e in equations for effect in e.effects},
         )
-        return closed(part, [])
+        return Program(part)
 
 
 def relabelled(labels: Labels, before: tuple[int, ...], after: tuple[int, ...]) -> Labels | None:

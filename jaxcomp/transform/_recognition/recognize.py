@@ -53,9 +53,8 @@ def recognize(program: Program, active: Sequence[int], log: PolicyLog) -> list[R
     if not any(isinstance(rule.action, Codec) for rule in log.policy.rules):
         log.matched.update(rule for rule in log.policy.rules if is_for_units(rule))  # all is kept
         return []
-    jaxpr = program.jaxpr
-    pattern = Pattern(jaxpr)
-    reached = tangents_of(jaxpr.eqns, [jaxpr.invars[i] for i in active])
+    pattern = Pattern(program)
+    reached = tangents_of(program.equations, [program.arguments[i] for i in active])
     found: list[Recognized] = []
     rules: dict[Recognized, Rule] = {}
     for unit in _units(pattern):
@@ -86,13 +85,13 @@ def recognize(program: Program, active: Sequence[int], log: PolicyLog) -> list[R
         if id(activation.equation) not in taken:
             taken.add(id(activation.equation))  # silu(a) * gelu(b) is a gate of each
             found.append(Recognized(activation, codec))
-    found = _without_cycles(jaxpr, found)
-    found = _with_gates(jaxpr, found)
+    found = _without_cycles(program, found)
+    found = _with_gates(program, found)
     log.matched.update(rules[one] for one in found if one in rules)
     return found
 
 
-def _with_gates(jaxpr: Any, found: list[Recognized]) -> list[Recognized]:
+def _with_gates(program: Program, found: list[Recognized]) -> list[Recognized]:
     """The units and the gates of what they encode."""
     coded = [
         (one.unit, one.codec)
@@ -101,20 +100,20 @@ def _with_gates(jaxpr: Any, found: list[Recognized]) -> list[Recognized]:
     ]
     by = {unit.equation.outvars[0]: codec for unit, codec in coded}
     features = {unit.equation.outvars[0]: unit.feature for unit, _ in coded}
-    gates = [g for e in jaxpr.eqns if (g := gate_of(e, features)) is not None]
+    gates = [g for e in program.equations if (g := gate_of(e, features)) is not None]
     return [*found, *(Recognized(g, by[g.x]) for g in gates)]
 
 
-def _without_cycles(jaxpr: Any, found: list[Recognized]) -> list[Recognized]:
+def _without_cycles(program: Program, found: list[Recognized]) -> list[Recognized]:
     """The units but for those that read what is computed from their own results.
 
     An example is a skip connection that is scaled by the norm's variance.
     """
-    if ordered(jaxpr, found) is not None:
+    if ordered(program, found) is not None:
         return found
     kept: list[Recognized] = []
     for one in found:
-        if ordered(jaxpr, [*kept, one]) is not None:
+        if ordered(program, [*kept, one]) is not None:
             kept.append(one)
     return kept
 
@@ -138,7 +137,7 @@ def _fits(unit: Unit, codec: Codec) -> bool:
 
 
 def _units(pattern: Pattern) -> list[Unit]:
-    norms = [n for e in pattern.jaxpr.eqns if (n := batch_norm(pattern, e)) is not None]
+    norms = [n for e in pattern.program.equations if (n := batch_norm(pattern, e)) is not None]
     by_result = {n.y: n for n in norms}
     done: set[Any] = set()
     found: list[Unit] = []
@@ -148,7 +147,7 @@ def _units(pattern: Pattern) -> list[Unit]:
             done.update(n.y for n in unit.norms)
             found.append(unit)
     taken = {id(unit.pooled_by) for unit in found if isinstance(unit, NormAct)}
-    pools = [e for e in pattern.jaxpr.eqns if e.primitive.name == "reduce_window_max"]
+    pools = [e for e in pattern.program.equations if e.primitive.name == "reduce_window_max"]
     for equation in pools:
         axes: Labels = list(range(len(equation.params["window_dimensions"])))
         for feature in (len(axes) - 1, 1):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import JaxprEqn, Var, jaxpr_as_fun
+from jax.extend.core import JaxprEqn, Var
 from jaxtyping import Array
 
 from jaxcomp import ops
@@ -47,13 +47,12 @@ def with_units(
     Its last argument is a seed. `observe` is called while norms without smooth activations are
     traced.
     """
-    jaxpr = program.jaxpr
-    steps = ordered(jaxpr, found)
+    steps = ordered(program, found)
     assert steps is not None
 
     builder = Builder()
-    seed = Var(_type_of_seed(jaxpr.invars))
-    env = builder.constants_of(program) | {v: v for v in jaxpr.invars}
+    seed = Var(_type_of_seed(program.arguments))
+    env = builder.constants_of(program) | {v: v for v in program.arguments}
     coded: dict[Any, _Coded] = {}
     activations = [one.unit for one in found if isinstance(one.unit, CodedActivation)]
     reading = {id(equation) for unit in activations for equation in unit.readers}
@@ -75,7 +74,8 @@ def with_units(
             (env[step.outvars[0]],) = builder.trace(multiply, coded[x].leaves, env[other], at=step)
         else:
             builder.copy(step, env)
-    return builder.program(jaxpr, [*jaxpr.invars, seed], renamed(env, jaxpr.outvars))
+    arguments = [*program.arguments, seed]
+    return builder.program(program, arguments, renamed(env, program.results))
 
 
 def _type_of_seed(arguments: Sequence[Any]) -> Any:
@@ -84,7 +84,7 @@ def _type_of_seed(arguments: Sequence[Any]) -> Any:
     def seed(*arguments: Array) -> Array:
         return vary_like(jnp.uint32(0), arguments)
 
-    (found,) = jax.make_jaxpr(seed)(*avals(arguments)).out_avals
+    (found,) = avals(Program.trace(seed, *avals(arguments)).results)
     return found
 
 
@@ -207,10 +207,8 @@ def _activation(
 
 
 def _with_features_last(program: Program, feature: int) -> Callable[..., Array]:
-    evaluate = jaxpr_as_fun(program)
-
     def function(*operands: Array) -> Array:
-        (y,) = evaluate(*(jnp.moveaxis(x, -1, feature) for x in operands))
+        (y,) = program(*(jnp.moveaxis(x, -1, feature) for x in operands))
         return jnp.moveaxis(y, feature, -1)
 
     return function

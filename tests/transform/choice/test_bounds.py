@@ -9,6 +9,7 @@ import jaxcomp as jc
 from jaxcomp.transform._choice.bounds import bounds
 from jaxcomp.transform._choice.graph import Graph
 from jaxcomp.transform._program.builder import flat
+from jaxcomp.transform._program.program import Program
 from tests.helpers import assert_close, normal
 
 CODEC = jc.Quantize(bits=4)
@@ -16,8 +17,8 @@ GELU = (-0.1289, 1.1289)  # the range of its derivative
 
 
 def found(fn, *args):
-    program = flat(jax.make_jaxpr(fn)(*args))
-    return bounds(Graph(program.jaxpr, set()), program.jaxpr.outvars[0])
+    program = flat(Program.trace(fn, *args))
+    return bounds(Graph(program, set()), program.results[0])
 
 
 def derivative(fn):

@@ -9,6 +9,7 @@ from jaxcomp.codecs import Packed
 from jaxcomp.transform._choice.choice import Demand, Stored, choose
 from jaxcomp.transform._choice.decisions import Decision
 from jaxcomp.transform._choice.graph import Graph
+from jaxcomp.transform._program.program import Program
 
 CODEC = jc.Quantize(bits=4)
 X, W = jax.ShapeDtypeStruct((64, 32), jnp.float32), jax.ShapeDtypeStruct((32, 64), jnp.float32)
@@ -19,10 +20,10 @@ def chosen(fn, *, multiplied=(), exact=(), decisions=None, biased=False):
 
     The values are named by their primitives; the arguments are held.
     """
-    jaxpr = jax.make_jaxpr(fn)(X, W).jaxpr
-    graph = Graph(jaxpr, set(jaxpr.invars))
-    value = {e.primitive.name: e.outvars[0] for e in jaxpr.eqns}
-    all_decisions = dict.fromkeys([*jaxpr.invars, *value.values()], Decision())
+    program = Program.trace(fn, X, W)
+    graph = Graph(program, set(program.arguments))
+    value = {e.primitive.name: e.outvars[0] for e in program.equations}
+    all_decisions = dict.fromkeys([*program.arguments, *value.values()], Decision())
     all_decisions |= {value[name]: d for name, d in (decisions or {}).items()}
     demand = Demand({value[n] for n in multiplied}, {value[n] for n in exact}, {})
     stored = choose(graph, all_decisions, demand, biased=biased)

@@ -8,6 +8,7 @@ import pytest
 import jaxcomp as jc
 from jaxcomp.transform._choice.paths import assign
 from jaxcomp.transform._program.primitives import tangents_of
+from jaxcomp.transform._program.program import Program
 from tests.helpers import as_float, normal
 
 CODEC = jc.Quantize(bits=2)
@@ -95,10 +96,11 @@ def test_every_second_use_across_a_mean_is_noted():
         mean = ((t * code)[::-1] * code).sum() / 96
         return code * (mean + (t * code * weights).sum())
 
-    jaxpr = jax.make_jaxpr(linear)(*jnp.ones((3, 96))).jaxpr
-    tangent, code, _ = jaxpr.invars
+    program = Program.trace(linear, *jnp.ones((3, 96)))
+    tangent, code, _ = program.arguments
     roots = {code: {code: frozenset()}}
-    found = assign(jaxpr, tangents_of(jaxpr.eqns, [tangent]), lambda atom: roots.get(atom, {}))
+    tangents = tangents_of(program.equations, [tangent])
+    found = assign(program, tangents, lambda atom: roots.get(atom, {}))
     assert found.means == {code: 96}
     assert {number for uses in found.uses.values() for _, number in uses} == {0, 1}
 

@@ -382,7 +382,7 @@ def test_plan_says_what_it_cannot_look_into_and_when_nothing_is_gained():
     assert all("read by lax.cond, test_" in v.note for v in plan.values if v.role != "mask")
     assert "hardly anything is saved" in str(plan)
     source = jc.checkpoint(_layer_norm, CODEC).plan(X, ROW, ROW).values[0].source
-    assert source.startswith("test_storage.py:")
+    assert source.startswith("test_schedule.py:")
 
     def sharded(x, w):
         mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,))

@@ -12,6 +12,7 @@ from jaxcomp.memory._tracing import inner_jaxprs
 from jaxcomp.transform._pieces import pieces
 from jaxcomp.transform._pieces.rounded import with_rounded_operands
 from jaxcomp.transform._program.builder import flat
+from jaxcomp.transform._program.program import Program, avals
 from tests.helpers import assert_close, normal
 
 BF16 = lax.DotAlgorithmPreset.BF16_BF16_F32
@@ -50,25 +51,25 @@ def test_what_a_product_would_round():
     """On values that bfloat16 has, the program computes the same, but for the order of sums."""
     x, y = (normal((16, 16), jnp.bfloat16, i).astype(jnp.float32) for i in range(2))
     with remat3.traced_without():  # as programs of this package are traced
-        program = flat(jax.make_jaxpr(_nested)(x, y))
+        program = flat(Program.trace(_nested, x, y))
     rounded = with_rounded_operands(program)
     assert _wide_operands(program.jaxpr) == 4
     assert _wide_operands(rounded.jaxpr) == 0
-    assert rounded.out_avals == program.out_avals
+    assert avals(rounded.results) == avals(program.results)
 
     def once(x, y):
         return _step(x, y)
 
-    program = flat(jax.make_jaxpr(once)(x, y))
-    (expected,) = jax.jit(jax.extend.core.jaxpr_as_fun(program))(x, y)
-    (found,) = jax.jit(jax.extend.core.jaxpr_as_fun(with_rounded_operands(program)))(x, y)
+    program = flat(Program.trace(once, x, y))
+    (expected,) = jax.jit(program)(x, y)
+    (found,) = jax.jit(with_rounded_operands(program))(x, y)
     assert_close(found, expected, 1e-6)
 
 
 @pytest.mark.parametrize("precision", [None, "highest", lax.DotAlgorithmPreset.BF16_BF16_F32_X3])
 def test_other_products_keep_their_operands(precision):
     x = normal((8, 8))
-    program = flat(jax.make_jaxpr(lambda x: _product(x, x, precision))(x))
+    program = flat(Program.trace(lambda x: _product(x, x, precision), x))
     assert with_rounded_operands(program) is program
 
 
