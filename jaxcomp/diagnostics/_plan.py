@@ -86,7 +86,8 @@ def _of_function(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     if not is_seen and all(value.decision == "exact" for value in values):
         return Plan(values, saved_bytes)
     exact_bytes = sum(
-        residual.nbytes for residual in declared_residuals(without_codes(Program.of(program)).jaxpr)
+        residual.nbytes
+        for residual in declared_residuals(without_codes(Program.of(program)).closed)
     )
     unknown = "the function takes a gradient itself: the bytes without compression are unknown"
     return Plan(values, exact_bytes, () if is_seen else (unknown,))

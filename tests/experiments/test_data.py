@@ -4,8 +4,8 @@ import sys
 import numpy as np
 import pytest
 
+from experiments.data import datasets as data
 from experiments.data.augment import normalize, pad_crop_flip
-from experiments.data.datasets import datasets as data
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_embedded_needs_numpy_only():
 import sys
 for name in ("tensorflow_datasets", "grain", "PIL", "typer", "tensorflow"):
     sys.modules[name] = None
-from experiments.data.datasets import datasets as data
+from experiments.data import datasets as data
 dataset = data.load()
 next(dataset.batches("train", 8, seed=0, epoch=0, augment=True, drop_remainder=True))
 """

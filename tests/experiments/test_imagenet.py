@@ -5,7 +5,7 @@ import pytest
 import tensorflow_datasets as tfds
 from PIL import Image
 
-from experiments.data.datasets import datasets as data
+from experiments.data import datasets as data
 from experiments.data.imagenet import central_crop, random_resized_crop
 
 

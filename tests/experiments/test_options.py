@@ -12,8 +12,8 @@ RUNNER = CliRunner(env={"COLUMNS": "200", "NO_COLOR": "1"})
 @pytest.mark.parametrize(
     ("command", "arguments", "message"),
     [
-        ("compare", ["--model", "vgg"], "name='vgg'"),
-        ("train", ["--strategy", "zip"], "zip"),
+        ("comparison.compare", ["--model", "vgg"], "name='vgg'"),
+        ("training.train", ["--strategy", "zip"], "zip"),
         ("bench.block_sparse", ["--target", "h1000"], "target='h1000'"),
         ("bench.checkpoint", ["--target", "h1000"], "target='h1000'"),
         ("bench.fits", ["--part", "h1000"], "target='h1000'"),

@@ -5,8 +5,8 @@ import sys
 import numpy as np
 import pytest
 
-from experiments.data.datasets import datasets as data
-from experiments.data.datasets import prepare as prepare_data
+from experiments.data import datasets as data
+from experiments.data import prepare as prepare_data
 
 
 def write_idx(path, array):
@@ -168,8 +168,8 @@ def test_tfds_reads_what_was_prepared_without_tensorflow(source, tmp_path):
 import sys
 import numpy as np
 import tensorflow_datasets as tfds
-from experiments.data.datasets import datasets as data
-from experiments.data.datasets import prepare as prepare_data
+from experiments.data import datasets as data
+from experiments.data import prepare as prepare_data
 source, data_dir = sys.argv[1:]
 sys.argv = ["prepare_data", "tfds", "--source", source, "--data-dir", data_dir]
 try:
