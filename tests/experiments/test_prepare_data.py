@@ -212,7 +212,7 @@ def test_failed_tfds_run_leaves_nothing_half_written(monkeypatch, source, tmp_pa
     monkeypatch.setattr(prepare_data, "examples", fails_after_five)
     assert "disk on fire" in run(monkeypatch, *arguments)
     assert not [path for path in data_dir.rglob("*") if path.is_file()]
-    with pytest.raises(FileNotFoundError, match=r"python -m experiments\.prepare_data tfds"):
+    with pytest.raises(FileNotFoundError, match=r"python -m experiments\.data\.prepare tfds"):
         data.load("fashion_mnist", data_dir)
 
     monkeypatch.setattr(prepare_data, "examples", complete)
