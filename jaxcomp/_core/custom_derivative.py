@@ -5,8 +5,9 @@ differentiated: in a traced program, JAX keeps one record of the residual's stru
 of these, and the backward pass of one set would read the residual of another.
 """
 
+import abc
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,63 +17,77 @@ from jax.extend.core import JaxprEqn
 from jaxcomp._core import remat3
 from jaxcomp._core.linear_map import ByPosition, linear_map
 
-K = TypeVar("K")
+Choice = TypeVar("Choice")
 _UNDIVIDED = "jaxcomp/undivided"  # the name of such a call in a program
 
 
-def with_derivative(
-    function: Callable[..., list[Any]],
-    prepare: Callable[[Any, list[Any], list[int]], K | None],
-    forward: Callable[[K, Any, list[Any]], tuple[list[Any], Any]],
-    linear: Callable[[K, Any, ByPosition], ByPosition],
-    backward: Callable[[K, Any, ByPosition], ByPosition],
-) -> Callable[..., list[Any]]:
-    """Returns the function with derivatives in forward and in reverse mode.
+class Differentiable(abc.ABC, Generic[Choice]):
+    """A function of arrays that chooses what it saves by which arguments are differentiated.
 
-    Args:
-        function: From a seed and arguments to results.
-        prepare: From the seed, the arguments and the positions of those that are differentiated to
-            what `forward`, `linear` and `backward` share, which holds no arrays. None: no result
-            depends on these arguments differentiably.
-        forward: From what is shared, the seed and the arguments to the results and a residual, any
-            pytree of arrays.
-        linear: From what is shared, the residual and the arguments' tangents to the results'.
-        backward: From what is shared, the residual and the results' cotangents to the arguments'.
-            Cotangents that are zero are left out.
+    Calling it with a seed and arguments returns a list of results. The choice holds no arrays.
     """
 
-    @remat3.traced_without()
-    def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        seed, *values = primals
-        moves = {i: t for i, t in enumerate(tangents[1:]) if not isinstance(t, SymbolicZero)}
-        shared = prepare(seed, values, [*moves])
-        if shared is None:
-            results = derived(seed, *values)
-            return results, list(map(_no_tangent, results))
-        results, residual = forward(shared, seed, values)
-        moved = linear_map(
-            lambda residual, tangents: linear(shared, residual, tangents),
-            lambda residual, cotangents: backward(shared, residual, cotangents),
-            residual,
-            _inexact(moves),
-            _inexact(dict(enumerate(results))),
-        )
-        return results, [
-            moved[i] if i in moved else _no_tangent(result) for i, result in enumerate(results)
-        ]
+    @abc.abstractmethod
+    def evaluate(self, seed: Any, arguments: list[Any]) -> list[Any]:
+        """Returns the results, where nothing is differentiated."""
 
-    derived = jax.custom_jvp(function)
-    derived.defjvp(rule, symbolic_zeros=True)
-    return derived
+    @abc.abstractmethod
+    def choose(self, seed: Any, arguments: list[Any], differentiated: list[int]) -> Choice | None:
+        """Returns what the passes below do for these differentiated arguments, by position.
+
+        None: no result depends on these arguments differentiably.
+        """
+
+    @abc.abstractmethod
+    def forward(self, choice: Choice, seed: Any, arguments: list[Any]) -> tuple[list[Any], Any]:
+        """Returns the results and a residual, which is any pytree of arrays."""
+
+    @abc.abstractmethod
+    def backward(self, choice: Choice, residual: Any, cotangents: ByPosition) -> ByPosition:
+        """Returns the cotangents of arguments, from those of results that are not zero."""
+
+    def linear(self, choice: Choice, residual: Any, tangents: ByPosition) -> ByPosition:
+        """Returns the tangents of results, from those of the differentiated arguments.
+
+        Raises:
+            TypeError: If the residual is encoded, as it is unless a subclass says otherwise.
+        """
+        raise reverse_mode_only()
+
+    def __call__(self, seed: Any, *arguments: Any) -> list[Any]:
+        """Returns the results, with derivatives in forward and in reverse mode."""
+
+        def function(seed: Any, *arguments: Any) -> list[Any]:
+            return self.evaluate(seed, [*arguments])
+
+        @remat3.traced_without()
+        def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            seed, *arguments = primals
+            moves = {i: t for i, t in enumerate(tangents[1:]) if not isinstance(t, SymbolicZero)}
+            choice = self.choose(seed, arguments, [*moves])
+            if choice is None:
+                results = derived(seed, *arguments)
+                return results, list(map(_no_tangent, results))
+            results, residual = self.forward(choice, seed, arguments)
+            moved = linear_map(
+                lambda residual, tangents: self.linear(choice, residual, tangents),
+                lambda residual, cotangents: self.backward(choice, residual, cotangents),
+                residual,
+                _inexact(moves),
+                _inexact(dict(enumerate(results))),
+            )
+            return results, [
+                moved[i] if i in moved else _no_tangent(result) for i, result in enumerate(results)
+            ]
+
+        derived = jax.custom_jvp(function)
+        derived.defjvp(rule, symbolic_zeros=True)
+        return list(derived(seed, *arguments))
 
 
-def reverse_mode_only(shared: Any, residual: Any, tangents: ByPosition) -> ByPosition:
-    """What `with_derivative` takes for `linear` if the residual is encoded.
-
-    Raises:
-        TypeError: Always.
-    """
-    raise TypeError(
+def reverse_mode_only() -> TypeError:
+    """Returns the error of forward mode where values are encoded."""
+    return TypeError(
         "forward-mode differentiation (jax.jvp, jax.jacfwd, jax.hessian) reached values that "
         "jaxcomp saves encoded: codes have reverse mode only. Use jax.grad or jax.vjp, or the "
         "policy 'exact'"

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxcomp._core import barriers
-from jaxcomp._core.custom_derivative import reverse_mode_only, with_derivative
+from jaxcomp._core.custom_derivative import Differentiable
 from jaxcomp._core.linear_map import ByPosition
 from jaxcomp._core.shard_map import match_varying, type_like
 from jaxcomp.codecs import Codec
@@ -60,45 +60,54 @@ def affine(
 
     if codec is None:
         return stock(x, scale, bias)
-    codec.check(x.shape, x.dtype)
+    saved_by = codec
+    saved_by.check(x.shape, x.dtype)
     x, scale, bias, seed = match_varying((x, scale, bias, seed))
     like_scale = type_like(scale)
 
-    def function(seed: Seed, *values: Array) -> list[Array]:
-        return [stock(*values)]
+    class Affine(Differentiable[bool]):
+        """The choice is whether the backward pass reads the operand with the code."""
 
-    def is_x_read(seed: Seed, values: list[Array], differentiated: list[int]) -> bool:
-        """Whether the backward pass reads `x`: not if the scale is frozen."""
-        return 1 in differentiated
+        def evaluate(self, seed: Seed, arguments: list[Array]) -> list[Array]:
+            return [stock(*arguments)]
 
-    def forward(is_read: bool, seed: Seed, values: list[Array]) -> tuple[list[Array], typing.Any]:
-        x, scale, *biases = values
-        if not is_read:
-            return [stock(*values)], (None, scale)
-        code = codec.encode(x, seed)
-        # The barrier takes an array that is written to memory anyway: the input of LayerScale, or
-        # the result of an affine layer, which a matrix product reads.
-        if not biases:
-            x, code = barriers.save_residual(x, code, codec)
-            return [stock(x, scale)], (code, scale)
-        y, code = barriers.save_residual(stock(*values), code, codec)
-        return [y], (code, scale)
+        def choose(self, seed: Seed, arguments: list[Array], differentiated: list[int]) -> bool:
+            """Whether the backward pass reads `x`: not if the scale is frozen."""
+            return 1 in differentiated
 
-    def backward(is_read: bool, residual: typing.Any, cotangents: ByPosition) -> ByPosition:
-        code, scale = residual
-        cotangent = cotangents[0]
-        found: ByPosition = {}
-        if is_read:
-            decoded = barriers.decode_after(cotangent, code, codec.decode)
-            transpose = jax.linear_transpose(lambda scale: stock(decoded, scale), like_scale)
-            (found[1],) = transpose(cotangent.astype(jnp.result_type(decoded, like_scale.dtype)))
-        if bias is not None:
-            found[2] = cotangent.sum(others).astype(bias.dtype)
-            found[1], cotangent = barriers.barrier_together(found.get(1), cotangent)
-        found[0] = (cotangent * jnp.expand_dims(scale, others)).astype(x.dtype)
-        if bias is None:
-            found[1], found[0] = barriers.barrier_together(found.get(1), found[0])
-        return found
+        def forward(
+            self, choice: bool, seed: Seed, arguments: list[Array]
+        ) -> tuple[list[Array], typing.Any]:
+            x, scale, *biases = arguments
+            if not choice:
+                return [stock(*arguments)], (None, scale)
+            code = saved_by.encode(x, seed)
+            # The barrier takes an array that is written to memory anyway: the input of
+            # LayerScale, or the result of an affine layer, which a matrix product reads.
+            if not biases:
+                x, code = barriers.save_residual(x, code, saved_by)
+                return [stock(x, scale)], (code, scale)
+            y, code = barriers.save_residual(stock(*arguments), code, saved_by)
+            return [y], (code, scale)
 
-    op = with_derivative(function, is_x_read, forward, reverse_mode_only, backward)
-    return op(seed, x, scale, *([] if bias is None else [bias]))[0]
+        def backward(
+            self, choice: bool, residual: typing.Any, cotangents: ByPosition
+        ) -> ByPosition:
+            code, scale = residual
+            cotangent = cotangents[0]
+            found: ByPosition = {}
+            if choice:
+                decoded = barriers.decode_after(cotangent, code, saved_by.decode)
+                transpose = jax.linear_transpose(lambda scale: stock(decoded, scale), like_scale)
+                (found[1],) = transpose(
+                    cotangent.astype(jnp.result_type(decoded, like_scale.dtype))
+                )
+            if bias is not None:
+                found[2] = cotangent.sum(others).astype(bias.dtype)
+                found[1], cotangent = barriers.barrier_together(found.get(1), cotangent)
+            found[0] = (cotangent * jnp.expand_dims(scale, others)).astype(x.dtype)
+            if bias is None:
+                found[1], found[0] = barriers.barrier_together(found.get(1), found[0])
+            return found
+
+    return Affine()(seed, x, scale, *([] if bias is None else [bias]))[0]

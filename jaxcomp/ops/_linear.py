@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxcomp._core import barriers
-from jaxcomp._core.custom_derivative import reverse_mode_only, with_derivative
+from jaxcomp._core.custom_derivative import Differentiable
 from jaxcomp._core.explicit import over_automatic_axes
 from jaxcomp._core.linear_map import ByPosition
 from jaxcomp._core.shard_map import match_varying, type_like
@@ -176,47 +176,55 @@ def bilinear(
     optional, tree = jax.tree.flatten((code, sink))
     at_sink = 2 + len(jax.tree.leaves(code))
 
-    def function(seed: Seed, lhs: Array, rhs: Array, *optional: Array) -> list[Array]:
-        return [stock(lhs, rhs)]
+    class Bilinear(Differentiable[bool]):
+        """The choice is whether the backward pass reads the operand with the code."""
 
-    def is_lhs_read(seed: Seed, values: list[Array], differentiated: list[int]) -> bool:
-        """Whether the backward pass reads `lhs`: not, for example, if the kernel is frozen."""
-        return any(i == 1 or i >= at_sink for i in differentiated)
+        def evaluate(self, seed: Seed, arguments: list[Array]) -> list[Array]:
+            return [stock(*arguments[:2])]
 
-    def forward(is_read: bool, seed: Seed, values: list[Array]) -> tuple[list[Array], typing.Any]:
-        lhs, rhs, *optional = values
-        code, sink = jax.tree.unflatten(tree, optional)
-        if not is_read:
-            return [stock(lhs, rhs)], (None, rhs)
-        if code is None:
-            coded = codec.encode(part(lhs), seed, importance(sink))
-            (lhs, rhs), code = barriers.save_residual((lhs, rhs), coded, codec)
-        elif isinstance(codec, Offload):
-            rhs = barriers.await_host_copy(rhs, code)
-        return [stock(lhs, rhs)], (code, values[1])
+        def choose(self, seed: Seed, arguments: list[Array], differentiated: list[int]) -> bool:
+            """Whether the backward pass reads `lhs`: not, for example, if the kernel is frozen."""
+            return any(i == 1 or i >= at_sink for i in differentiated)
 
-    def backward(is_read: bool, residual: typing.Any, cotangents: ByPosition) -> ByPosition:
-        code, rhs = residual
-        cotangent = cotangents[0]
-        found: ByPosition = {}
-        if is_read:
-            code, cotangent = barriers.barrier_together(code, cotangent, codec)
-            decoded = codec.decode(code)
-            if travels and reads is not None:
-                decoded = part(decoded)  # rounding noise depends on the index in the whole array
-            if sink is not None:
-                found[at_sink] = sensitivity(decoded, cotangent, uses)
-            if weight_gradient is not None:
-                if travels:
-                    arrays = jax.tree.map(lambda a: part(a) if a.ndim else a, code.arrays)
-                    code = Encoded(arrays, stored.shape, stored.dtype, code.codec)
-                drhs = weight_gradient(code, cotangent)
-            else:
-                transpose = jax.linear_transpose(lambda rhs: product(decoded, rhs), like_rhs)
-                (drhs,) = transpose(cotangent)
-            found[1], cotangent = barriers.barrier_together(row_major(drhs), cotangent, codec)
-        (found[0],) = jax.linear_transpose(lambda lhs: stock(lhs, rhs), like_lhs)(cotangent)
-        return found
+        def forward(
+            self, choice: bool, seed: Seed, arguments: list[Array]
+        ) -> tuple[list[Array], typing.Any]:
+            lhs, rhs, *optional = arguments
+            code, sink = jax.tree.unflatten(tree, optional)
+            if not choice:
+                return [stock(lhs, rhs)], (None, rhs)
+            if code is None:
+                coded = codec.encode(part(lhs), seed, importance(sink))
+                (lhs, rhs), code = barriers.save_residual((lhs, rhs), coded, codec)
+            elif isinstance(codec, Offload):
+                rhs = barriers.await_host_copy(rhs, code)
+            return [stock(lhs, rhs)], (code, arguments[1])
 
-    op = with_derivative(function, is_lhs_read, forward, reverse_mode_only, backward)
-    return op(seed, lhs, rhs, *optional)[0]
+        def backward(
+            self, choice: bool, residual: typing.Any, cotangents: ByPosition
+        ) -> ByPosition:
+            code, rhs = residual
+            cotangent = cotangents[0]
+            found: ByPosition = {}
+            if choice:
+                code, cotangent = barriers.barrier_together(code, cotangent, codec)
+                decoded = codec.decode(code)
+                if travels and reads is not None:
+                    decoded = part(
+                        decoded
+                    )  # rounding noise depends on the index in the whole array
+                if sink is not None:
+                    found[at_sink] = sensitivity(decoded, cotangent, uses)
+                if weight_gradient is not None:
+                    if travels:
+                        arrays = jax.tree.map(lambda a: part(a) if a.ndim else a, code.arrays)
+                        code = Encoded(arrays, stored.shape, stored.dtype, code.codec)
+                    drhs = weight_gradient(code, cotangent)
+                else:
+                    transpose = jax.linear_transpose(lambda rhs: product(decoded, rhs), like_rhs)
+                    (drhs,) = transpose(cotangent)
+                found[1], cotangent = barriers.barrier_together(row_major(drhs), cotangent, codec)
+            (found[0],) = jax.linear_transpose(lambda lhs: stock(lhs, rhs), like_lhs)(cotangent)
+            return found
+
+    return Bilinear()(seed, lhs, rhs, *optional)[0]

@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxcomp._core import barriers
-from jaxcomp._core.custom_derivative import reverse_mode_only, with_derivative
+from jaxcomp._core.custom_derivative import Differentiable
 from jaxcomp._core.linear_map import ByPosition
 from jaxcomp._core.shard_map import match_varying
 from jaxcomp.codecs import Codec
@@ -78,38 +78,48 @@ def scaled_linear(
         y = y if bias is None else by_column(y, bias, lax.add)
         return by_column(y, scale, lax.mul)
 
-    def function(seed: Seed, *values: Array) -> list[Array]:
-        return [stock(*values)]
+    class ScaledLinear(Differentiable[bool]):
+        """The choice is whether the backward pass reads the operand with the code."""
 
-    def is_x_read(seed: Seed, values: list[Array], differentiated: list[int]) -> bool:
-        """Whether the backward pass reads `x`: not if kernel and scale are frozen."""
-        return 1 in differentiated or 2 in differentiated
+        def evaluate(self, seed: Seed, arguments: list[Array]) -> list[Array]:
+            return [stock(*arguments)]
 
-    def forward(is_read: bool, seed: Seed, values: list[Array]) -> tuple[list[Array], typing.Any]:
-        code = None
-        given = values
-        if is_read:
-            given, code = barriers.save_residual(values, codec.encode(values[0], seed), codec)
-        return [stock(*given)], (code, values[1:])
+        def choose(self, seed: Seed, arguments: list[Array], differentiated: list[int]) -> bool:
+            """Whether the backward pass reads `x`: not if kernel and scale are frozen."""
+            return 1 in differentiated or 2 in differentiated
 
-    def backward(is_read: bool, residual: typing.Any, cotangents: ByPosition) -> ByPosition:
-        code, (kernel, scale, *biases) = residual
-        cotangent = cotangents[0]
-        total = cotangent.sum(others, dtype=wide)
-        found: ByPosition = {}
-        if bias is not None:
-            found[3] = (total * scale).astype(bias.dtype)
-        if is_read:
-            code, cotangent = barriers.barrier_together(code, cotangent)
-            of_scaled, cotangent = barriers.barrier_together(product(code, cotangent), cotangent)
-            found[1] = (of_scaled * scale[None].astype(wide)).astype(kernel.dtype)
-            dscale = (of_scaled * kernel.astype(wide)).sum(0)
-            found[2] = sum((total * bias for bias in biases), dscale).astype(scale.dtype)
-        if x.dtype == jnp.float16:  # a kernel times LayerScale's 1e-6 would underflow
-            cotangent = by_column(cotangent, scale, lax.mul)
-        else:
-            kernel = kernel.astype(wide) * scale[None].astype(wide)
-        return found | {0: times(cotangent, kernel.T)}
+        def forward(
+            self, choice: bool, seed: Seed, arguments: list[Array]
+        ) -> tuple[list[Array], typing.Any]:
+            code = None
+            given = arguments
+            if choice:
+                given, code = barriers.save_residual(
+                    arguments, codec.encode(arguments[0], seed), codec
+                )
+            return [stock(*given)], (code, arguments[1:])
 
-    op = with_derivative(function, is_x_read, forward, reverse_mode_only, backward)
-    return op(seed, x, kernel, scale, *([] if bias is None else [bias]))[0]
+        def backward(
+            self, choice: bool, residual: typing.Any, cotangents: ByPosition
+        ) -> ByPosition:
+            code, (kernel, scale, *biases) = residual
+            cotangent = cotangents[0]
+            total = cotangent.sum(others, dtype=wide)
+            found: ByPosition = {}
+            if bias is not None:
+                found[3] = (total * scale).astype(bias.dtype)
+            if choice:
+                code, cotangent = barriers.barrier_together(code, cotangent)
+                of_scaled, cotangent = barriers.barrier_together(
+                    product(code, cotangent), cotangent
+                )
+                found[1] = (of_scaled * scale[None].astype(wide)).astype(kernel.dtype)
+                dscale = (of_scaled * kernel.astype(wide)).sum(0)
+                found[2] = sum((total * bias for bias in biases), dscale).astype(scale.dtype)
+            if x.dtype == jnp.float16:  # a kernel times LayerScale's 1e-6 would underflow
+                cotangent = by_column(cotangent, scale, lax.mul)
+            else:
+                kernel = kernel.astype(wide) * scale[None].astype(wide)
+            return found | {0: times(cotangent, kernel.T)}
+
+    return ScaledLinear()(seed, x, kernel, scale, *([] if bias is None else [bias]))[0]

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jax.extend.core import InconclusiveDimensionOperation
 
 from jaxcomp._core import remat3
-from jaxcomp._core.custom_derivative import with_derivative
+from jaxcomp._core.custom_derivative import Differentiable
 from jaxcomp._core.explicit import explicit_axes
+from jaxcomp._core.linear_map import ByPosition
 from jaxcomp.codecs import noise
 from jaxcomp.codecs._codec import Seed
 from jaxcomp.policies._policy import JaxPolicy, Policy
@@ -22,7 +23,7 @@ from jaxcomp.policies._specs import PolicyLike, policy_for_function
 from jaxcomp.transform._choice.decisions import PolicyLog
 from jaxcomp.transform._choice.schedule import plain_bytes
 from jaxcomp.transform._nested.nested import scheduled
-from jaxcomp.transform._nested.scheduled import Scheduled
+from jaxcomp.transform._nested.scheduled import ScheduledProgram
 from jaxcomp.transform._plan import Plan
 from jaxcomp.transform._program.automatic_axes import automatic, run_over_automatic_axes
 from jaxcomp.transform._program.keyed import Keyed
@@ -73,7 +74,7 @@ class Checkpointed:
 
     def _run(self, program: Program, coded: list[int], arguments: Sequence[Any]) -> list[Any]:
         """The results of the traced function."""
-        return _with_derivative(program, coded, self._policy)(self._seed, *arguments)
+        return _Traced(program, coded, self._policy)(self._seed, *arguments)
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """What a call would save; nothing is computed. `jaxcomp.plan` calls it.
@@ -190,7 +191,7 @@ def _positions(name: str, numbers: tuple[int, ...], count: int) -> set[int]:
 @remat3.traced_without()
 def _scheduled(
     program: Program, active: Sequence[int], coded: Sequence[int], policy: Policy | JaxPolicy
-) -> tuple[Scheduled, PolicyLog]:
+) -> tuple[ScheduledProgram, PolicyLog]:
     log = PolicyLog(policy)
     token = _depth.set(_depth.get() + 1)
     try:
@@ -210,7 +211,7 @@ def _scheduled(
 
 def _scheduled_once(
     program: Program, active: list[int], coded: list[int], policy: Policy | JaxPolicy
-) -> Scheduled:
+) -> ScheduledProgram:
     """As `_scheduled`, for equal programs once: calls outside of `jax.jit`, and repeated layers."""
     keyed = Keyed.of(program, tuple(active), tuple(coded), policy)
     if keyed is None:
@@ -219,28 +220,47 @@ def _scheduled_once(
 
 
 @functools.lru_cache(_REMEMBERED)
-def _scheduled_of_key(keyed: Keyed) -> Scheduled:
+def _scheduled_of_key(keyed: Keyed) -> ScheduledProgram:
     return _scheduled(keyed.program, *keyed.rest)[0]
 
 
-def _with_derivative(
-    program: Program, coded: list[int], policy: Policy | JaxPolicy
-) -> Callable[..., list[Any]]:
-    """The program as a function of a seed and of its arguments."""
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Traced(Differentiable[ScheduledProgram]):
+    """A traced function that saves values as a policy says.
 
-    def function(seed: Seed, *arguments: Any) -> list[Any]:
-        return [*map(as_array, program(*arguments))]
+    Attributes:
+        program: The function.
+        coded: The arguments that the policy decides about.
+        policy: The policy.
+    """
 
-    def prepare(seed: Any, values: list[Any], perturbed: list[int]) -> Scheduled | None:
-        # An integer that came out of another such call counts as perturbed, too.
-        active = [i for i in perturbed if jnp.issubdtype(values[i].dtype, jnp.inexact)]
-        return _scheduled_once(program, active, coded, policy) if active else None
+    program: Program
+    coded: list[int]
+    policy: Policy | JaxPolicy
 
-    def forward(chosen: Scheduled, seed: Any, values: list[Any]) -> tuple[list[Any], Any]:
-        of_call = _seed_of_call(seed, [values[i] for i in chosen.schedule.active])
-        return chosen.forward(of_call, values)
+    def evaluate(self, seed: Seed, arguments: list[Any]) -> list[Any]:
+        return [*map(as_array, self.program(*arguments))]
 
-    return with_derivative(function, prepare, forward, Scheduled.linear, Scheduled.backward)
+    def choose(
+        self, seed: Seed, arguments: list[Any], differentiated: list[int]
+    ) -> ScheduledProgram | None:
+        # An integer that came out of another such call counts as differentiated, too.
+        inexact = [i for i in differentiated if jnp.issubdtype(arguments[i].dtype, jnp.inexact)]
+        return _scheduled_once(self.program, inexact, self.coded, self.policy) if inexact else None
+
+    def forward(
+        self, choice: ScheduledProgram, seed: Seed, arguments: list[Any]
+    ) -> tuple[list[Any], Any]:
+        of_call = _seed_of_call(seed, [arguments[i] for i in choice.schedule.active])
+        return choice.forward(of_call, arguments)
+
+    def linear(self, choice: ScheduledProgram, residual: Any, tangents: ByPosition) -> ByPosition:
+        return choice.linear(residual, tangents)
+
+    def backward(
+        self, choice: ScheduledProgram, residual: Any, cotangents: ByPosition
+    ) -> ByPosition:
+        return choice.backward(residual, cotangents)
 
 
 def _seed_of_call(seed: Seed, arguments: list[Any]) -> Any:

@@ -15,7 +15,7 @@ from jaxcomp.policies._value import dtype_name
 from jaxcomp.transform._choice.bias import percent
 from jaxcomp.transform._choice.graph import plain_nbytes
 from jaxcomp.transform._choice.schedule import Schedule
-from jaxcomp.transform._nested.scheduled import Part, Scheduled
+from jaxcomp.transform._nested.scheduled import Nested, ScheduledProgram
 from jaxcomp.transform._program.origins import module_path
 from jaxcomp.transform._program.primitives import rounds_coarsely
 from jaxcomp.transform._program.program import is_variable
@@ -84,8 +84,8 @@ class Plan:
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def of_program(cls, whole: Scheduled, exact_bytes: int) -> "Plan":
-        """The plan of a traced function: of its schedule, and of those of its parts."""
+    def of_program(cls, whole: ScheduledProgram, exact_bytes: int) -> "Plan":
+        """The plan of a traced function: of its schedule, and of those inside of it."""
         schedules = [each.schedule for each in _all(whole)]
         of_units = [unit.codec for each in _all(whole) for unit in each.units]
         asked = any(d.codec is not None for s in schedules for d in s.decisions.values())
@@ -176,22 +176,24 @@ def _has_shard_map(schedule: Schedule) -> bool:
     return any(e.primitive.name == "shard_map" for e in schedule.backward.equations)
 
 
-def _all(whole: Scheduled) -> Iterator[Scheduled]:
+def _all(whole: ScheduledProgram) -> Iterator[ScheduledProgram]:
     """A function, the iterations of its loops and its branches."""
     yield whole
-    for part in whole.parts:
-        for program in part.programs:
+    for nested in whole.nested:
+        for program in nested.programs:
             yield from _all(program)
 
 
-def _planned(whole: Scheduled, outside: Collection[Any] = ()) -> Iterator[SavedValue]:
+def _planned(whole: ScheduledProgram, outside: Collection[Any] = ()) -> Iterator[SavedValue]:
     """What a function saves, and what the iterations of its loops and its branches save."""
     schedule = whole.schedule
     readers = Readers(schedule)
     names: set[str] = set()
     of_units = {(unit.path, unit.source): 0 for unit in whole.units}
     for variable, stored in schedule.stored.items():
-        found = {part.name for part in whole.parts}.intersection(schedule.graph.names_of(variable))
+        found = {nested.name for nested in whole.nested}.intersection(
+            schedule.graph.names_of(variable)
+        )
         names |= found
         equation = schedule.graph.program.made_by.get(variable)
         origin = module_path(equation), source_line(equation)
@@ -239,9 +241,9 @@ def _planned(whole: Scheduled, outside: Collection[Any] = ()) -> Iterator[SavedV
             saved_bytes=saved_bytes,
             note="; ".join(_notes_of_units(units)),
         )
-    for part in whole.parts:
-        if part.name in names:
-            yield from _of_part(part)
+    for nested in whole.nested:
+        if nested.name in names:
+            yield from _of_nested(nested)
 
 
 def _notes_of_units(units: Sequence[Recognized]) -> list[str]:
@@ -258,22 +260,22 @@ def _notes_of_units(units: Sequence[Recognized]) -> list[str]:
     return notes
 
 
-def _of_part(part: Part) -> Iterator[SavedValue]:
+def _of_nested(nested: Nested) -> Iterator[SavedValue]:
     """What the iterations of a loop save, or each of several branches."""
-    if part.length is None:
-        yield from _of_branches(part.programs)
+    if nested.length is None:
+        yield from _of_branches(nested.programs)
         return
-    for value in _planned(part.programs[0]):
+    for value in _planned(nested.programs[0]):
         yield dataclasses.replace(
             value,
-            shape=(part.length, *value.shape),
-            exact_bytes=part.length * value.exact_bytes,
-            saved_bytes=part.length * value.saved_bytes,
-            note=f"{part.length} iterations; {value.note}".removesuffix("; "),
+            shape=(nested.length, *value.shape),
+            exact_bytes=nested.length * value.exact_bytes,
+            saved_bytes=nested.length * value.saved_bytes,
+            note=f"{nested.length} iterations; {value.note}".removesuffix("; "),
         )
 
 
-def _of_branches(branches: Sequence[Scheduled]) -> Iterator[SavedValue]:
+def _of_branches(branches: Sequence[ScheduledProgram]) -> Iterator[SavedValue]:
     """What each branch saves, but for operands, which are saved outside.
 
     Values of equal types in several branches share their memory. It is that of the first.

@@ -17,7 +17,7 @@ from jaxcomp.transform._program.primitives import REDUCTIONS, is_affine, is_chea
 from jaxcomp.transform._program.program import Program, outputs, variables
 
 OWN = "jaxcomp/"  # begins the names of what an operation, a loop or a conditional of ours stored
-PART = OWN + "part/"  # begins the names of what a loop or a conditional has stored
+NESTED = OWN + "part/"  # begins the names of what a loop or a conditional has stored
 _REDUCED = 8  # a reduction to this part of its operand, or less, is a statistic
 
 

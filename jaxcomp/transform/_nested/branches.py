@@ -11,14 +11,12 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import JaxprEqn
 
-from jaxcomp._core.custom_derivative import with_derivative
+from jaxcomp._core.custom_derivative import Differentiable
 from jaxcomp._core.linear_map import ByPosition
 from jaxcomp._core.shard_map import filled
 from jaxcomp.codecs import noise
-from jaxcomp.policies._policy import has_codecs
-from jaxcomp.transform._choice.decisions import PolicyLog
 from jaxcomp.transform._execution.backward import used_arguments
-from jaxcomp.transform._nested.scheduled import Make, Part, Scheduled, scoped
+from jaxcomp.transform._nested.scheduled import Nested, Outer, ScheduledProgram
 from jaxcomp.transform._program.program import Program, avals, is_of_collective
 
 Entries = dict[tuple[bool, int], Any]  # what a branch has stored, or its seed, by number
@@ -50,79 +48,91 @@ def is_conditional(equation: JaxprEqn) -> bool:
     )
 
 
-def coded_branches(
-    equation: JaxprEqn,
-    number: int,
-    is_free: list[bool],
-    log: PolicyLog,
-    parts: list[Part],
-    make: Make,
-) -> Callable[..., list[Any]]:
-    """A conditional as a function of a seed, the branch's number and the branches' operands."""
-    branches = [Program.of(branch) for branch in equation.params["branches"]]
-    kinds = avals(equation.invars)
-    operands = range(len(kinds) - 1)
-    encodes = has_codecs(log.policy)
+class Conditional(Differentiable[Nested]):
+    """A `cond` or `switch` whose branches store by schedules of their own.
 
-    def conditional(seed: Any, index: Any, *values: Any) -> list[Any]:
-        return list(lax.switch(index, branches, *values))
+    The first argument is the number of the branch.
+    """
 
-    def prepare(seed: Any, values: list[Any], perturbed: list[int]) -> Part:
-        active = [i - 1 for i in perturbed if jnp.issubdtype(kinds[i].dtype, jnp.inexact)]
-        coded = [i for i in operands if encodes and not is_free[i + 1]]
-        chosen = tuple(make(scoped(each, equation), active, coded, log) for each in branches)
-        parts.append(Part(chosen))
-        return parts[-1]
+    def __init__(self, equation: JaxprEqn, number: int, is_free: list[bool], outer: Outer) -> None:
+        """Reads the equation of a conditional.
 
-    def forward(part: Part, seed: Any, values: list[Any]) -> tuple[list[Any], Any]:
-        index, *given = values
-        chosen = part.programs
-        own = noise.folded(seed, number) if encodes else None
+        Args:
+            equation: The equation.
+            number: One that tells the conditional's noise from that of others.
+            is_free: Whether each operand is free to be had again.
+            outer: The program that the conditional is in.
+        """
+        self._branches = [Program.of(branch) for branch in equation.params["branches"]]
+        self._equation, self._number, self._outer = equation, number, outer
+        self._operands = range(len(equation.invars) - 1)
+        self._coded = [i for i in self._operands if outer.encodes and not is_free[i + 1]]
 
-        def run(branch: Scheduled, own: Any, *given: Any) -> tuple[list[Any], Entries]:
-            made, (stored, used) = branch.forward(own, given)
+    def evaluate(self, seed: Any, arguments: list[Any]) -> list[Any]:
+        """Returns the results of the stock conditional."""
+        index, *operands = arguments
+        return list(lax.switch(index, self._branches, *operands))
+
+    def choose(self, seed: Any, arguments: list[Any], differentiated: list[int]) -> Nested:
+        """Returns the schedules of the branches."""
+        kinds = avals(self._equation.invars)
+        active = [i - 1 for i in differentiated if jnp.issubdtype(kinds[i].dtype, jnp.inexact)]
+        scheduled = (
+            self._outer.scheduled(branch, self._equation, active, self._coded)
+            for branch in self._branches
+        )
+        return self._outer.noted(Nested(tuple(scheduled)))
+
+    def forward(self, choice: Nested, seed: Any, arguments: list[Any]) -> tuple[list[Any], Any]:
+        """Returns the results, the branch's number, and what the branch stored and reads again."""
+        index, *operands = arguments
+        branches = choice.programs
+        of_branch = noise.folded(seed, self._number) if self._outer.encodes else None
+
+        def run(branch: ScheduledProgram, seed: Any, *operands: Any) -> tuple[list[Any], Entries]:
+            results, (stored, used) = branch.forward(seed, operands)
             outside = branch.stored_operands
             entries = {(True, i): value for i, value in stored.items() if i not in outside}
-            return made, entries | {(False, i): v for i, v in used.items() if i not in operands}
+            inside = {(False, i): v for i, v in used.items() if i not in self._operands}
+            return results, entries | inside
 
-        made, kept = _switch_with_entries(
-            index, [functools.partial(run, branch) for branch in chosen], own, *given
-        )
+        functions = [functools.partial(run, branch) for branch in branches]
+        results, kept = _switch_with_entries(index, functions, of_branch, *operands)
         # No policy decides about values that are ours by this name.
-        kept = jax.tree.map(lambda leaf: checkpoint_name(leaf, part.name), kept)
-        used = {i for b in chosen for i in used_arguments(b.schedule)}
-        used |= {i for b in chosen for i in b.stored_operands.values()}
-        held = {i: given[i] for i in operands if i in used}
-        return made, (index, kept, held)
+        kept = jax.tree.map(lambda leaf: checkpoint_name(leaf, choice.name), kept)
+        used = {i for b in branches for i in used_arguments(b.schedule)}
+        used |= {i for b in branches for i in b.stored_operands.values()}
+        return results, (index, kept, {i: operands[i] for i in self._operands if i in used})
 
-    def linear(part: Part, residual: Any, tangents: ByPosition) -> ByPosition:
-        of_operands = {i - 1: t for i, t in tangents.items()}
-        return in_branch(part, residual, lambda branch, own: branch.linear(own, of_operands))
+    def linear(self, choice: Nested, residual: Any, tangents: ByPosition) -> ByPosition:
+        """Returns the tangents of results, by the branch that was taken."""
+        moves = {i - 1: tangent for i, tangent in tangents.items()}
+        return _in_branch(choice, residual, lambda branch, own: branch.linear(own, moves))
 
-    def backward(part: Part, residual: Any, cotangents: ByPosition) -> ByPosition:
-        made = in_branch(part, residual, lambda branch, own: branch.backward(own, cotangents))
-        return {i + 1: c for i, c in made.items()}
+    def backward(self, choice: Nested, residual: Any, cotangents: ByPosition) -> ByPosition:
+        """Returns the cotangents of operands, by the branch that was taken."""
+        found = _in_branch(choice, residual, lambda branch, own: branch.backward(own, cotangents))
+        return {i + 1: cotangent for i, cotangent in found.items()}
 
-    def in_branch(
-        part: Part, residual: Any, function: Callable[[Scheduled, Any], ByPosition]
-    ) -> ByPosition:
-        """Calls a function of the branch that was taken and of what it has stored."""
-        index, kept, held = residual
 
-        def run(branch: Scheduled, places: tuple[Any, ...]) -> ByPosition:
-            entries = {key: kept.arrays[place] for key, place in places}
-            stored, own = (
-                {i: entry for (is_stored, i), entry in entries.items() if is_stored == which}
-                for which in (True, False)
-            )
-            stored |= {number: held[i] for number, i in branch.stored_operands.items()}
-            return function(branch, (stored, own | held))
+def _in_branch(
+    choice: Nested, residual: Any, function: Callable[[ScheduledProgram, Any], ByPosition]
+) -> ByPosition:
+    """Calls a function of the branch that was taken and of its residual."""
+    index, kept, operands = residual
 
-        pairs = zip(part.programs, kept.places, strict=True)
-        made: ByPosition = lax.switch(index, [functools.partial(run, *pair) for pair in pairs])
-        return made
+    def run(branch: ScheduledProgram, places: tuple[Any, ...]) -> ByPosition:
+        entries = {key: kept.arrays[place] for key, place in places}
+        stored, inside = (
+            {i: entry for (is_stored, i), entry in entries.items() if is_stored == which}
+            for which in (True, False)
+        )
+        stored |= {number: operands[i] for number, i in branch.stored_operands.items()}
+        return function(branch, (stored, inside | operands))
 
-    return with_derivative(conditional, prepare, forward, linear, backward)
+    pairs = zip(choice.programs, kept.places, strict=True)
+    found: ByPosition = lax.switch(index, [functools.partial(run, *pair) for pair in pairs])
+    return found
 
 
 def _switch_with_entries(

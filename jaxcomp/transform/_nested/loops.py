@@ -9,14 +9,12 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import JaxprEqn
 
-from jaxcomp._core.custom_derivative import undivided, with_derivative
+from jaxcomp._core.custom_derivative import Differentiable, undivided
 from jaxcomp._core.linear_map import ByPosition
 from jaxcomp._core.shard_map import filled
 from jaxcomp.codecs import noise
-from jaxcomp.policies._policy import has_codecs
-from jaxcomp.transform._choice.decisions import PolicyLog
 from jaxcomp.transform._execution.backward import used_arguments
-from jaxcomp.transform._nested.scheduled import Make, Part, scoped, with_zeros
+from jaxcomp.transform._nested.scheduled import Nested, Outer, with_zeros
 from jaxcomp.transform._program.primitives import tangents_of
 from jaxcomp.transform._program.program import Program, avals, is_of_collective, is_variable
 
@@ -28,127 +26,159 @@ def is_loop(equation: JaxprEqn) -> bool:
     return equation.primitive.name == _SCAN and all(map(is_of_collective, equation.effects))
 
 
-def coded_loop(
-    equation: JaxprEqn,
-    number: int,
-    is_free: list[bool],
-    log: PolicyLog,
-    parts: list[Part],
-    make: Make,
-) -> Callable[..., list[Any]]:
-    """A loop as a function of a seed and its operands, of which some are free to be had again."""
-    body, length = Program.of(equation.params["jaxpr"]), equation.params["length"]
-    consts, carries = _counts(equation, body)
-    options = {"length": length, "unroll": equation.params["unroll"]}
-    reverse = equation.params["reverse"]
-    at_x = consts + carries
-    coded = [i for i in range(consts, len(is_free)) if i < at_x or not is_free[i]]
-    kinds = avals(body.arguments)
-    encodes = has_codecs(log.policy)
+class Loop(Differentiable[Nested]):
+    """A `scan` whose iterations store by the schedule of its body.
 
-    def loop(seed: Any, *values: Any) -> list[Any]:
+    Attributes:
+        body: The program of an iteration.
+        consts: How many operands are the same in each iteration.
+        carries: How many are the state that an iteration passes on to the next.
+        at_x: Position of the first operand of which each iteration reads a part.
+    """
+
+    def __init__(self, equation: JaxprEqn, number: int, is_free: list[bool], outer: Outer) -> None:
+        """Reads the equation of a loop.
+
+        Args:
+            equation: The equation.
+            number: One that tells the loop's noise from that of others.
+            is_free: Whether each operand is free to be had again.
+            outer: The program that the loop is in.
+        """
+        self.body = Program.of(equation.params["jaxpr"])
+        self.consts, self.carries = _counts(equation, self.body)
+        self.at_x = self.consts + self.carries
+        self._equation, self._number, self._outer = equation, number, outer
+        self._kinds = avals(self.body.arguments)
+        self._coded = [
+            i for i in range(self.consts, len(is_free)) if i < self.at_x or not is_free[i]
+        ]
+
+    def evaluate(self, seed: Any, arguments: list[Any]) -> list[Any]:
+        """Returns the results of the stock loop."""
+        consts, start, xs = self._divided(arguments)
+
         def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-            made = body(*values[:consts], *carry, *x)
-            return made[:carries], made[carries:]
+            results = self.body(*consts, *carry, *x)
+            return results[: self.carries], results[self.carries :]
 
-        rest = list(values[at_x:])
-        final, ys = lax.scan(step, list(values[consts:at_x]), rest, reverse=reverse, **options)
+        final, ys = self._scan(step, start, xs)
         return [*final, *ys]
 
-    def prepare(seed: Any, values: list[Any], perturbed: list[int]) -> Part:
-        active = _active(body, {*perturbed}, consts, carries)
-        chosen = make(scoped(body, equation), active, coded, log.inside(length))
-        parts.append(Part((chosen,), length))
-        return parts[-1]
+    def choose(self, seed: Any, arguments: list[Any], differentiated: list[int]) -> Nested:
+        """Returns the schedule of the body."""
+        length = self._equation.params["length"]
+        active = _active(self.body, {*differentiated}, self.consts, self.carries)
+        body = self._outer.scheduled(self.body, self._equation, active, self._coded, length)
+        return self._outer.noted(Nested((body,), length))
 
-    def forward(part: Part, seed: Any, values: list[Any]) -> tuple[list[Any], Any]:
-        (chosen,) = part.programs
+    def forward(self, choice: Nested, seed: Any, arguments: list[Any]) -> tuple[list[Any], Any]:
+        """Returns the results, and what iterations stored beside operands of the loop."""
+        (body,) = choice.programs
 
-        def run(seed: Any, values: list[Any]) -> Any:
+        def run(seed: Any, arguments: list[Any]) -> Any:
+            consts, start, xs = self._divided(arguments)
+
             def step(carry: Any, x: list[Any]) -> tuple[Any, Any]:
                 index, state = carry
-                of_iteration = noise.folded(noise.folded(seed, number), index) if encodes else None
-                made, (stored, used) = chosen.forward(of_iteration, [*values[:consts], *state, *x])
-                own = {i: value for i, value in used.items() if not is_held(i)}
-                return (index + jnp.uint32(1), made[:carries]), (made[carries:], (stored, own))
+                if self._outer.encodes:
+                    of_iteration = noise.folded(noise.folded(seed, self._number), index)
+                else:
+                    of_iteration = None
+                results, (stored, used) = body.forward(of_iteration, [*consts, *state, *x])
+                inside = {i: value for i, value in used.items() if not self._is_operand(i)}
+                state, ys = results[: self.carries], results[self.carries :]
+                return (index + jnp.uint32(1), state), (ys, (stored, inside))
 
-            start = jnp.uint32(0), values[consts:at_x]
-            return lax.scan(step, start, values[at_x:], reverse=reverse, **options)
+            return self._scan(step, (jnp.uint32(0), start), xs)
 
-        (count, final), (ys, kept) = undivided(run, seed, values)
+        (count, final), (ys, kept) = undivided(run, seed, arguments)
         # No policy decides about values that are ours by this name, such as the iteration count.
-        kept, _ = jax.tree.map(lambda leaf: checkpoint_name(leaf, part.name), (kept, count))
-        used = used_arguments(chosen.schedule)
-        held = {i: values[i] for i in used if is_held(i)}
-        return [*final, *ys], (kept, held)
+        kept, _ = jax.tree.map(lambda leaf: checkpoint_name(leaf, choice.name), (kept, count))
+        used = used_arguments(body.schedule)
+        operands = {i: arguments[i] for i in used if self._is_operand(i)}
+        return [*final, *ys], (kept, operands)
 
-    def is_held(i: int) -> bool:
-        """Whether what the backward pass reads is an operand of the loop, and not its own seed.
-
-        It never reads a carry as it is: an iteration stores what it needs of it.
-        """
-        return i < len(kinds)
-
-    def linear(part: Part, residual: Any, given: ByPosition) -> ByPosition:
-        (chosen,) = part.programs
-        smooth, active = chosen.schedule.smooth, chosen.schedule.active
-        kept, whole, stacked = split(residual)
-        fixed = {i: move for i, move in given.items() if i < consts}
-        along = {i: move for i, move in given.items() if i >= at_x}
+    def linear(self, choice: Nested, residual: Any, tangents: ByPosition) -> ByPosition:
+        """Returns the tangents of results, by a loop in the same order."""
+        (body,) = choice.programs
+        kept, whole, stacked = self._split(residual)
+        fixed = {i: move for i, move in tangents.items() if i < self.consts}
+        along = {i: move for i, move in tangents.items() if i >= self.at_x}
         start = {
-            i: given[i] if i in given else filled(kinds[i], 0.0)
-            for i in active
-            if consts <= i < at_x
+            i: tangents[i] if i in tangents else filled(self._kinds[i], 0.0)
+            for i in body.schedule.active
+            if self.consts <= i < self.at_x
         }
 
         def step(state: Any, x: Any) -> tuple[dict[int, Any], dict[int, Any]]:
-            (stored, own), rest, moving = x
+            (stored, inside), operands, moving = x
             moves = fixed | state | moving
-            found = chosen.linear((stored, own | rest | whole), moves)
-            return {i: found[i - consts] for i in state}, {
-                i: move for i, move in found.items() if i >= carries
+            results = body.linear((stored, inside | operands | whole), moves)
+            return {i: results[i - self.consts] for i in state}, {
+                i: move for i, move in results.items() if i >= self.carries
             }
 
-        final, each = lax.scan(step, start, (kept, stacked, along), reverse=reverse, **options)
-        still = {i: filled(equation.outvars[i].aval, 0.0) for i in smooth}
-        return still | {i - consts: move for i, move in final.items()} | each
+        final, ys = self._scan(step, start, (kept, stacked, along))
+        outputs = avals(self._equation.outvars)
+        still = {i: filled(outputs[i], 0.0) for i in body.schedule.smooth}
+        return still | {i - self.consts: move for i, move in final.items()} | ys
 
-    def backward(part: Part, residual: Any, cotangents: ByPosition) -> ByPosition:
-        (chosen,) = part.programs
-        active = chosen.schedule.active
-        summed, carried, along = (
-            [i for i in active if i in places]
-            for places in (range(consts), range(consts, at_x), range(at_x, len(kinds)))
-        )
-        kept, whole, stacked = split(residual)
-        arriving = with_zeros(cotangents, chosen.schedule.smooth, equation.outvars)
+    def backward(self, choice: Nested, residual: Any, cotangents: ByPosition) -> ByPosition:
+        """Returns the cotangents of operands, by a loop in the opposite order."""
+        (body,) = choice.programs
+        active, smooth = body.schedule.active, body.schedule.smooth
+        summed = [i for i in active if i < self.consts]
+        carried = [i for i in active if self.consts <= i < self.at_x]
+        along = [i for i in active if i >= self.at_x]
+        kept, whole, stacked = self._split(residual)
+        arriving = with_zeros(cotangents, smooth, self._equation.outvars)
 
         def step(carry: Any, x: Any) -> tuple[Any, dict[int, Any]]:
-            sums, arrived = carry
-            (stored, own), rest, dys = x
-            state = {i - consts: cotangent for i, cotangent in arrived.items()}
-            found = chosen.backward((stored, own | rest | whole), state | dys)
+            sums, of_carry = carry
+            (stored, inside), operands, of_ys = x
+            of_results = {i - self.consts: c for i, c in of_carry.items()} | of_ys
+            found = body.backward((stored, inside | operands | whole), of_results)
             sums = {i: sums[i] + found[i] for i in summed}
             return (sums, {i: found[i] for i in carried}), {i: found[i] for i in along}
 
         start = (
-            {i: filled(kinds[i], 0.0) for i in summed},
-            {i: arriving[i - consts] for i in carried},
+            {i: filled(self._kinds[i], 0.0) for i in summed},
+            {i: arriving[i - self.consts] for i in carried},
         )
-        xs = kept, stacked, {i: c for i, c in arriving.items() if i >= carries}
-        (sums, first), each = lax.scan(step, start, xs, reverse=not reverse, **options)
-        return sums | first | each
+        xs = kept, stacked, {i: c for i, c in arriving.items() if i >= self.carries}
+        (sums, first), of_xs = self._scan(step, start, xs, backwards=True)
+        return sums | first | of_xs
 
-    def split(residual: Any) -> tuple[Any, ByPosition, ByPosition]:
-        """What each iteration stored, and the arguments of all and of each."""
-        kept, held = residual
-        whole, stacked = (
-            {i: value for i, value in held.items() if (i >= at_x) == of_each}
-            for of_each in (False, True)
+    def _scan(
+        self, step: Callable[..., Any], start: Any, xs: Any, *, backwards: bool = False
+    ) -> Any:
+        """A `scan` like that of the equation, or in the opposite order."""
+        params = self._equation.params
+        options = {name: params[name] for name in ("length", "unroll")}
+        return lax.scan(step, start, xs, reverse=params["reverse"] != backwards, **options)
+
+    def _divided(self, arguments: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+        """Operands that stay the same, that iterations pass on, and that have a part for each."""
+        return (
+            arguments[: self.consts],
+            arguments[self.consts : self.at_x],
+            arguments[self.at_x :],
         )
+
+    def _is_operand(self, i: int) -> bool:
+        """Whether an argument of the body is an operand of the loop, not the body's own seed.
+
+        The backward pass never reads a carry as it is: an iteration stores what it needs of it.
+        """
+        return i < len(self._kinds)
+
+    def _split(self, residual: Any) -> tuple[Any, ByPosition, ByPosition]:
+        """What iterations stored, and the operands of all and of each."""
+        kept, operands = residual
+        whole = {i: value for i, value in operands.items() if i < self.at_x}
+        stacked = {i: value for i, value in operands.items() if i >= self.at_x}
         return kept, whole, stacked
-
-    return with_derivative(loop, prepare, forward, linear, backward)
 
 
 def _counts(equation: JaxprEqn, body: Program) -> tuple[int, int]:

@@ -8,12 +8,12 @@ from jax.extend.core import JaxprEqn
 from jaxcomp.transform._choice.decisions import PolicyLog
 from jaxcomp.transform._choice.graph import Graph
 from jaxcomp.transform._choice.schedule import schedule
-from jaxcomp.transform._nested.branches import coded_branches, is_conditional
-from jaxcomp.transform._nested.loops import coded_loop, is_loop
-from jaxcomp.transform._nested.scheduled import Part, Scheduled
+from jaxcomp.transform._nested.branches import Conditional, is_conditional
+from jaxcomp.transform._nested.loops import Loop, is_loop
+from jaxcomp.transform._nested.scheduled import Outer, ScheduledProgram
 from jaxcomp.transform._program.builder import Builder, flat
 from jaxcomp.transform._program.primitives import tangents_of
-from jaxcomp.transform._program.program import Program, is_variable, variables
+from jaxcomp.transform._program.program import Program, is_variable, outputs, variables
 from jaxcomp.transform._recognition.layer_scale import LayerScale
 from jaxcomp.transform._recognition.recognize import recognize
 from jaxcomp.transform._recognition.substitute import with_units
@@ -22,7 +22,7 @@ from jaxcomp.transform._recognition.unit import Recognized
 
 def scheduled(
     program: Program, active: Sequence[int], coded: Collection[int], log: PolicyLog
-) -> Scheduled:
+) -> ScheduledProgram:
     """As `schedule`, for a program, the iterations of its loops and its branches."""
     program = flat(program)
     units = recognize(program, active, log)
@@ -41,27 +41,23 @@ def _scheduled(
     active: Sequence[int],
     coded: Collection[int],
     log: PolicyLog,
-) -> Scheduled:
-    parts: list[Part] = []
-    has_parts = any(is_loop(e) or is_conditional(e) for e in program.equations)
-    takes_seed = bool(units) or has_parts
+) -> ScheduledProgram:
+    has_nested = any(is_loop(e) or is_conditional(e) for e in program.equations)
+    takes_seed = bool(units) or has_nested
     if takes_seed:
         program = with_units(program, units)
-    log = log.of_arrays(v for equation in program.equations for v in equation.outvars)
-    if has_parts:
-        program = _with_coded_parts(program, active, coded, log, parts)
-    chosen = schedule(program, active, coded, log)
-    return Scheduled(chosen, tuple(parts), tuple(units), takes_seed)
+    log = log.of_arrays(v for equation in program.equations for v in outputs(equation))
+    outer = Outer(log, scheduled, [])
+    if has_nested:
+        program = _with_nested(program, active, coded, outer)
+    of_program = schedule(program, active, coded, log)
+    return ScheduledProgram(of_program, tuple(outer.nested), tuple(units), takes_seed)
 
 
-def _with_coded_parts(
-    program: Program,
-    active: Sequence[int],
-    coded: Collection[int],
-    log: PolicyLog,
-    parts: list[Part],
+def _with_nested(
+    program: Program, active: Sequence[int], coded: Collection[int], outer: Outer
 ) -> Program:
-    """The program, whose last argument is a seed, with a backward pass of ours for each part."""
+    """The program, whose last argument is a seed, with our loops and conditionals in it."""
     reached = tangents_of(program.equations, [program.arguments[i] for i in active])
     numbers = {id(equation): number for number, equation in enumerate(program.equations)}
     held = {v for i, v in enumerate(program.arguments) if i not in coded}
@@ -73,14 +69,15 @@ def _with_coded_parts(
         if reached.isdisjoint(variables(equation.invars)):
             return builder.add(equation, operands)
         is_free = [not is_variable(v) or v in free for v in equation.invars]
-        given = equation, numbers[id(equation)], is_free, log, parts, scheduled
+        number = numbers[id(equation)]
+        nested: Loop | Conditional
         if is_loop(equation):
-            part = coded_loop(*given)
+            nested = Loop(equation, number, is_free, outer)
         elif is_conditional(equation):
-            part = coded_branches(*given)
+            nested = Conditional(equation, number, is_free, outer)
         else:
             return builder.add(equation, operands)
-        return builder.trace(part, seed, *operands, at=equation)
+        return builder.trace(nested, seed, *operands, at=equation)
 
     results = builder.inline(program, arguments, step)
     return builder.program(program, arguments, results)

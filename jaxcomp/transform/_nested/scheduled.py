@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
@@ -12,21 +12,21 @@ from jaxcomp._core.custom_derivative import reverse_mode_only
 from jaxcomp._core.linear_map import ByPosition
 from jaxcomp._core.shard_map import filled, vary_like
 from jaxcomp.codecs._codec import Seed
+from jaxcomp.policies._policy import has_codecs
 from jaxcomp.transform._choice.decisions import PolicyLog
-from jaxcomp.transform._choice.graph import PART
+from jaxcomp.transform._choice.graph import NESTED
 from jaxcomp.transform._choice.schedule import Schedule
 from jaxcomp.transform._execution import backward, forward
 from jaxcomp.transform._program.builder import Builder
 from jaxcomp.transform._program.program import Program
 from jaxcomp.transform._recognition.unit import Recognized
 
-Make: TypeAlias = "Callable[[Program, Sequence[int], Collection[int], PolicyLog], Scheduled]"
 _numbers = itertools.count()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Part:
-    """A loop or a conditional, whose body or branches store by schedules of their own.
+class Nested:
+    """The programs inside a loop or a conditional, which store by schedules of their own.
 
     Attributes:
         programs: The body of the loop, or the branches.
@@ -34,25 +34,26 @@ class Part:
         name: That its stored values have.
     """
 
-    programs: "tuple[Scheduled, ...]"
+    programs: "tuple[ScheduledProgram, ...]"
     length: int | None = None
-    name: str = dataclasses.field(default_factory=lambda: f"{PART}{next(_numbers)}")
+    name: str = dataclasses.field(default_factory=lambda: f"{NESTED}{next(_numbers)}")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Scheduled:
+class ScheduledProgram:
     """The schedule of a program, and of the loops and conditionals in it.
 
     Attributes:
-        schedule: Of the program, in which each part is a function with a backward pass of its own.
-        parts: The loops and conditionals that store something.
+        schedule: Of the program, in which each loop and conditional is a function with a backward
+            pass of its own.
+        nested: The loops and conditionals that store something.
         units: Stock operations that an operation of `jaxcomp.ops` stands for.
-        takes_seed: Whether the schedule's program has the seed as its last argument, for its parts
-            and units.
+        takes_seed: Whether the schedule's program has the seed as its last argument, for its
+            loops, conditionals and units.
     """
 
     schedule: Schedule
-    parts: tuple[Part, ...]
+    nested: tuple[Nested, ...]
     units: tuple[Recognized, ...]
     takes_seed: bool
 
@@ -81,7 +82,7 @@ class Scheduled:
             TypeError: If the schedule encodes a value.
         """
         if self.schedule.encodes:
-            reverse_mode_only(self, residual, tangents)
+            raise reverse_mode_only()
         stored, used = residual
         of_active = [tangents[i] for i in self.schedule.active]
         made = backward.linear(self.schedule, stored, used, of_active)
@@ -95,6 +96,45 @@ class Scheduled:
         return dict(zip(self.schedule.active, made, strict=True))
 
 
+@dataclasses.dataclass(frozen=True)
+class Outer:
+    """The program that a loop or a conditional is in.
+
+    Attributes:
+        log: The policy.
+        schedule: Schedules a program, as `nested.scheduled` does.
+        nested: Takes the loops and conditionals that store something.
+    """
+
+    log: PolicyLog
+    schedule: Callable[[Program, Sequence[int], Collection[int], PolicyLog], ScheduledProgram]
+    nested: list[Nested]
+
+    @property
+    def encodes(self) -> bool:
+        """Whether the policy has codecs."""
+        return has_codecs(self.log.policy)
+
+    def scheduled(
+        self,
+        body: Program,
+        equation: JaxprEqn,
+        active: Sequence[int],
+        coded: Sequence[int],
+        iterations: int = 1,
+    ) -> ScheduledProgram:
+        """Returns the schedule of a body or branch, in the name scope of its equation."""
+        builder = Builder()
+        results = builder.inline(body, body.arguments, call=equation)
+        program = builder.program(body, body.arguments, results)
+        return self.schedule(program, active, coded, self.log.inside(iterations))
+
+    def noted(self, nested: Nested) -> Nested:
+        """Takes note of a loop or a conditional, and returns it."""
+        self.nested.append(nested)
+        return nested
+
+
 def with_zeros(cotangents: ByPosition, smooth: Sequence[int], results: Sequence[Any]) -> ByPosition:
     """The cotangents of the results that have one, with zeros as arrays.
 
@@ -106,11 +146,3 @@ def with_zeros(cotangents: ByPosition, smooth: Sequence[int], results: Sequence[
         else filled(results[i].aval, 0.0)
         for i in smooth
     }
-
-
-def scoped(program: Program, equation: JaxprEqn) -> Program:
-    """A program that an equation calls, with the equation's name scope around each of its own."""
-    builder = Builder()
-    arguments = program.arguments
-    results = builder.inline(program, arguments, call=equation)
-    return builder.program(program, arguments, results)
