@@ -26,6 +26,7 @@ ROOMS = ("_program", "_pieces", "_choice", "_recognition", "_execution", "_neste
 COVERED_BY = {
     "_choice.bias": "recognition/test_bias.py",
     "_choice.constant_operands": "execution/test_backward.py",
+    "_choice.context": "choice/test_schedule.py",
     "_choice.decisions": "choice/test_schedule.py",
     "_choice.graph": "choice/test_choice.py",
     "_execution.forward": "choice/test_schedule.py",
@@ -35,6 +36,7 @@ COVERED_BY = {
     "_nested.scheduled": "nested/test_loops.py",
     "_pieces.axes": "pieces/test_slices.py",
     "_pieces.hidden": "pieces/test_chunks.py",
+    "_pieces.limits": "pieces/test_slices.py",
     "_pieces.masks": "pieces/test_chunks.py",
     "_pieces.pieces": "pieces/test_slices.py",
     "_pieces.slice": "pieces/test_slices.py",

@@ -18,7 +18,7 @@ from jaxcomp.ops._norm_act import Statistics, share_clipped
 from jaxcomp.ops._norm_act_vjp import Input
 from jaxcomp.policies._policy import JaxPolicy, Policy
 from jaxcomp.transform._checkpoint import Checkpointed
-from jaxcomp.transform._choice.decisions import PolicyLog
+from jaxcomp.transform._choice.context import Context
 from jaxcomp.transform._compress import (
     compressed_methods,
 )
@@ -50,7 +50,7 @@ class Counting(Checkpointed):
         program = flat(program)
         kinds = avals(program.arguments)
         active = [i for i, kind in enumerate(kinds) if jnp.issubdtype(kind.dtype, jnp.inexact)]
-        units = recognize(program, active, PolicyLog(self._policy))
+        units = recognize(program, active, Context(self._policy))
         counting = with_units(program, units, self._count)
         return counting(*arguments, jnp.uint32(0))
 

@@ -13,6 +13,7 @@ from jaxcomp._core.modules import derived, set_class, split_model
 from jaxcomp._core.shard_map import match_varying
 from jaxcomp.codecs import Codec, Encoded
 from jaxcomp.transform._execution.waiting import evaluate_after
+from jaxcomp.transform._pieces.limits import current_limits
 from jaxcomp.transform._program.program import Program
 
 
@@ -150,7 +151,9 @@ def _from_codes(
         given = params, arrays, cotangent
         traced, shape = jax.make_jaxpr(pulled, return_shape=True)(*given)
         largest = max(jax.tree.leaves(cotangent[0]), key=lambda leaf: leaf.size)
-        leaves = evaluate_after(Program.of(traced), largest, jax.tree.leaves(given))
+        leaves = evaluate_after(
+            Program.of(traced), largest, jax.tree.leaves(given), current_limits()
+        )
         dparams, darrays = jax.tree.unflatten(jax.tree.structure(shape), leaves)
         dparams, darrays = barriers.barrier_together(dparams, darrays)
         return dparams, None, darrays

@@ -20,10 +20,11 @@ from jaxcomp.codecs import noise
 from jaxcomp.codecs._codec import Seed
 from jaxcomp.policies._policy import JaxPolicy, Policy
 from jaxcomp.policies._specs import PolicyLike, policy_for_function
-from jaxcomp.transform._choice.decisions import PolicyLog
+from jaxcomp.transform._choice.context import Context
 from jaxcomp.transform._choice.schedule import plain_bytes
 from jaxcomp.transform._nested.nested import scheduled
 from jaxcomp.transform._nested.scheduled import ScheduledProgram
+from jaxcomp.transform._pieces.limits import Limits, current_limits
 from jaxcomp.transform._plan import Plan
 from jaxcomp.transform._program.automatic_axes import automatic, run_over_automatic_axes
 from jaxcomp.transform._program.keyed import Keyed
@@ -99,10 +100,10 @@ class Checkpointed:
         if not active:
             raise ValueError("no argument is a floating-point array: there is no gradient")
         with automatic(program) as program:
-            chosen, log = _scheduled(program, active, coded, self._policy)
+            chosen, context = _scheduled(program, active, coded, self._policy, current_limits())
             exact = without_codes(program) if has_codes(program) else program
             found = Plan.of_program(chosen, plain_bytes(exact, active, coded))
-        small = tuple(f"every value is too small for {rule}" for rule in log.too_large())
+        small = tuple(f"every value is too small for {rule}" for rule in context.too_large())
         return dataclasses.replace(found, notes=(*found.notes, *small))
 
     def _trace(
@@ -190,12 +191,16 @@ def _positions(name: str, numbers: tuple[int, ...], count: int) -> set[int]:
 
 @remat3.traced_without()
 def _scheduled(
-    program: Program, active: Sequence[int], coded: Sequence[int], policy: Policy | JaxPolicy
-) -> tuple[ScheduledProgram, PolicyLog]:
-    log = PolicyLog(policy)
+    program: Program,
+    active: Sequence[int],
+    coded: Sequence[int],
+    policy: Policy | JaxPolicy,
+    limits: Limits,
+) -> tuple[ScheduledProgram, Context]:
+    context = Context(policy, limits)
     token = _depth.set(_depth.get() + 1)
     try:
-        chosen = scheduled(program, active, coded, log)
+        chosen = scheduled(program, active, coded, context)
     except InconclusiveDimensionOperation as error:
         shapes = [kind.shape for kind in avals(program.arguments)]
         symbolic = [s for s in shapes if not all(isinstance(size, int) for size in s)]
@@ -205,17 +210,18 @@ def _scheduled(
         ) from error
     finally:
         _depth.reset(token)
-    log.check()
-    return chosen, log
+    context.check()
+    return chosen, context
 
 
 def _scheduled_once(
     program: Program, active: list[int], coded: list[int], policy: Policy | JaxPolicy
 ) -> ScheduledProgram:
     """As `_scheduled`, for equal programs once: calls outside of `jax.jit`, and repeated layers."""
-    keyed = Keyed.of(program, tuple(active), tuple(coded), policy)
+    limits = current_limits()
+    keyed = Keyed.of(program, tuple(active), tuple(coded), policy, limits)
     if keyed is None:
-        return _scheduled(program, active, coded, policy)[0]
+        return _scheduled(program, active, coded, policy, limits)[0]
     return _scheduled_of_key(keyed)
 
 

@@ -10,7 +10,7 @@ from jaxcomp.planning import Strategy
 from jaxcomp.planning._groups import Groups, policy_of
 from jaxcomp.planning._probe import probe, trace_scoped
 from jaxcomp.planning._problem import Known, make_problem
-from jaxcomp.transform._pieces import slices
+from jaxcomp.transform._pieces.limits import limits_of
 
 WIDTH, LENGTH, BATCH, DEPTH = 256, 256, 64, 4
 
@@ -52,11 +52,11 @@ def _make_step(transform, batch):
 
 
 @pytest.mark.parametrize("target", ["cpu", pytest.param("h100", marks=pytest.mark.aot)])
-def test_loops_of_equal_blocks_and_working_sets_of_their_choices(monkeypatch, target):
+@limits_of(slice_nbytes=2**22)
+def test_loops_of_equal_blocks_and_working_sets_of_their_choices(target):
     """XLA merges the bodies of equal loops; scores are computed whole only in the plain step."""
     if target == "h100":
         pytest.importorskip("jax_cuda13_plugin")
-    monkeypatch.setattr(slices, "_PART", 2**22)
     where = resolve(target)
     traced, models = trace_scoped(_make_step, Strategy.parse("plain"), BATCH, where)
     groups = Groups.of(models, traced)

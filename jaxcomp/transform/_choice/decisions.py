@@ -2,7 +2,7 @@
 
 import dataclasses
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,9 +12,10 @@ from jaxcomp._core.custom_derivative import without_undivided
 from jaxcomp.codecs import Codec
 from jaxcomp.codecs._offload import inner_codec
 from jaxcomp.memory._source_line import source_line
-from jaxcomp.policies._policy import JaxPolicy, Policy
+from jaxcomp.policies._policy import Policy
 from jaxcomp.policies._rule import Rule
 from jaxcomp.policies._value import Value, dtype_name
+from jaxcomp.transform._choice.context import Context
 from jaxcomp.transform._choice.graph import Graph, coded_nbytes, nbytes
 from jaxcomp.transform._program.origins import module_path
 
@@ -47,47 +48,8 @@ class Decision:
     is_named: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class PolicyLog:
-    """A policy, the values that it decided about, and the rules that matched.
-
-    Attributes:
-        policy: The policy.
-        values: Values of the function itself, of the iterations of its loops and of its branches.
-        matched: The rules that matched a value, or would but for its size.
-        iterations: Of the loops around the program that is decided about.
-        largest: Elements of the largest array of the program and of those around it.
-    """
-
-    policy: Policy | JaxPolicy
-    values: list[Value] = dataclasses.field(default_factory=list)
-    matched: set[Rule] = dataclasses.field(default_factory=set)
-    iterations: int = 1
-    largest: int = 0
-
-    def inside(self, length: int) -> "PolicyLog":
-        """For the body of a loop of the program; takes note in the same places."""
-        return dataclasses.replace(self, iterations=self.iterations * length)
-
-    def of_arrays(self, arrays: Iterable[Any]) -> "PolicyLog":
-        """For a program with these arrays; takes note in the same places."""
-        largest = max((array.aval.size for array in arrays), default=0)
-        return dataclasses.replace(self, largest=max(largest, self.largest))
-
-    def too_large(self) -> list[Rule]:
-        """The rules that ask for more elements than any of the values has."""
-        rules = self.policy.rules if isinstance(self.policy, Policy) else ()
-        most = max((value.elements for value in self.values), default=0)
-        return [rule for rule in rules if rule.is_for_values and rule.min_size > most]
-
-    def check(self) -> None:
-        """Raises a ValueError if a required rule of the policy has matched nothing."""
-        if isinstance(self.policy, Policy):
-            _check_matched(self.policy, self.matched, self.values)
-
-
-def decide(graph: Graph, roles: Mapping[Any, str], log: PolicyLog) -> dict[Any, Decision]:
-    """The decision for every value that is not held; `log` takes note.
+def decide(graph: Graph, roles: Mapping[Any, str], context: Context) -> dict[Any, Decision]:
+    """The decision for every value that is not held; `context` takes note.
 
     Raises:
         TypeError: If the policy answers what is no answer, or a codec for a value that it cannot
@@ -110,11 +72,11 @@ def decide(graph: Graph, roles: Mapping[Any, str], log: PolicyLog) -> dict[Any, 
             roles.get(variable, "other") if made_by is not None else "input",
             source_line(made_by),
             module_path(made_by),
-            log.iterations,
+            context.iterations,
         )
-        log.values.append(value)
+        context.notes.values.append(value)
         named = graph.names.get(variable, [])
-        decision = _decide(log, value, step, named)
+        decision = _decide(context, value, step, named)
         if decision.action == "recompute" and value.primitive == "scan":
             decision = Decision("keep", note="kept: a loop is not run again as a whole")
         decisions[variable] = decision
@@ -122,19 +84,19 @@ def decide(graph: Graph, roles: Mapping[Any, str], log: PolicyLog) -> dict[Any, 
 
 
 def _decide(
-    log: PolicyLog, value: Value, equation: JaxprEqn | None, named: list[JaxprEqn]
+    context: Context, value: Value, equation: JaxprEqn | None, named: list[JaxprEqn]
 ) -> Decision:
-    policy = log.policy
+    policy = context.policy
     if isinstance(policy, Policy):
         fitting = [rule for rule in policy.rules if rule.matches_value(value, size=False)]
         too_large = [rule for rule in fitting if rule.min_size > value.elements]
-        log.matched.update(too_large)
+        context.notes.matched.update(too_large)
         rule = next((rule for rule in fitting if rule not in too_large), None)
         if rule is None:
             least = min((rule.min_size for rule in too_large), default=0)
             note = f"fewer than {least:,} elements" if least else _note_of_dtype(policy, value)
             return Decision(note=note)
-        log.matched.add(rule)
+        context.notes.matched.add(rule)
         if not rule.is_for_values_alone and all(r.action == "keep" for r in policy.rules):
             return Decision()
         return _by_rule(rule, value)
@@ -150,15 +112,15 @@ def _decide(
 
 
 def codec_in_roles(
-    value: Value, roles: Sequence[str], serves: Callable[[Codec], bool], log: PolicyLog
+    value: Value, roles: Sequence[str], serves: Callable[[Codec], bool], context: Context
 ) -> Codec | None:
-    """The codec that a policy has for a value whatever it is of some roles; `log` takes note of it.
+    """The codec that a policy has for a value whatever it is of some roles.
 
-    None if it has another for each role, or one that does not serve.
+    `context` takes note of it. None if it has another for each role, or one that does not serve.
     """
-    assert isinstance(log.policy, Policy)
+    assert isinstance(context.policy, Policy)
     values = [dataclasses.replace(value, role=role) for role in roles]
-    found = [next((r for r in log.policy.rules if r.matches_value(v)), None) for v in values]
+    found = [next((r for r in context.policy.rules if r.matches_value(v)), None) for v in values]
     rules = [rule for rule in found if rule is not None]
     if len(rules) < len(values) or len({rule.action for rule in rules}) > 1:
         return None
@@ -167,8 +129,8 @@ def codec_in_roles(
         return None
     codec = _by_rule(rules[0], value).codec
     if codec is not None:
-        log.values.extend(values)
-        log.matched.update(rules)
+        context.notes.values.extend(values)
+        context.notes.matched.update(rules)
     return codec
 
 
@@ -222,32 +184,3 @@ def describe(value: Value) -> str:
     made = f" of {value.primitive}" if value.primitive else ""
     where = f" at {value.source}" if value.source else ""
     return f"{dtype_name(value.dtype)}{list(value.shape)}{name}{made}{where}"
-
-
-def _check_matched(policy: Policy, matched: set[Rule], values: list[Value]) -> None:
-    for rule in policy.rules:
-        if not rule.required or rule in matched:
-            continue
-        if not rule.is_for_values:
-            raise ValueError(
-                f"{rule} matches nothing: op is for layers of jaxcomp.nn, norm_act also for stock "
-                "batch norms, max_pool also for stock max pools, and with 'keep' attention and "
-                "scaled_linear for stock ones; the function or model has none that it could match. "
-                "The policy automatic is for any model"
-            )
-        names, primitives, roles, dtypes, paths = (
-            ", ".join(sorted(found)) or "none"
-            for found in (
-                {name for value in values for name in value.names},
-                {value.primitive for value in values if value.primitive},
-                {value.role for value in values},
-                {dtype_name(value.dtype) for value in values},
-                {value.path for value in values if value.path},
-            )
-        )
-        raise ValueError(
-            f"{rule} matches nothing, or only what an earlier rule took; the function has "
-            f"names: {names}; primitives: {primitives}; roles: {roles}; dtypes: {dtypes} (codecs "
-            f"encode float32, bfloat16 and float16); paths: {paths}; at most "
-            f"{max((v.elements for v in values), default=0)} elements"
-        )

@@ -10,7 +10,7 @@ from jax.extend.core import Var
 
 from jaxcomp._core import remat3
 from jaxcomp.codecs import Quantize
-from jaxcomp.policies._policy import Policy, has_codecs
+from jaxcomp.policies._policy import Policy
 from jaxcomp.transform._choice import paths
 from jaxcomp.transform._choice.bias import bias_of_mean, percent
 from jaxcomp.transform._choice.bounds import bounds
@@ -26,9 +26,11 @@ from jaxcomp.transform._choice.choice import (
     without_products,
 )
 from jaxcomp.transform._choice.constant_operands import with_constants_inside
-from jaxcomp.transform._choice.decisions import Decision, PolicyLog, decide
+from jaxcomp.transform._choice.context import Context
+from jaxcomp.transform._choice.decisions import Decision, decide
 from jaxcomp.transform._choice.graph import Graph, nbytes, plain_nbytes
 from jaxcomp.transform._choice.rewrites import with_rewrites
+from jaxcomp.transform._pieces.limits import Limits
 from jaxcomp.transform._program.builder import Builder, flat
 from jaxcomp.transform._program.linearized import Linearized, linearize, transpose
 from jaxcomp.transform._program.primitives import tangents_of
@@ -65,7 +67,7 @@ class Schedule:
         linear: From coefficients and the arguments' tangents to the results' tangents.
         coefficients: The coefficients of the linear and of the backward program.
         biased: Whether non-linear steps are computed again from codes.
-        largest: Elements of the largest array of the forward program and of those around it.
+        limits: Sizes of pieces of the backward pass.
     """
 
     graph: Graph
@@ -78,7 +80,7 @@ class Schedule:
     linear: Program
     coefficients: list[Coefficient]
     biased: bool
-    largest: int
+    limits: Limits
 
     @property
     def encodes(self) -> bool:
@@ -102,7 +104,7 @@ def schedule(
     program: Program,
     active: Sequence[int],
     coded: Collection[int],
-    log: PolicyLog,
+    context: Context,
 ) -> Schedule:
     """Decides what of a program waits for its backward pass.
 
@@ -113,28 +115,27 @@ def schedule(
         program: The function, traced.
         active: The arguments that are differentiated.
         coded: The arguments that the policy may store in another form.
-        log: The policy, which takes note of what it decides.
+        context: The policy, which takes note of what it decides.
 
     Raises:
         TypeError: If the policy answers what is no answer.
     """
     linearized = linearize(program, active)
     why_exact = ""
-    if has_codecs(log.policy):
+    if context.encodes:
         merged = _with_merged_derivatives(linearized, coded, casts=True)
-        chosen = _of_linearized(merged, coded, log)
+        chosen = _of_linearized(merged, coded, context)
         if chosen.encodes:
             return chosen
         are_larger = any(how.note == _LARGER for how in chosen.stored.values())
         why_exact = _LARGER if are_larger else BIASES
-    rules = log.policy.rules if isinstance(log.policy, Policy) else ()
-    recomputes = any(rule.action == "recompute" for rule in rules)
+    recomputes = any(rule.action == "recompute" for rule in context.rules)
     exact = _with_merged_derivatives(linearized, coded, casts=recomputes)
-    return _of_linearized(exact, coded, log, why_exact)
+    return _of_linearized(exact, coded, context, why_exact)
 
 
 def _of_linearized(
-    linearized: Linearized, coded: Collection[int], log: PolicyLog, why_exact: str = ""
+    linearized: Linearized, coded: Collection[int], context: Context, why_exact: str = ""
 ) -> Schedule:
     """As `schedule`. Nothing is encoded if a note says why."""
     forward, same = with_rewrites(linearized.forward)
@@ -142,10 +143,10 @@ def _of_linearized(
     graph = _graph(forward, coded, same)
     demand = Demand.of(linearized)
     roles = graph.roles(demand.roles)
-    decisions = asked = decide(graph, roles, log)
+    decisions = asked = decide(graph, roles, context)
     if why_exact:
         decisions = without_codecs(decisions, why_exact)
-    biased = isinstance(log.policy, Policy) and log.policy.lossy_recomputation
+    biased = isinstance(context.policy, Policy) and context.policy.lossy_recomputation
     stored, numbered, coefficients = _complete(
         linearized, graph, choose(graph, decisions, demand, biased=biased), roles, biased
     )
@@ -170,7 +171,7 @@ def _of_linearized(
         numbered.linear,
         coefficients,
         biased,
-        log.largest,
+        context.limits,
     )
 
 

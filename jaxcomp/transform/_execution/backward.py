@@ -118,7 +118,7 @@ def backward(
             for atom in equation.invars
         ]
         cotangent = None if after is None else env[after]
-        made = apply_after(cotangent, equation, values, schedule.largest)
+        made = apply_after(cotangent, equation, values, schedule.limits)
         for atom in variables(equation.invars):
             uses[atom] -= 1
         if in_time and equation.primitive.name == "reduce_sum":

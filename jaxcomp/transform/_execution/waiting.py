@@ -4,6 +4,7 @@ XLA makes constant arrays, such as the zeros that the sums of a loop begin with,
 all layers in one kernel, so those of all layers wait for the first.
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from jaxtyping import Array
 from jaxcomp._core import barriers
 from jaxcomp._core.shard_map import barrier_by_type
 from jaxcomp.memory._tracing import CHECKPOINT_PRIMITIVES
+from jaxcomp.transform._pieces.limits import Limits
 from jaxcomp.transform._pieces.pieces import in_pieces
 from jaxcomp.transform._program.builder import flat
 from jaxcomp.transform._program.program import (
@@ -29,24 +31,30 @@ from jaxcomp.transform._program.program import (
 _LARGE = 2**14  # elements
 
 
-def evaluate_after(program: Program, cotangent: Array, arguments: Sequence[Any]) -> list[Any]:
+def evaluate_after(
+    program: Program,
+    cotangent: Array,
+    arguments: Sequence[Any],
+    limits: Limits,
+) -> list[Any]:
     """Evaluates a backward program, whose large constant arrays wait for a cotangent.
 
     Args:
         program: The program.
         cotangent: Axis 0 is the batch; arrays of as many samples wait.
         arguments: Values of its arguments.
+        limits: Sizes of pieces of inner `jax.checkpoint`s.
     """
-    return evaluate(flat(program), arguments, functools.partial(apply_after, cotangent))
+    step = functools.partial(apply_after, cotangent, limits=limits)
+    return evaluate(flat(program), arguments, step)
 
 
 def apply_after(
-    cotangent: Array | None, equation: JaxprEqn, values: list[Any], largest: int = 0
+    cotangent: Array | None, equation: JaxprEqn, values: list[Any], limits: Limits
 ) -> list[Any]:
     """As `programs.apply`, but large constant arrays wait for a cotangent.
 
-    Also those of an inner `jax.checkpoint`, which runs in parts if its arrays have more elements
-    than `largest`.
+    Also those of an inner `jax.checkpoint`, which is evaluated in pieces of these sizes.
     """
     if cotangent is None or not cotangent.ndim:
         return apply(equation, values)
@@ -54,8 +62,9 @@ def apply_after(
         if equation.params["prevent_cse"]:
             values = barrier_by_type(values)
         program = flat(Program.of(equation.params["jaxpr"]))
+        inside = functools.partial(evaluate_after, limits=dataclasses.replace(limits, outside=0))
         with scope_of(equation):
-            return in_pieces(program, evaluate_after, largest)(cotangent, values)
+            return in_pieces(program, inside, limits)(cotangent, values)
     if _waits(equation, cotangent):
         (value,), (out,) = values, equation.outvars
         kind: Any = out.aval

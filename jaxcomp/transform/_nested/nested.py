@@ -5,7 +5,7 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from jaxcomp.transform._choice.decisions import PolicyLog
+from jaxcomp.transform._choice.context import Context
 from jaxcomp.transform._choice.graph import Graph
 from jaxcomp.transform._choice.schedule import schedule
 from jaxcomp.transform._nested.branches import Conditional, is_conditional
@@ -13,7 +13,7 @@ from jaxcomp.transform._nested.loops import Loop, is_loop
 from jaxcomp.transform._nested.scheduled import Outer, ScheduledProgram
 from jaxcomp.transform._program.builder import Builder, flat
 from jaxcomp.transform._program.primitives import tangents_of
-from jaxcomp.transform._program.program import Program, is_variable, outputs, variables
+from jaxcomp.transform._program.program import Program, is_variable, variables
 from jaxcomp.transform._recognition.layer_scale import LayerScale
 from jaxcomp.transform._recognition.recognize import recognize
 from jaxcomp.transform._recognition.substitute import with_units
@@ -21,18 +21,18 @@ from jaxcomp.transform._recognition.unit import Recognized
 
 
 def scheduled(
-    program: Program, active: Sequence[int], coded: Collection[int], log: PolicyLog
+    program: Program, active: Sequence[int], coded: Collection[int], context: Context
 ) -> ScheduledProgram:
     """As `schedule`, for a program, the iterations of its loops and its branches."""
     program = flat(program)
-    units = recognize(program, active, log)
-    chosen = _scheduled(program, units, active, coded, log)
+    units = recognize(program, active, context)
+    chosen = _scheduled(program, units, active, coded, context)
     if chosen.schedule.encodes or any(unit.codec is not None for unit in units):
         return chosen
     others = [unit for unit in units if not isinstance(unit.unit, LayerScale)]
     if len(others) == len(units):
         return chosen
-    return _scheduled(program, others, active, coded, log)
+    return _scheduled(program, others, active, coded, context)
 
 
 def _scheduled(
@@ -40,17 +40,17 @@ def _scheduled(
     units: Sequence[Recognized],
     active: Sequence[int],
     coded: Collection[int],
-    log: PolicyLog,
+    context: Context,
 ) -> ScheduledProgram:
     has_nested = any(is_loop(e) or is_conditional(e) for e in program.equations)
     takes_seed = bool(units) or has_nested
     if takes_seed:
         program = with_units(program, units)
-    log = log.of_arrays(v for equation in program.equations for v in outputs(equation))
-    outer = Outer(log, scheduled, [])
+    context = context.around(program)
+    outer = Outer(context, scheduled, [])
     if has_nested:
         program = _with_nested(program, active, coded, outer)
-    of_program = schedule(program, active, coded, log)
+    of_program = schedule(program, active, coded, context)
     return ScheduledProgram(of_program, tuple(outer.nested), tuple(units), takes_seed)
 
 

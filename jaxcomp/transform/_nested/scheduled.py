@@ -12,8 +12,7 @@ from jaxcomp._core.custom_derivative import reverse_mode_only
 from jaxcomp._core.linear_map import ByPosition
 from jaxcomp._core.shard_map import filled, vary_like
 from jaxcomp.codecs._codec import Seed
-from jaxcomp.policies._policy import has_codecs
-from jaxcomp.transform._choice.decisions import PolicyLog
+from jaxcomp.transform._choice.context import Context
 from jaxcomp.transform._choice.graph import NESTED
 from jaxcomp.transform._choice.schedule import Schedule
 from jaxcomp.transform._execution import backward, forward
@@ -101,19 +100,19 @@ class Outer:
     """The program that a loop or a conditional is in.
 
     Attributes:
-        log: The policy.
+        context: The policy.
         schedule: Schedules a program, as `nested.scheduled` does.
         nested: Takes the loops and conditionals that store something.
     """
 
-    log: PolicyLog
-    schedule: Callable[[Program, Sequence[int], Collection[int], PolicyLog], ScheduledProgram]
+    context: Context
+    schedule: Callable[[Program, Sequence[int], Collection[int], Context], ScheduledProgram]
     nested: list[Nested]
 
     @property
     def encodes(self) -> bool:
         """Whether the policy has codecs."""
-        return has_codecs(self.log.policy)
+        return self.context.encodes
 
     def scheduled(
         self,
@@ -127,7 +126,7 @@ class Outer:
         builder = Builder()
         results = builder.inline(body, body.arguments, call=equation)
         program = builder.program(body, body.arguments, results)
-        return self.schedule(program, active, coded, self.log.inside(iterations))
+        return self.schedule(program, active, coded, self.context.inside(iterations))
 
     def noted(self, nested: Nested) -> Nested:
         """Takes note of a loop or a conditional, and returns it."""

@@ -13,6 +13,7 @@ from jaxtyping import Array
 from jaxcomp._core.shard_map import barrier_by_type, vary_like
 from jaxcomp.transform._pieces.axes import Axes, WholeError
 from jaxcomp.transform._pieces.hidden import Chunk, Scores, State, state_of
+from jaxcomp.transform._pieces.limits import Limits
 from jaxcomp.transform._pieces.masks import masked_scores
 from jaxcomp.transform._pieces.slice import wide
 from jaxcomp.transform._pieces.slices import Evaluate, largest_size
@@ -31,13 +32,13 @@ from jaxcomp.transform._program.program import (
 )
 
 _CHUNKS = 4
-_QUERIES = 128  # of a chunk, at least; keys are taken by as many
-_SCORES = 2**24  # with fewer, the kernels of a chunk are too short
 _SIZES = {"broadcast_in_dim": "shape", "reshape": "new_sizes"}  # the parameter with the shape
 _WORTH = 0.8  # of the scores are evaluated, at most
 
 
-def in_chunks(program: Program, evaluate: Callable[[Program], Evaluate]) -> Evaluate | None:
+def in_chunks(
+    program: Program, evaluate: Callable[[Program], Evaluate], limits: Limits
+) -> Evaluate | None:
     """Evaluates a program in chunks of the queries of its attention, without hidden keys.
 
     A causal mask hides 3 of 8 blocks of scores if there are four chunks. What is hidden is 0 in all
@@ -47,15 +48,16 @@ def in_chunks(program: Program, evaluate: Callable[[Program], Evaluate]) -> Eval
     Args:
         program: A flat program, such as the backward pass of an inner `jax.checkpoint`.
         evaluate: What evaluates the program of a chunk.
+        limits: Sizes of chunks.
 
     Returns:
         A function from the cotangent and the program's arguments to its results; None if the
         program has no mask that is known, or needs all keys or queries at once.
     """
-    if largest_size(program) < _SCORES or program.jaxpr.effects:
+    if largest_size(program) < limits.scores or program.jaxpr.effects:
         return None
     try:
-        masked = _Masked(program)
+        masked = _Masked(program, limits)
         parts = [(chunk, evaluate(masked.part(chunk))) for chunk in masked.chunks]
     except WholeError:
         return None
@@ -90,16 +92,17 @@ class _Masked:
 
     Args:
         program: A flat program.
+        limits: Sizes of chunks.
 
     Raises:
         WholeError: If it has no such scores.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, limits: Limits) -> None:
         self.program = program
         self._values = evaluated(program)
         scores, (queries, keys), hidden = masked_scores(program, self._values)
-        self.chunks = _chunks(hidden)
+        self.chunks = _chunks(hidden, limits.queries)
         if any(map(is_placed, program.equations)):
             raise WholeError("an array is placed")
         self._constants = constants(program)
@@ -200,11 +203,11 @@ class _Masked:
         return apply(equation.replace(params=params), values)
 
 
-def _chunks(hidden: np.ndarray[Any, Any]) -> list[Chunk]:
+def _chunks(hidden: np.ndarray[Any, Any], queries: int) -> list[Chunk]:
     """Equal ranges of queries with the keys that they see, the most keys first."""
     count, keys = hidden.shape
     size = count // _CHUNKS
-    if count % _CHUNKS or size < _QUERIES:
+    if count % _CHUNKS or size < queries:
         raise WholeError(f"{count} queries")
     found = []
     for start in range(0, count, size):
@@ -212,8 +215,8 @@ def _chunks(hidden: np.ndarray[Any, Any]) -> list[Chunk]:
         if not rows.any(1).all():
             raise WholeError("a query sees no key")
         seen = np.flatnonzero(rows.any(0))
-        first = int(seen[0]) // _QUERIES * _QUERIES
-        last = min(-(-int(seen[-1] + 1) // _QUERIES) * _QUERIES, keys)
+        first = int(seen[0]) // queries * queries
+        last = min(-(-int(seen[-1] + 1) // queries) * queries, keys)
         found.append(Chunk(slice(start, start + size), slice(first, last)))
     if sum(c.keys.stop - c.keys.start for c in found) > _WORTH * _CHUNKS * keys:
         raise WholeError("few keys are hidden")

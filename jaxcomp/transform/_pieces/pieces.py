@@ -9,6 +9,7 @@ from jaxtyping import Array
 
 from jaxcomp._core.one_device import on_one
 from jaxcomp.transform._pieces.chunks import in_chunks
+from jaxcomp.transform._pieces.limits import Limits
 from jaxcomp.transform._pieces.rounded import with_rounded_operands
 from jaxcomp.transform._pieces.slices import Evaluate, in_parts
 from jaxcomp.transform._program.program import (
@@ -17,7 +18,7 @@ from jaxcomp.transform._program.program import (
 
 
 def in_pieces(
-    program: Program, evaluate_program: Callable[..., list[Any]], largest: int
+    program: Program, evaluate_program: Callable[..., list[Any]], limits: Limits
 ) -> Evaluate:
     """Evaluates the program of an inner `jax.checkpoint` in parts, on one GPU in chunks of queries.
 
@@ -26,14 +27,14 @@ def in_pieces(
     """
 
     def in_parts_of(program: Program) -> Evaluate:
-        return in_parts(program, functools.partial(evaluate_program, program), largest)
+        return in_parts(program, functools.partial(evaluate_program, program), limits)
 
     whole = in_parts_of(program)
     if program.jaxpr.effects:
         return whole
     rounded = with_rounded_operands(program)
     others = whole if rounded is program else in_parts_of(rounded)
-    chunks = in_chunks(rounded, in_parts_of)
+    chunks = in_chunks(rounded, in_parts_of, limits)
     if chunks is not None:
         others = on_one(None, chunks, others)
     elif rounded is program:

@@ -1,6 +1,7 @@
 """Evaluates the results of a program part by part along one axis of its arrays."""
 
 import contextlib
+import dataclasses
 import functools
 import math
 import operator
@@ -15,15 +16,9 @@ from jaxcomp._core.one_device import on_one
 from jaxcomp._core.shard_map import barrier_by_type, vary_like
 from jaxcomp.memory._flops import jaxpr_flops
 from jaxcomp.transform._pieces.axes import WholeError
+from jaxcomp.transform._pieces.limits import Limits
 from jaxcomp.transform._pieces.slice import Part, wide
 from jaxcomp.transform._program.program import Program, avals, outputs, variables
-
-_PART = 3 * 2**25  # bytes of the largest array of a part, if of float32
-_PART_OF_TPU = 2**25  # XLA keeps more of such a small part in a TPU's fast memory
-_EXCESS = 4  # times as many parts as asked for, at most: an axis may have few divisors
-_RATIO = 8  # of the elements of operands and results of products to those of sliced arguments
-_WORK = 1.1  # of the FLOPs of the whole, at most
-_SUMS = 16  # all results that are sums have at most 1/16 of the elements of the largest array
 
 Evaluate = Callable[[Array, Sequence[Array]], list[Array]]
 
@@ -36,7 +31,7 @@ class _Division(NamedTuple):
     is_cut: tuple[bool, ...]
 
 
-def in_parts(program: Program, whole: Evaluate, others: int = 0) -> Evaluate:
+def in_parts(program: Program, whole: Evaluate, limits: Limits) -> Evaluate:
     """Evaluates a program in parts on one device, if it computes large arrays from smaller ones.
 
     An attention is divided along examples or heads, and a feed-forward network with frozen weights
@@ -46,8 +41,8 @@ def in_parts(program: Program, whole: Evaluate, others: int = 0) -> Evaluate:
     Args:
         program: The program, flat.
         whole: Evaluates it as a whole, from a cotangent that it waits for and the arguments.
-        others: Elements of the largest array outside of this program, such as the logits of a large
-            vocabulary. If it is at least as large as the largest array of this program, the peak is
+        limits: Sizes of the parts. If the largest array outside of this program, such as the logits
+            of a large vocabulary, is at least as large as the largest one inside, the peak is
             there, and the program is evaluated as a whole. On a TPU parts take less time than the
             whole, so this is ignored.
 
@@ -55,8 +50,9 @@ def in_parts(program: Program, whole: Evaluate, others: int = 0) -> Evaluate:
         A function from the cotangent and the program's arguments to its results.
     """
     evaluate = whole
-    for platform, nbytes, least in ((None, _PART, others + 1), ("tpu", _PART_OF_TPU, 0)):
-        run = _run_of_parts(program, nbytes, least)
+    on_tpu = dataclasses.replace(limits, slice_nbytes=limits.tpu_slice_nbytes, outside=-1)
+    for platform, of_platform in ((None, limits), ("tpu", on_tpu)):
+        run = _run_of_parts(program, of_platform)
         evaluate = evaluate if run is None else on_one(platform, run, evaluate)
     return evaluate
 
@@ -66,18 +62,18 @@ def largest_size(program: Program) -> int:
     return max((v.aval.size for e in program.equations for v in outputs(e)), default=0)
 
 
-def _run_of_parts(program: Program, nbytes: int, least: int) -> Evaluate | None:
+def _run_of_parts(program: Program, limits: Limits) -> Evaluate | None:
     """Evaluates a program in parts of some bytes, where that is worth it and possible."""
     largest = largest_size(program)
-    count = -(-4 * largest // nbytes)
-    if count > 1 and largest >= least:
-        for division in _divisions(program, count):
+    count = -(-4 * largest // limits.slice_nbytes)
+    if count > 1 and largest > limits.outside:
+        for division in _divisions(program, count, limits):
             with contextlib.suppress(WholeError):
-                return _traced(program, division)
+                return _traced(program, division, limits)
     return None
 
 
-def _traced(program: Program, division: _Division) -> Evaluate:
+def _traced(program: Program, division: _Division, limits: Limits) -> Evaluate:
     """Evaluates a program in parts.
 
     Raises:
@@ -86,9 +82,9 @@ def _traced(program: Program, division: _Division) -> Evaluate:
     copied: set[Any] = set()
     run = functools.partial(_run, program, division, copied)
     made = Program.trace(run, avals(program.arguments))
-    if _of_products(program) < _RATIO * sum(v.aval.size for v in copied):
+    if _of_products(program) < limits.ratio * sum(v.aval.size for v in copied):
         raise WholeError("arguments are large")
-    if _flops(made) > _WORK * _flops(program):
+    if _flops(made) > limits.work * _flops(program):
         raise WholeError("each part takes products of the whole")
     return lambda _, arguments: made(*arguments)
 
@@ -106,7 +102,7 @@ def _of_products(program: Program) -> int:
     return sum(v.aval.size for v in operands if v.aval.size > most)
 
 
-def _divisions(program: Program, count: int) -> list[_Division]:
+def _divisions(program: Program, count: int, limits: Limits) -> list[_Division]:
     """The axes of the largest result, those with half of `count` parts or more first.
 
     A result is sliced if its size along the axis is that of the largest result. All others are sums
@@ -117,10 +113,10 @@ def _divisions(program: Program, count: int) -> list[_Division]:
     if not results:
         return []
     largest = max(results, key=lambda kind: kind.size)
-    most = largest_size(program) // _SUMS
+    most = limits.sums * largest_size(program)
     found = []
     for axis, size in enumerate(largest.shape):
-        limit = min(size, _EXCESS * count)
+        limit = min(size, limits.excess * count)
         divisors = [n for n in range(1, limit + 1) if size % n == 0]
         number = min((n for n in divisors if n >= count), default=max(divisors, default=0))
         alike = [axis < kind.ndim and kind.shape[axis] == size for kind in results]

@@ -14,7 +14,8 @@ from jaxcomp.codecs._offload import inner_codec
 from jaxcomp.memory._source_line import source_line
 from jaxcomp.ops._curves import CURVES, Curve
 from jaxcomp.policies._value import Value, dtype_name
-from jaxcomp.transform._choice.decisions import PolicyLog, codec_in_roles
+from jaxcomp.transform._choice.context import Context
+from jaxcomp.transform._choice.decisions import codec_in_roles
 from jaxcomp.transform._choice.graph import Graph
 from jaxcomp.transform._program.builder import flat
 from jaxcomp.transform._program.custom_rules import rule_of
@@ -126,7 +127,7 @@ _VIEWS = LAYOUT - {"broadcast_in_dim"} | {
 
 
 def coded_activations(
-    pattern: Pattern, reached: Collection[Any], log: PolicyLog
+    pattern: Pattern, reached: Collection[Any], context: Context
 ) -> Iterator[tuple[CodedActivation, Codec]]:
     """The activation functions that the policy would quantize twice, with their codecs.
 
@@ -137,7 +138,7 @@ def coded_activations(
     Args:
         pattern: The program.
         reached: What has a tangent.
-        log: The policy, which takes note.
+        context: The policy, which takes note.
     """
     free = Graph(pattern.program, set(pattern.program.arguments)).free
     for x in [v for v in pattern.readers if v in reached]:
@@ -154,9 +155,9 @@ def coded_activations(
             unit.equation.primitive.name,
             source=source_line(unit.equation),
             path=module_path(unit.equation),
-            iterations=log.iterations,
+            iterations=context.iterations,
         )
-        codec = codec_in_roles(value, ("operand", "derivative"), _serves, log)
+        codec = codec_in_roles(value, ("operand", "derivative"), _serves, context)
         if codec is not None:
             yield unit, codec
 

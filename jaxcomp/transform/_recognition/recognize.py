@@ -12,7 +12,7 @@ from jaxcomp.codecs import Codec, Offload, Packed, SignAware
 from jaxcomp.codecs._offload import inner_codec
 from jaxcomp.policies._policy import Policy
 from jaxcomp.policies._rule import Rule
-from jaxcomp.transform._choice.decisions import PolicyLog
+from jaxcomp.transform._choice.context import Context
 from jaxcomp.transform._program.origins import module_path
 from jaxcomp.transform._program.primitives import tangents_of
 from jaxcomp.transform._program.program import Program, avals
@@ -40,18 +40,20 @@ KINDS = ("norm_act", "max_pool")
 _LARGEST_WINDOW = 256
 
 
-def recognize(program: Program, active: Sequence[int], log: PolicyLog) -> list[Recognized]:
-    """The units of a flat program that the policy has a codec for; `log` takes note.
+def recognize(program: Program, active: Sequence[int], context: Context) -> list[Recognized]:
+    """The units of a flat program that the policy has a codec for; `context` takes note.
 
     Args:
         program: The program.
         active: The arguments that are differentiated.
-        log: The policy.
+        context: The policy.
     """
-    if not isinstance(log.policy, Policy):
+    if not isinstance(context.policy, Policy):
         return []
-    if not any(isinstance(rule.action, Codec) for rule in log.policy.rules):
-        log.matched.update(rule for rule in log.policy.rules if is_for_units(rule))  # all is kept
+    if not any(isinstance(rule.action, Codec) for rule in context.policy.rules):
+        context.notes.matched.update(
+            rule for rule in context.policy.rules if is_for_units(rule)
+        )  # all is kept
         return []
     pattern = Pattern(program)
     reached = tangents_of(program.equations, [program.arguments[i] for i in active])
@@ -65,7 +67,7 @@ def recognize(program: Program, active: Sequence[int], log: PolicyLog) -> list[R
         rule = next(
             (
                 r
-                for r in log.policy.rules
+                for r in context.policy.rules
                 if r.op
                 and r.matches_layer(path, unit.kind)
                 and not (codeless and isinstance(r.action, Codec))
@@ -76,18 +78,18 @@ def recognize(program: Program, active: Sequence[int], log: PolicyLog) -> list[R
             if rule is None:
                 found.append(Recognized(unit, None))
             else:
-                log.matched.add(rule)
+                context.notes.matched.add(rule)
         elif rule is not None and isinstance(rule.action, Codec) and _fits(unit, rule.action):
             found.append(Recognized(unit, rule.action))
             rules[found[-1]] = rule
     taken = {id(one.unit.equation) for one in found}
-    for activation, codec in coded_activations(pattern, reached, log):
+    for activation, codec in coded_activations(pattern, reached, context):
         if id(activation.equation) not in taken:
             taken.add(id(activation.equation))  # silu(a) * gelu(b) is a gate of each
             found.append(Recognized(activation, codec))
     found = _without_cycles(program, found)
     found = _with_gates(program, found)
-    log.matched.update(rules[one] for one in found if one in rules)
+    context.notes.matched.update(rules[one] for one in found if one in rules)
     return found
 
 

@@ -11,7 +11,7 @@ from flax import nnx
 
 import jaxcomp as jc
 from jaxcomp import memory
-from jaxcomp.transform._pieces import chunks, slices
+from jaxcomp.transform._pieces.limits import limits_of
 from tests.helpers import as_float, assert_close, collectives, normal, replicate, shard
 from tests.transform.attentions import (
     causal,
@@ -28,12 +28,10 @@ X, W = normal((4, 128, 64)), 0.2 * normal((4, 64, 64), seed=1)
 
 
 @pytest.fixture(autouse=True)
-def _small_chunks(monkeypatch):
+def _small_chunks():
     """Chunks of small scores; programs that were decided about before are forgotten."""
-    monkeypatch.setattr(chunks, "_SCORES", 2**12)
-    monkeypatch.setattr(chunks, "_QUERIES", 8)
     jax.clear_caches()
-    with jax.numpy_rank_promotion("allow"):  # as users write masks
+    with limits_of(scores=2**12, queries=8), jax.numpy_rank_promotion("allow"):  # for users' masks
         yield
 
 
@@ -245,15 +243,14 @@ def test_gradients_that_chunks_would_change(loss):
     assert_close(gradient(coded, X, W), gradient(loss, X, W), 2e-6)
 
 
-def test_chunks_of_parts_in_a_scan_and_vmap(monkeypatch):
-    monkeypatch.setattr(slices, "_PART", 2**15)
-    monkeypatch.setattr(slices, "_RATIO", 0)
+def test_chunks_of_parts_in_a_scan_and_vmap():
     loss = functools.partial(loss_of, causal)
     stack = stacked(loss)
     coded = jc.checkpoint(stack, jc.Exact())
-    text = jax.jit(jax.grad(coded)).lower(X, W).as_text()
-    assert text.count("stablehlo.while") > 2
-    assert_close(gradient(coded, X, W), gradient(stack, X, W), 1e-4)
+    with limits_of(slice_nbytes=2**15, ratio=0):
+        text = jax.jit(jax.grad(coded)).lower(X, W).as_text()
+        assert text.count("stablehlo.while") > 2
+        assert_close(gradient(coded, X, W), gradient(stack, X, W), 1e-4)
     got, expected = (of_examples(f, X, W) for f in (jc.checkpoint(loss, jc.Exact()), loss))
     assert_close(got, expected, 2e-6)
 
@@ -270,9 +267,9 @@ def test_attention_of_flax():
     coded = jc.checkpoint(loss, "quantize:bits=8")
     assert_close(gradient(coded, state, X), gradient(loss, state, X), 0.05)
     work = _work(coded, state, X)
-    chunks._SCORES = 2**30  # the fixture restores it
     jax.clear_caches()
-    assert work < 0.95 * _work(coded, state, X)
+    with limits_of(scores=2**30):
+        assert work < 0.95 * _work(coded, state, X)
 
 
 def test_sums_of_chunks_are_precise():
@@ -325,8 +322,8 @@ def test_shard_map(check):
 
 
 @pytest.mark.aot
-def test_a_step_moves_less(monkeypatch):
-    monkeypatch.setattr(chunks, "_QUERIES", 128)
+@limits_of(queries=128)
+def test_a_step_moves_less():
     x, w = normal((8, 1024, 64)), W
     loss = functools.partial(loss_of, causal)
     coded, stock = (

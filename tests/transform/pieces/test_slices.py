@@ -10,7 +10,7 @@ from jax import lax
 
 import jaxcomp as jc
 from jaxcomp import memory
-from jaxcomp.transform._pieces import slices
+from jaxcomp.transform._pieces.limits import limits_of
 from tests.helpers import assert_close, collectives, normal, replicate, shard
 from tests.transform.attentions import (
     causal,
@@ -27,12 +27,10 @@ X, W = normal((8, 128, 64)), 0.2 * normal((4, 64, 64), seed=1)
 
 
 @pytest.fixture(autouse=True)
-def _small_parts(monkeypatch):
+def _small_parts():
     """Parts of small scores; programs that were decided about before are forgotten."""
-    monkeypatch.setattr(slices, "_PART", 2**17)
-    monkeypatch.setattr(slices, "_RATIO", 1)
     jax.clear_caches()
-    with jax.numpy_rank_promotion("allow"):  # as users add biases
+    with limits_of(slice_nbytes=2**17, ratio=1), jax.numpy_rank_promotion("allow"):  # for biases
         yield
 
 
@@ -126,12 +124,12 @@ def _tuned(x, adapters):
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("shape", [(1, 512, 16), (512, 16), (4, 128, 16), (96, 16), (1, 96, 16)])
-def test_frozen_feed_forward_networks_with_adapters(shape, dtype, monkeypatch):
+@limits_of(slice_nbytes=2**14)
+def test_frozen_feed_forward_networks_with_adapters(shape, dtype):
     """Parts of the tokens; the gradients of adapters and biases are sums over them, in float32.
 
     There may be as many tokens as features within the network.
     """
-    monkeypatch.setattr(slices, "_PART", 2**14)
     coded = jc.checkpoint(_tuned, jc.Exact())
     wide = jax.tree.map(lambda a: a.astype(dtype).astype(jnp.float32), (normal(shape), _ADAPTERS))
     x, adapters = jax.tree.map(lambda a: a.astype(dtype), wide)
@@ -184,10 +182,9 @@ def test_what_takes_the_whole_is_left_as_it_is():
         assert_close(gradient(coded, X, other), gradient(function, X, other), 1e-5)
 
 
-def test_parts_repeat_no_work(monkeypatch):
+@limits_of(slice_nbytes=2**13, tpu_slice_nbytes=2**13)
+def test_parts_repeat_no_work():
     """Each part would run the loop, or multiply by the frozen matrix, for all of the array."""
-    for name in ("_PART", "_PART_OF_TPU"):
-        monkeypatch.setattr(slices, name, 2**13)
 
     def in_a_loop(q, k, v):
         groups = q.reshape(8, 1, 16, 4, 16)
@@ -235,9 +232,9 @@ def test_a_step_needs_less():
     coded = jc.checkpoint(functools.partial(loss_of, causal), jc.Exact())
 
     def needs(part):
-        slices._PART = part  # the fixture restores it
         jax.clear_caches()
-        return memory.analyze(jax.grad(coded), x, W, target="h100").temp_bytes
+        with limits_of(slice_nbytes=part):
+            return memory.analyze(jax.grad(coded), x, W, target="h100").temp_bytes
 
     parts, whole = needs(2**20), needs(2**30)
     print(f"{parts:,} bytes in parts, {whole:,} as a whole")
@@ -247,16 +244,14 @@ def test_a_step_needs_less():
 def test_small_scores_are_left_as_they_are():
     coded = jc.checkpoint(functools.partial(loss_of, causal), jc.Exact())
     assert _has_loop(coded, X, W)
-    slices._RATIO = 32  # the fixture restores it
-    jax.clear_caches()
-    assert not _has_loop(coded, X, W)
-    slices._RATIO, slices._PART = 1, 2**22
-    jax.clear_caches()
-    assert not _has_loop(coded, X, W)
+    for sizes in ({"ratio": 32}, {"slice_nbytes": 2**22}):
+        jax.clear_caches()
+        with limits_of(**sizes):
+            assert not _has_loop(coded, X, W)
 
 
-def test_where_other_arrays_are_larger_there_are_parts_on_a_tpu_alone(monkeypatch):
-    monkeypatch.setattr(slices, "_PART_OF_TPU", 2**17)
+@limits_of(tpu_slice_nbytes=2**17)
+def test_where_other_arrays_are_larger_there_are_parts_on_a_tpu_alone():
     head = 0.1 * normal((64, 1024), seed=5)
 
     def loss(x, w):

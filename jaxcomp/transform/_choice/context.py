@@ -1,0 +1,98 @@
+"""`Context`: what holds for all programs of one call, and what is noted about them."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from jaxcomp.policies._policy import JaxPolicy, Policy, has_codecs
+from jaxcomp.policies._rule import Rule
+from jaxcomp.policies._value import Value, dtype_name
+from jaxcomp.transform._pieces.limits import Limits, current_limits
+from jaxcomp.transform._program.program import Program, outputs
+
+
+@dataclasses.dataclass(frozen=True)
+class Notes:
+    """What a policy was asked about a function, the iterations of its loops and its branches.
+
+    Attributes:
+        values: The values.
+        matched: The rules that matched a value, or would but for its size.
+    """
+
+    values: list[Value] = dataclasses.field(default_factory=list)
+    matched: set[Rule] = dataclasses.field(default_factory=set)
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """What holds for a program that is decided about.
+
+    Attributes:
+        policy: The policy.
+        limits: Sizes of pieces of the backward pass.
+        notes: Takes note of what the policy is asked.
+        iterations: Of the loops around the program.
+    """
+
+    policy: Policy | JaxPolicy
+    limits: Limits = dataclasses.field(default_factory=current_limits)
+    notes: Notes = dataclasses.field(default_factory=Notes)
+    iterations: int = 1
+
+    @property
+    def rules(self) -> Sequence[Rule]:
+        """The rules of the policy; none of one of JAX's."""
+        return self.policy.rules if isinstance(self.policy, Policy) else ()
+
+    @property
+    def encodes(self) -> bool:
+        """Whether the policy has codecs."""
+        return has_codecs(self.policy)
+
+    def inside(self, iterations: int) -> "Context":
+        """For the body of a loop of the program; takes note in the same places."""
+        return dataclasses.replace(self, iterations=self.iterations * iterations)
+
+    def around(self, program: Program) -> "Context":
+        """For what is in a program; takes note in the same places."""
+        sizes = (v.aval.size for equation in program.equations for v in outputs(equation))
+        outside = max(self.limits.outside, *sizes, 0)
+        return dataclasses.replace(self, limits=dataclasses.replace(self.limits, outside=outside))
+
+    def too_large(self) -> list[Rule]:
+        """The rules that ask for more elements than any of the values has."""
+        most = max((value.elements for value in self.notes.values), default=0)
+        return [rule for rule in self.rules if rule.is_for_values and rule.min_size > most]
+
+    def check(self) -> None:
+        """Raises a ValueError if a required rule of the policy has matched nothing."""
+        for rule in self.rules:
+            if rule.required and rule not in self.notes.matched:
+                raise ValueError(_unmatched(rule, self.notes.values))
+
+
+def _unmatched(rule: Rule, values: Sequence[Value]) -> str:
+    """Says that a required rule matches nothing, and what there is."""
+    if not rule.is_for_values:
+        return (
+            f"{rule} matches nothing: op is for layers of jaxcomp.nn, norm_act also for stock "
+            "batch norms, max_pool also for stock max pools, and with 'keep' attention and "
+            "scaled_linear for stock ones; the function or model has none that it could match. "
+            "The policy automatic is for any model"
+        )
+    names, primitives, roles, dtypes, paths = (
+        ", ".join(sorted(found)) or "none"
+        for found in (
+            {name for value in values for name in value.names},
+            {value.primitive for value in values if value.primitive},
+            {value.role for value in values},
+            {dtype_name(value.dtype) for value in values},
+            {value.path for value in values if value.path},
+        )
+    )
+    return (
+        f"{rule} matches nothing, or only what an earlier rule took; the function has "
+        f"names: {names}; primitives: {primitives}; roles: {roles}; dtypes: {dtypes} (codecs "
+        f"encode float32, bfloat16 and float16); paths: {paths}; at most "
+        f"{max((v.elements for v in values), default=0)} elements"
+    )
