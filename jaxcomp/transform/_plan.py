@@ -18,7 +18,7 @@ from jaxcomp.transform._choice.schedule import Schedule
 from jaxcomp.transform._nested.scheduled import Nested, ScheduledProgram
 from jaxcomp.transform._program.origins import module_path
 from jaxcomp.transform._program.primitives import rounds_coarsely
-from jaxcomp.transform._program.program import is_variable
+from jaxcomp.transform._program.types import is_variable
 from jaxcomp.transform._recognition.bias import bias_of_norm, positions
 from jaxcomp.transform._recognition.unit import NormAct, Recognized
 

@@ -9,7 +9,8 @@ from jax import lax
 
 from jaxcomp.transform._choice.graph import Graph
 from jaxcomp.transform._program.primitives import POINTWISE
-from jaxcomp.transform._program.program import is_variable, read, variables
+from jaxcomp.transform._program.program import read, variables
+from jaxcomp.transform._program.types import is_variable
 
 _NARROW = (jnp.bfloat16, jnp.float16)
 _USUAL = 4.0  # largest magnitude of elements of which a function has nearly its whole range

@@ -6,21 +6,14 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import Var
 
 from jaxcomp._core.shard_map import filled
 from jaxcomp.transform._program.builder import Builder, renamed
 from jaxcomp.transform._program.linearized import Linearized
 from jaxcomp.transform._program.primitives import ELEMENTWISE, tangents_of
-from jaxcomp.transform._program.program import (
-    Program,
-    avals,
-    inputs,
-    is_variable,
-    outputs,
-    read,
-    scope_of,
-)
+from jaxcomp.transform._program.program import Program, avals, read, scope_of
+from jaxcomp.transform._program.types import Equation, is_variable
 
 Costly = Callable[[Any], bool]
 
@@ -29,7 +22,7 @@ Costly = Callable[[Any], bool]
 class _Chain:
     """Equations that are elementwise in one tangent, and their results that others read."""
 
-    equations: list[JaxprEqn] = dataclasses.field(default_factory=list)
+    equations: list[Equation] = dataclasses.field(default_factory=list)
     ends: list[Any] = dataclasses.field(default_factory=list)
 
 
@@ -67,7 +60,7 @@ def merge(linearized: Linearized, costly: Costly, *, casts: bool) -> Linearized:
     ]
     needed = dict.fromkeys(
         atom
-        for atoms in (*map(inputs, kept), linear.results)
+        for atoms in (*(e.invars for e in kept), linear.results)
         for atom in atoms
         if is_variable(atom) and atom not in tangents
     )
@@ -153,13 +146,13 @@ def _derivatives_of(
             if wide is not None:
                 operands = [_widened(operand, wide) for operand in operands]
             with scope_of(equation), equation.ctx.manager:
-                (env[outputs(equation)[0]],) = _step(equation, operands)
+                (env[equation.outvars[0]],) = _step(equation, operands)
         return [env[end].astype(end.aval.dtype) for end in chain.ends]
 
     return builder.trace(evaluate, *inputs.values())
 
 
-def _step(equation: JaxprEqn, operands: list[Any]) -> list[Any]:
+def _step(equation: Equation, operands: list[Any]) -> list[Any]:
     if equation.primitive.name == "convert_element_type":
         return operands
     return [equation.primitive.bind(*operands, **equation.params)]
@@ -198,7 +191,7 @@ def _chains(linear: Program, tangents: set[Any]) -> dict[Any, _Chain]:
     return chains
 
 
-def _is_elementwise(equation: JaxprEqn, operands: list[Any]) -> bool:
+def _is_elementwise(equation: Equation, operands: list[Any]) -> bool:
     (out, *others) = equation.outvars
     kinds: list[Any] = avals([out, *operands])
     real = all(jnp.issubdtype(kind.dtype, jnp.floating) for kind in kinds)

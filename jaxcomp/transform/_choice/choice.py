@@ -16,7 +16,7 @@ from jaxcomp.transform._choice.decisions import Decision
 from jaxcomp.transform._choice.graph import Graph, coded_nbytes, nbytes, plain_nbytes
 from jaxcomp.transform._program.linearized import Linearized
 from jaxcomp.transform._program.primitives import is_affine, is_cheap, linear_uses, tangents_of
-from jaxcomp.transform._program.program import is_variable
+from jaxcomp.transform._program.types import is_variable
 
 BIASES = "kept exactly: a code would bias what reads it"
 

@@ -3,12 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
-from jax.extend.core import Jaxpr, JaxprEqn, Var
+from jax.extend.core import Jaxpr, Var
 
 from jaxcomp.memory._tracing import CHECKPOINT_PRIMITIVES
 from jaxcomp.transform._program.builder import Builder
 from jaxcomp.transform._program.constants import constants
-from jaxcomp.transform._program.program import Program, Values, is_variable, variables
+from jaxcomp.transform._program.program import Program, variables
+from jaxcomp.transform._program.types import Equation, Renaming, is_variable
 
 
 def with_constants_inside(backward: Program, values: Sequence[Any], forward: Program) -> Program:
@@ -30,7 +31,7 @@ def with_constants_inside(backward: Program, values: Sequence[Any], forward: Pro
         return backward
     builder = Builder()
 
-    def step(equation: JaxprEqn, operands: list[Any]) -> list[Any]:
+    def step(equation: Equation, operands: list[Any]) -> list[Any]:
         known = {i for i, v in enumerate(operands) if is_variable(v) and v in behind}
         if known and equation.primitive.name in CHECKPOINT_PRIMITIVES:
             inner = equation.params["jaxpr"]
@@ -45,10 +46,10 @@ def with_constants_inside(backward: Program, values: Sequence[Any], forward: Pro
     return builder.program(backward, arguments, results)
 
 
-def _made_inside(inner: Jaxpr, of: dict[Any, Any], made_by: dict[Any, JaxprEqn]) -> Program:
+def _made_inside(inner: Jaxpr, of: dict[Any, Any], made_by: dict[Any, Equation]) -> Program:
     """A program, some of whose arguments are made in it by equations of another one."""
     builder = Builder()
-    env: Values = {}
+    env: Renaming = {}
 
     def make(value: Any) -> Any:
         if value not in env:

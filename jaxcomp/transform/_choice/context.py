@@ -7,7 +7,7 @@ from jaxcomp.policies._policy import JaxPolicy, Policy, has_codecs
 from jaxcomp.policies._rule import Rule
 from jaxcomp.policies._value import Value, dtype_name
 from jaxcomp.transform._pieces.limits import Limits, current_limits
-from jaxcomp.transform._program.program import Program, outputs
+from jaxcomp.transform._program.program import Program
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Context:
 
     def around(self, program: Program) -> "Context":
         """For what is in a program; takes note in the same places."""
-        sizes = (v.aval.size for equation in program.equations for v in outputs(equation))
+        sizes = (v.aval.size for equation in program.equations for v in equation.outvars)
         outside = max(self.limits.outside, *sizes, 0)
         return dataclasses.replace(self, limits=dataclasses.replace(self.limits, outside=outside))
 

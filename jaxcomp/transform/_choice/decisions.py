@@ -18,6 +18,7 @@ from jaxcomp.policies._value import Value, dtype_name
 from jaxcomp.transform._choice.context import Context
 from jaxcomp.transform._choice.graph import Graph, coded_nbytes, nbytes
 from jaxcomp.transform._program.origins import module_path
+from jaxcomp.transform._program.types import Equation
 
 Action = typing.Literal["either", "cheapest", "keep", "recompute", "offload"]
 
@@ -84,7 +85,7 @@ def decide(graph: Graph, roles: Mapping[Any, str], context: Context) -> dict[Any
 
 
 def _decide(
-    context: Context, value: Value, equation: JaxprEqn | None, named: list[JaxprEqn]
+    context: Context, value: Value, equation: JaxprEqn | None, named: list[Equation]
 ) -> Decision:
     policy = context.policy
     if isinstance(policy, Policy):

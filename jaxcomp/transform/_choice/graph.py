@@ -9,12 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn
 
 from jaxcomp.codecs import Codec, Packed
 from jaxcomp.codecs._codec import array_nbytes
 from jaxcomp.transform._program.primitives import REDUCTIONS, is_affine, is_cheap
-from jaxcomp.transform._program.program import Program, outputs, variables
+from jaxcomp.transform._program.program import Program, variables
+from jaxcomp.transform._program.types import Equation
 
 OWN = "jaxcomp/"  # begins the names of what an operation, a loop or a conditional of ours stored
 NESTED = OWN + "part/"  # begins the names of what a loop or a conditional has stored
@@ -35,7 +35,7 @@ class Graph:
     held: Set[Any]
     same: Mapping[Any, Any] = dataclasses.field(default_factory=dict)
 
-    def defining_equation(self, value: Any) -> tuple[JaxprEqn, int] | None:
+    def defining_equation(self, value: Any) -> tuple[Equation, int] | None:
         """The equation that computes a value again, and which of its results that is."""
         while value in self.same:
             value = self.same[value]
@@ -54,7 +54,7 @@ class Graph:
 
         def last(value: Any) -> int:
             defined = self.defining_equation(value)
-            return position[value if defined is None else outputs(defined[0])[defined[1]]]
+            return position[value if defined is None else defined[0].outvars[defined[1]]]
 
         return sorted(self.program.made_by, key=last)
 
@@ -86,9 +86,9 @@ class Graph:
         return found
 
     @functools.cached_property
-    def names(self) -> dict[Any, list[JaxprEqn]]:
+    def names(self) -> dict[Any, list[Equation]]:
         """The equations that give a value a name, by what they take and what they make."""
-        found: dict[Any, list[JaxprEqn]] = {}
+        found: dict[Any, list[Equation]] = {}
         for equation in self.program.equations:
             if equation.primitive.name == "name":
                 for value in variables([*equation.invars, *equation.outvars]):

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal
 
 from jaxcomp.transform._choice.graph import Graph
 from jaxcomp.transform._program.primitives import MOVES, SUMS, linear_uses
-from jaxcomp.transform._program.program import Program, is_variable
+from jaxcomp.transform._program.program import Program
+from jaxcomp.transform._program.types import Equation, is_variable
 
 # A code that comes back after a mean of at least so many elements of independent noise and equal
 # weight is used again: what it then adds to the expected gradient is its variance divided by that
@@ -124,7 +124,7 @@ def assign(linear: Program, tangents: Set[Any], roots: Callable[[Any], Roots]) -
     return Assignment(uses, means)
 
 
-def _after(path: _Path, tangent: Any, equation: JaxprEqn) -> _Path:
+def _after(path: _Path, tangent: Any, equation: Equation) -> _Path:
     """The path of a tangent after an equation that may be a part of a mean."""
     if not path.copies:
         return path
@@ -173,7 +173,7 @@ def coded_roots(graph: Graph, is_noisy: Mapping[Any, bool]) -> dict[Any, Roots]:
     return roots
 
 
-def _weighted(uneven: Axes, operand: Any, equation: JaxprEqn) -> Axes:
+def _weighted(uneven: Axes, operand: Any, equation: Equation) -> Axes:
     """The uneven axes of a result that is affine in an operand."""
     name = equation.primitive.name
     if name in ("mul", "div"):
@@ -183,7 +183,7 @@ def _weighted(uneven: Axes, operand: Any, equation: JaxprEqn) -> Axes:
     return _moved(uneven, operand, equation) if name in _EVEN else None
 
 
-def _moved(uneven: Axes, operand: Any, equation: JaxprEqn) -> Axes:
+def _moved(uneven: Axes, operand: Any, equation: Equation) -> Axes:
     """The uneven axes of an operand, as those of the result."""
     name, params = equation.primitive.name, equation.params
     if not uneven:
@@ -206,9 +206,9 @@ def _size(atom: Any) -> int:
     return math.prod(atom.aval.shape)
 
 
-def _scale(equation: JaxprEqn) -> float | None:
+def _scale(equation: Equation) -> float | None:
     """The constant that an equation multiplies tangents by."""
-    literals = [a for a in equation.invars if isinstance(a, Literal)]
+    literals = [a for a in equation.invars if not is_variable(a)]
     if len(literals) != 1 or np.ndim(literals[0].val):
         return None
     value = math.fabs(complex(literals[0].val).real)

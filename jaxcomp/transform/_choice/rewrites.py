@@ -5,13 +5,14 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import JaxprEqn, Primitive
+from jax.extend.core import Primitive
 
 from jaxcomp.transform._program.builder import Builder
 from jaxcomp.transform._program.custom_rules import is_of_jax
 from jaxcomp.transform._program.origins import located
 from jaxcomp.transform._program.primitives import is_cheap_rule
-from jaxcomp.transform._program.program import Program, avals, is_variable
+from jaxcomp.transform._program.program import Program, avals
+from jaxcomp.transform._program.types import Equation, is_variable
 
 _COMPARED = {"max": lax.gt_p, "min": lax.lt_p}
 
@@ -29,7 +30,7 @@ def with_rewrites(forward: Program) -> tuple[Program, dict[Any, Any]]:
     builder = Builder()
     same: dict[Any, Any] = {}
 
-    def step(equation: JaxprEqn, operands: list[Any]) -> list[Any]:
+    def step(equation: Equation, operands: list[Any]) -> list[Any]:
         results = builder.add(equation, operands)
         if any(result in same for result in results):
             return results  # of an equal equation

@@ -6,7 +6,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import Var
 
 from jaxcomp._core import remat3
 from jaxcomp.codecs import Quantize
@@ -34,7 +33,8 @@ from jaxcomp.transform._pieces.limits import Limits
 from jaxcomp.transform._program.builder import Builder, flat
 from jaxcomp.transform._program.linearized import Linearized, linearize, transpose
 from jaxcomp.transform._program.primitives import tangents_of
-from jaxcomp.transform._program.program import Program, is_variable, outputs
+from jaxcomp.transform._program.program import Program
+from jaxcomp.transform._program.types import Variable, is_variable
 
 _LARGER = "kept exactly: codes of all values take more bytes than what they follow from"
 
@@ -249,7 +249,7 @@ def _number_codes(
     inputs |= {(atom, ()): None for atom in returned}
 
     builder = Builder()
-    variable_of = {key: Var(key[0].aval) for key in inputs}
+    variable_of = {key: Variable(key[0].aval) for key in inputs}
     tangent_inputs = linear.arguments[count:]
     env = builder.constants_of(linear) | {v: v for v in tangent_inputs}
 
@@ -263,7 +263,7 @@ def _number_codes(
             numbered(atom, assignment.uses.get((index, position), ()))
             for position, atom in enumerate(equation.invars)
         ]
-        env.update(zip(outputs(equation), builder.add(equation, operands), strict=True))
+        env.update(zip(equation.outvars, builder.add(equation, operands), strict=True))
     arguments = [*variable_of.values(), *tangent_inputs]
     split = builder.program(linear, arguments, list(map(numbered, linear.results)))
     copies: dict[Any, int] = {}

@@ -4,22 +4,13 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jax.extend.core import JaxprEqn
-
 from jaxcomp._core import barriers, platforms
 from jaxcomp.transform._choice.schedule import Coefficient, Schedule
 from jaxcomp.transform._execution.rebuild import Rebuild, Residual
 from jaxcomp.transform._execution.waiting import apply_after
 from jaxcomp.transform._program.primitives import HEAVY, tangents_of
-from jaxcomp.transform._program.program import (
-    apply,
-    is_variable,
-    needed,
-    outputs,
-    read,
-    readers_of,
-    variables,
-)
+from jaxcomp.transform._program.program import apply, needed, read, readers_of, variables
+from jaxcomp.transform._program.types import Equation, is_variable
 
 _CONSTRAINT = "sharding_constraint"
 _MOVES = ("convert_element_type", "reshape", "transpose", _CONSTRAINT)
@@ -64,7 +55,7 @@ def backward(
     coefficients = dict(zip(program.arguments, schedule.coefficients, strict=False))
     constants = dict(zip(program.constants, program.consts, strict=True))
     env = constants | dict(zip(program.arguments[count:], cotangents, strict=True))
-    late: dict[Any, JaxprEqn] = {}  # equations of coefficients alone, evaluated where they are used
+    late: dict[Any, Equation] = {}  # equations of coefficients alone, evaluated where they are used
     wanted = needed(program.equations, program.results)
     for equation in wanted:
         operands = variables(equation.invars)
@@ -99,10 +90,10 @@ def backward(
     transposes = _transposes(equations, program.results)
     gathers = _gathers(equations, program.results)
     for equation in _weights_first(equations, is_rebuilt, env):
-        if equation.outvars and outputs(equation)[0] in env:
+        if equation.outvars and equation.outvars[0] in env:
             continue  # a transposition, done with its product
         if id(equation) in gathers:
-            env[outputs(equation)[0]] = _scattered(equation, read(env, equation.invars[0]))
+            env[equation.outvars[0]] = _scattered(equation, read(env, equation.invars[0]))
             continue
         after = _largest([a for a in variables(equation.invars) if a in arriving])
         values = [
@@ -133,12 +124,12 @@ def backward(
             (made, early), env[after] = barriers.gradient_before((made, early), env[after])
             env |= dict(zip(sums, early, strict=True))
             sums = []
-        env |= dict(zip(outputs(equation), made, strict=True))
+        env |= dict(zip(equation.outvars, made, strict=True))
     return [evaluate(atom, rebuild.plain) for atom in program.results]
 
 
 def _sources_of(
-    atom: Any, coefficients: dict[Any, Coefficient], late: dict[Any, JaxprEqn]
+    atom: Any, coefficients: dict[Any, Coefficient], late: dict[Any, Equation]
 ) -> list[Coefficient]:
     if not is_variable(atom):
         return []
@@ -152,8 +143,8 @@ def _largest(cotangents: list[Any]) -> Any:
 
 
 def _weights_first(
-    equations: list[JaxprEqn], is_rebuilt: Callable[[Any], bool], env: dict[Any, Any]
-) -> list[JaxprEqn]:
+    equations: list[Equation], is_rebuilt: Callable[[Any], bool], env: dict[Any, Any]
+) -> list[Equation]:
     """Puts products with rebuilt values before other uses of the same cotangent.
 
     So a weight's gradient is made while its cotangent is there, not at the end of the backward
@@ -164,9 +155,9 @@ def _weights_first(
     )
     made = set(env)
     done: set[int] = set()
-    order: list[JaxprEqn] = []
+    order: list[Equation] = []
 
-    def add(equation: JaxprEqn) -> None:
+    def add(equation: Equation) -> None:
         if id(equation) not in done:
             done.add(id(equation))
             order.append(equation)
@@ -182,7 +173,7 @@ def _weights_first(
     return order
 
 
-def _transposes(equations: list[JaxprEqn], results: Sequence[Any]) -> dict[Any, JaxprEqn]:
+def _transposes(equations: list[Equation], results: Sequence[Any]) -> dict[Any, Equation]:
     """The transpositions that alone read a value that is no result, by that value.
 
     XLA makes one of a product a part of the product, unless a barrier stands between them.
@@ -195,7 +186,7 @@ def _transposes(equations: list[JaxprEqn], results: Sequence[Any]) -> dict[Any, 
     }
 
 
-def _scattered(constraint: JaxprEqn, value: Any) -> Any:
+def _scattered(constraint: Equation, value: Any) -> Any:
     """The gradient of a gathered parameter, without the constraint that would gather it too.
 
     XLA for TPUs would then scatter it in a loop of small products, which takes longer.
@@ -203,7 +194,7 @@ def _scattered(constraint: JaxprEqn, value: Any) -> Any:
     return platforms.constrain_on_tpu(value, lambda value: apply(constraint, [value])[0])
 
 
-def _gathers(equations: list[JaxprEqn], results: Sequence[Any]) -> set[int]:
+def _gathers(equations: list[Equation], results: Sequence[Any]) -> set[int]:
     """The `id` of sharding constraints on gradients of gathered parameters.
 
     They are the transposes of constraints that gather parameters. A gradient would be added up on

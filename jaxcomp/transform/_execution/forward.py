@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jax.extend.core import DropVar, JaxprEqn
+from jax.extend.core import DropVar
 
 from jaxcomp._core import barriers
 from jaxcomp._core.shard_map import seed_like
@@ -18,12 +18,12 @@ from jaxcomp.transform._program.program import (
     apply,
     as_array,
     needed,
-    outputs,
     read,
     readers_of,
     scope_of,
     variables,
 )
+from jaxcomp.transform._program.types import Equation
 
 
 def forward(schedule: Schedule, seed: Seed, arguments: Sequence[Any]) -> tuple[list[Any], Residual]:
@@ -75,14 +75,14 @@ def forward(schedule: Schedule, seed: Seed, arguments: Sequence[Any]) -> tuple[l
         settle(value)
     for equation in equations:
         values = [read(env, atom) for atom in equation.invars]
-        env |= dict(zip(outputs(equation), apply(equation, values), strict=True))
+        env |= dict(zip(equation.outvars, apply(equation, values), strict=True))
         with scope_of(equation):
             for out in equation.outvars:
                 settle(out)
     return [as_array(read(env, atom)) for atom in results], stored
 
 
-def _stored_early(equations: Sequence[JaxprEqn], of_results: Sequence[JaxprEqn]) -> list[JaxprEqn]:
+def _stored_early(equations: Sequence[Equation], of_results: Sequence[Equation]) -> list[Equation]:
     """Puts equations that serve storing alone, such as a derivative's, where their operands are.
 
     They come last in the program: nothing would make what they store be stored before that.
@@ -92,9 +92,9 @@ def _stored_early(equations: Sequence[JaxprEqn], of_results: Sequence[JaxprEqn])
     made_by_these = {v for e in equations for v in e.outvars}
     missing = {id(e): len(made_by_these.intersection(variables(e.invars))) for e in extra}
     readers = readers_of(extra)
-    order: list[JaxprEqn] = []
+    order: list[Equation] = []
 
-    def add(equation: JaxprEqn) -> None:
+    def add(equation: Equation) -> None:
         """Adds an equation, and then each that it completes, before its next reader."""
         pending = [iter([equation])]
         while pending:
@@ -105,8 +105,8 @@ def _stored_early(equations: Sequence[JaxprEqn], of_results: Sequence[JaxprEqn])
             order.append(following)
             pending.append(completed(following))
 
-    def completed(equation: JaxprEqn) -> Iterator[JaxprEqn]:
-        for value in outputs(equation):
+    def completed(equation: Equation) -> Iterator[Equation]:
+        for value in equation.outvars:
             for reader in readers.get(value, ()):
                 missing[id(reader)] -= 1
                 if not missing[id(reader)]:
@@ -118,7 +118,7 @@ def _stored_early(equations: Sequence[JaxprEqn], of_results: Sequence[JaxprEqn])
     return order
 
 
-def _carriers(schedule: Schedule, equations: Sequence[JaxprEqn]) -> dict[Any, Any]:
+def _carriers(schedule: Schedule, equations: Sequence[Equation]) -> dict[Any, Any]:
     """For each stored value the one whose use waits until it is stored.
 
     That one is written to memory anyway: an operand or a result of a product, or a result of the
@@ -128,7 +128,7 @@ def _carriers(schedule: Schedule, equations: Sequence[JaxprEqn]) -> dict[Any, An
     written = set(variables(program.results[: schedule.results]))
     for equation in equations:
         if equation.primitive.name in HEAVY:
-            written.update(variables(equation.invars), outputs(equation))
+            written.update(variables(equation.invars), equation.outvars)
     order = [
         *program.arguments,
         *(v for e in equations for v in e.outvars if not isinstance(v, DropVar)),

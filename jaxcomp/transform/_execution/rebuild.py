@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn
 
 from jaxcomp._core import barriers, platforms
 from jaxcomp._core.shard_map import varying_axes
@@ -14,7 +13,8 @@ from jaxcomp.codecs import Encoded
 from jaxcomp.transform._choice.graph import Graph
 from jaxcomp.transform._choice.schedule import Coefficient, Schedule
 from jaxcomp.transform._program.primitives import is_cheap, is_cheap_rule
-from jaxcomp.transform._program.program import apply, is_variable, scope_of, variables
+from jaxcomp.transform._program.program import apply, scope_of, variables
+from jaxcomp.transform._program.types import Equation, is_variable
 
 Residual = dict[int, Any]
 Codes = tuple[tuple[int, int], ...]  # which code of each saved value, by the value's id
@@ -174,7 +174,7 @@ class Rebuild:
                 if not equation.effects and self._exact.issuperset(variables(equation.invars)):
                     self._exact.add(value)
 
-    def _defined(self, value: Any) -> tuple[JaxprEqn, int]:
+    def _defined(self, value: Any) -> tuple[Equation, int]:
         """The equation that computes a value, and which of its results that is.
 
         Where its operands are exact it is the function's own, so that a second derivative follows

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn
 from jaxtyping import Array
 
 from jaxcomp._core import barriers
@@ -20,13 +19,8 @@ from jaxcomp.memory._tracing import CHECKPOINT_PRIMITIVES
 from jaxcomp.transform._pieces.limits import Limits
 from jaxcomp.transform._pieces.pieces import in_pieces
 from jaxcomp.transform._program.builder import flat
-from jaxcomp.transform._program.program import (
-    Program,
-    apply,
-    evaluate,
-    is_variable,
-    scope_of,
-)
+from jaxcomp.transform._program.program import Program, apply, evaluate, scope_of
+from jaxcomp.transform._program.types import Equation, is_variable
 
 _LARGE = 2**14  # elements
 
@@ -50,7 +44,7 @@ def evaluate_after(
 
 
 def apply_after(
-    cotangent: Array | None, equation: JaxprEqn, values: list[Any], limits: Limits
+    cotangent: Array | None, equation: Equation, values: list[Any], limits: Limits
 ) -> list[Any]:
     """As `programs.apply`, but large constant arrays wait for a cotangent.
 
@@ -73,7 +67,7 @@ def apply_after(
     return apply(equation, values)
 
 
-def _waits(equation: JaxprEqn, cotangent: Array) -> bool:
+def _waits(equation: Equation, cotangent: Array) -> bool:
     if equation.primitive.name != "broadcast_in_dim" or any(map(is_variable, equation.invars)):
         return False
     kind: Any = equation.outvars[0].aval

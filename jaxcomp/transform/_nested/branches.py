@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import JaxprEqn
 
 from jaxcomp._core.custom_derivative import Differentiable
 from jaxcomp._core.linear_map import ByPosition
@@ -18,6 +17,7 @@ from jaxcomp.codecs import noise
 from jaxcomp.transform._execution.backward import used_arguments
 from jaxcomp.transform._nested.scheduled import Nested, Outer, ScheduledProgram
 from jaxcomp.transform._program.program import Program, avals, is_of_collective
+from jaxcomp.transform._program.types import Equation
 
 Entries = dict[tuple[bool, int], Any]  # what a branch has stored, or its seed, by number
 
@@ -36,7 +36,7 @@ class Kept:
     places: tuple[tuple[tuple[tuple[bool, int], int], ...], ...]
 
 
-def is_conditional(equation: JaxprEqn) -> bool:
+def is_conditional(equation: Equation) -> bool:
     """Whether it is a `cond` or `switch` whose only effects, if any, are those of collectives.
 
     `jax.lax.platform_dependent` is none, since it is resolved when the program is compiled.
@@ -54,7 +54,7 @@ class Conditional(Differentiable[Nested]):
     The first argument is the number of the branch.
     """
 
-    def __init__(self, equation: JaxprEqn, number: int, is_free: list[bool], outer: Outer) -> None:
+    def __init__(self, equation: Equation, number: int, is_free: list[bool], outer: Outer) -> None:
         """Reads the equation of a conditional.
 
         Args:

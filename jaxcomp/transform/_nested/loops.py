@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import JaxprEqn
 
 from jaxcomp._core.custom_derivative import Differentiable, undivided
 from jaxcomp._core.linear_map import ByPosition
@@ -16,12 +15,13 @@ from jaxcomp.codecs import noise
 from jaxcomp.transform._execution.backward import used_arguments
 from jaxcomp.transform._nested.scheduled import Nested, Outer, with_zeros
 from jaxcomp.transform._program.primitives import tangents_of
-from jaxcomp.transform._program.program import Program, avals, is_of_collective, is_variable
+from jaxcomp.transform._program.program import Program, avals, is_of_collective
+from jaxcomp.transform._program.types import Equation, is_variable
 
 _SCAN = "scan"
 
 
-def is_loop(equation: JaxprEqn) -> bool:
+def is_loop(equation: Equation) -> bool:
     """Whether it is a `scan` whose only effects, if any, are those of collectives."""
     return equation.primitive.name == _SCAN and all(map(is_of_collective, equation.effects))
 
@@ -36,7 +36,7 @@ class Loop(Differentiable[Nested]):
         at_x: Position of the first operand of which each iteration reads a part.
     """
 
-    def __init__(self, equation: JaxprEqn, number: int, is_free: list[bool], outer: Outer) -> None:
+    def __init__(self, equation: Equation, number: int, is_free: list[bool], outer: Outer) -> None:
         """Reads the equation of a loop.
 
         Args:
@@ -181,7 +181,7 @@ class Loop(Differentiable[Nested]):
         return kept, whole, stacked
 
 
-def _counts(equation: JaxprEqn, body: Program) -> tuple[int, int]:
+def _counts(equation: Equation, body: Program) -> tuple[int, int]:
     """How many operands of a loop are the same in each iteration, and how many are its state.
 
     What is looped over, and what each iteration gives, has an axis more than in the body.

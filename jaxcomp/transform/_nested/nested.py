@@ -3,8 +3,6 @@
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from jax.extend.core import JaxprEqn
-
 from jaxcomp.transform._choice.context import Context
 from jaxcomp.transform._choice.graph import Graph
 from jaxcomp.transform._choice.schedule import schedule
@@ -13,7 +11,8 @@ from jaxcomp.transform._nested.loops import Loop, is_loop
 from jaxcomp.transform._nested.scheduled import Outer, ScheduledProgram
 from jaxcomp.transform._program.builder import Builder, flat
 from jaxcomp.transform._program.primitives import tangents_of
-from jaxcomp.transform._program.program import Program, is_variable, variables
+from jaxcomp.transform._program.program import Program, variables
+from jaxcomp.transform._program.types import Equation, is_variable
 from jaxcomp.transform._recognition.layer_scale import LayerScale
 from jaxcomp.transform._recognition.recognize import recognize
 from jaxcomp.transform._recognition.substitute import with_units
@@ -65,7 +64,7 @@ def _with_nested(
     builder = Builder()
     *_, seed = arguments = program.arguments
 
-    def step(equation: JaxprEqn, operands: list[Any]) -> list[Any]:
+    def step(equation: Equation, operands: list[Any]) -> list[Any]:
         if reached.isdisjoint(variables(equation.invars)):
             return builder.add(equation, operands)
         is_free = [not is_variable(v) or v in free for v in equation.invars]

@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn
 
 from jaxcomp._core.custom_derivative import reverse_mode_only
 from jaxcomp._core.linear_map import ByPosition
@@ -18,6 +17,7 @@ from jaxcomp.transform._choice.schedule import Schedule
 from jaxcomp.transform._execution import backward, forward
 from jaxcomp.transform._program.builder import Builder
 from jaxcomp.transform._program.program import Program
+from jaxcomp.transform._program.types import Equation
 from jaxcomp.transform._recognition.unit import Recognized
 
 _numbers = itertools.count()
@@ -117,7 +117,7 @@ class Outer:
     def scheduled(
         self,
         body: Program,
-        equation: JaxprEqn,
+        equation: Equation,
         active: Sequence[int],
         coded: Sequence[int],
         iterations: int = 1,

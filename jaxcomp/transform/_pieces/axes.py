@@ -4,10 +4,9 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jax.extend.core import JaxprEqn
-
 from jaxcomp.transform._program.primitives import POINTWISE, REDUCTIONS
-from jaxcomp.transform._program.program import avals, is_variable
+from jaxcomp.transform._program.program import avals
+from jaxcomp.transform._program.types import Equation, is_variable
 
 _ALONG = {"concatenate": "dimension", "split": "axis"}  # the parameter that tells the axis
 _ONE_BY_ONE = POINTWISE | {"pvary", "reduce_precision"}
@@ -22,7 +21,7 @@ class Axes:
         equations: Those of a program.
     """
 
-    def __init__(self, equations: Iterable[JaxprEqn]) -> None:
+    def __init__(self, equations: Iterable[Equation]) -> None:
         self._parent: dict[Any, Any] = {}
         for equation in equations:
             self._join_of(equation)
@@ -53,7 +52,7 @@ class Axes:
         if one != other:
             self._parent[one] = other
 
-    def _join_of(self, equation: JaxprEqn) -> None:
+    def _join_of(self, equation: Equation) -> None:
         name, params = equation.primitive.name, equation.params
         operands: list[Any] = [v for v in equation.invars if is_variable(v)]
         made: list[Any] = list(equation.outvars)
@@ -87,7 +86,7 @@ class Axes:
         else:
             self._join_some(equation, name, operands)
 
-    def _join_some(self, equation: JaxprEqn, name: str, operands: list[Any]) -> None:
+    def _join_some(self, equation: Equation, name: str, operands: list[Any]) -> None:
         """The axes of a reshape that stay, and those that a step along another axis leaves."""
         made: list[Any] = list(equation.outvars)
         arrays = [v for v in (*operands, *made) if v.aval.ndim]
@@ -126,7 +125,7 @@ def same_axis(before: Sequence[int], after: Sequence[int], axis: int) -> int | N
     return None
 
 
-def _unchanged(equation: JaxprEqn) -> list[int]:
+def _unchanged(equation: Equation) -> list[int]:
     """The axes that a step along other axes leaves as they are."""
     name, params = equation.primitive.name, equation.params
     if not equation.invars:
@@ -142,7 +141,7 @@ def _unchanged(equation: JaxprEqn) -> list[int]:
     return []
 
 
-def _of_product(equation: JaxprEqn) -> list[tuple[Any, Any]]:
+def _of_product(equation: Equation) -> list[tuple[Any, Any]]:
     """Which axes of a product's operands, and of its result, are the same."""
     contracted, batch = equation.params["dimension_numbers"]
     sides: list[Any] = list(equation.invars)

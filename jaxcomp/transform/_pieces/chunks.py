@@ -7,7 +7,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn
 from jaxtyping import Array
 
 from jaxcomp._core.shard_map import barrier_by_type, vary_like
@@ -18,18 +17,8 @@ from jaxcomp.transform._pieces.masks import masked_scores
 from jaxcomp.transform._pieces.slice import wide
 from jaxcomp.transform._pieces.slices import Evaluate, largest_size
 from jaxcomp.transform._program.constants import constants, evaluated, part_of
-from jaxcomp.transform._program.program import (
-    Atom,
-    Program,
-    Variable,
-    apply,
-    avals,
-    evaluate,
-    inputs,
-    is_placed,
-    is_variable,
-    outputs,
-)
+from jaxcomp.transform._program.program import Program, apply, avals, evaluate, is_placed
+from jaxcomp.transform._program.types import Atom, Equation, Variable, is_variable
 
 _CHUNKS = 4
 _SIZES = {"broadcast_in_dim": "shape", "reshape": "new_sizes"}  # the parameter with the shape
@@ -167,12 +156,12 @@ class _Masked:
                 parts[atom] = part_of(self.program, atom, self._ranges(atom, chunk))
             return parts[atom]
 
-        def step(equation: JaxprEqn, operands: list[Any]) -> list[Any]:
+        def step(equation: Equation, operands: list[Any]) -> list[Any]:
             if not self._constants.isdisjoint(equation.outvars):
                 return [None] * len(equation.outvars)  # made where it is read
             state = state_of(equation, states, self._values, self._scores, chunk)
-            states.update(dict.fromkeys(outputs(equation), state))
-            return self._apply(equation, list(map(part, inputs(equation), operands)), chunk)
+            states.update(dict.fromkeys(equation.outvars, state))
+            return self._apply(equation, list(map(part, equation.invars, operands)), chunk)
 
         results = evaluate(self._with_slices(chunk), arguments, step)
         for variable in self.program.results:
@@ -191,7 +180,7 @@ class _Masked:
         pairs = zip(self.program.constants, self.program.consts, strict=True)
         return Program(self.program.jaxpr, [self._sliced(chunk, v, x) for v, x in pairs])
 
-    def _apply(self, equation: JaxprEqn, values: list[Any], chunk: Chunk) -> list[Any]:
+    def _apply(self, equation: Equation, values: list[Any], chunk: Chunk) -> list[Any]:
         """Evaluates an equation for a chunk."""
         name, params = equation.primitive.name, dict(equation.params)
         out = equation.outvars[0]

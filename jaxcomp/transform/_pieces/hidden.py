@@ -4,12 +4,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jax.extend.core import JaxprEqn
 
 from jaxcomp.transform._pieces.axes import Axes, WholeError
 from jaxcomp.transform._program.constants import value_of
 from jaxcomp.transform._program.primitives import POINTWISE
-from jaxcomp.transform._program.program import is_variable
+from jaxcomp.transform._program.types import Equation, is_variable
 
 _SAME = {
     "convert_element_type", "copy", "name", "pvary", "reduce_precision", "reshape",
@@ -84,7 +83,7 @@ class Scores:
 
 
 def state_of(
-    equation: JaxprEqn,
+    equation: Equation,
     states: Mapping[Any, State],
     constants: Mapping[Any, np.ndarray[Any, Any]],
     scores: Scores,
@@ -135,7 +134,7 @@ def state_of(
 
 
 def _along_keys(
-    equation: JaxprEqn,
+    equation: Equation,
     given: Sequence[State],
     constants: Mapping[Any, np.ndarray[Any, Any]],
     scores: Scores,
@@ -189,7 +188,7 @@ def _is_linear(name: str, given: Sequence[State]) -> bool:
     return (name in ("mul", "dot_general") and sum(sums) == 1) or (name == "div" and not sums[1])
 
 
-def _lost(equation: JaxprEqn, scores: Scores) -> tuple[bool, bool]:
+def _lost(equation: Equation, scores: Scores) -> tuple[bool, bool]:
     """Whether a reduction or a product is over queries, and whether over keys."""
     name, params = equation.primitive.name, equation.params
     if name == "dot_general":

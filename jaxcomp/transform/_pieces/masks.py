@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from jax.extend.core import JaxprEqn
 
 from jaxcomp.transform._pieces.axes import WholeError
 from jaxcomp.transform._program.constants import value_of
-from jaxcomp.transform._program.program import Program, is_variable
+from jaxcomp.transform._program.program import Program
+from jaxcomp.transform._program.types import Equation, is_variable
 
 Values = Mapping[Any, np.ndarray[Any, Any]]
 
@@ -48,7 +48,7 @@ def masked_scores(
     raise WholeError("no constant mask of scores")
 
 
-def _hidden(equation: JaxprEqn, constants: Values, made_by: dict[Any, JaxprEqn]) -> Any:
+def _hidden(equation: Equation, constants: Values, made_by: dict[Any, Equation]) -> Any:
     """Which scores an equation hides; None if it is no mask of scores."""
     name = equation.primitive.name
     if name not in ("select_n", "add") or equation.outvars[0] in constants:
@@ -73,7 +73,7 @@ def _is_hidden(value: np.ndarray[Any, Any]) -> Any:
     return value.astype(np.float64) <= _HIDDEN  # which float16 does not have
 
 
-def _is_product(atom: Any, constants: Values, made_by: dict[Any, JaxprEqn]) -> bool:
+def _is_product(atom: Any, constants: Values, made_by: dict[Any, Equation]) -> bool:
     """Whether a value is a product of arrays, scaled or capped."""
     while is_variable(atom) and atom in made_by:
         equation = made_by[atom]

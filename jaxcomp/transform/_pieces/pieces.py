@@ -12,9 +12,7 @@ from jaxcomp.transform._pieces.chunks import in_chunks
 from jaxcomp.transform._pieces.limits import Limits
 from jaxcomp.transform._pieces.rounded import with_rounded_operands
 from jaxcomp.transform._pieces.slices import Evaluate, in_parts
-from jaxcomp.transform._program.program import (
-    Program,
-)
+from jaxcomp.transform._program.program import Program
 
 
 def in_pieces(

@@ -4,12 +4,13 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr
 from jaxtyping import Array
 
 from jaxcomp.memory._tracing import CHECKPOINT_PRIMITIVES, inner_jaxprs, open_jaxpr
 from jaxcomp.transform._program.builder import Builder
 from jaxcomp.transform._program.program import BODIES, Program, avals, with_bodies
+from jaxcomp.transform._program.types import Equation
 
 _ALGORITHMS = {lax.DotAlgorithmPreset.BF16_BF16_F32, lax.DotAlgorithmPreset.BF16_BF16_BF16}
 _BODIES = BODIES | dict.fromkeys(CHECKPOINT_PRIMITIVES, "jaxpr")
@@ -27,7 +28,7 @@ def with_rounded_operands(program: Program) -> Program:
         return program
     builder = Builder()
 
-    def step(equation: JaxprEqn, operands: list[Any]) -> list[Any]:
+    def step(equation: Equation, operands: list[Any]) -> list[Any]:
         if _is_rounding(equation):
             (out,) = avals(equation.outvars)
             operands = builder.trace(_rounded, operands, at=equation)
@@ -50,7 +51,7 @@ def _rounds(program: Program | Jaxpr) -> bool:
     )
 
 
-def _is_rounding(equation: JaxprEqn) -> bool:
+def _is_rounding(equation: Equation) -> bool:
     if equation.primitive.name != "dot_general":
         return False
     wide = any(kind.dtype == jnp.float32 for kind in avals(equation.invars))

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import JaxprEqn
 from jaxtyping import Array
 
 from jaxcomp._core import platforms
@@ -14,16 +13,8 @@ from jaxcomp.memory._tracing import inner_jaxprs
 from jaxcomp.transform._pieces.axes import WholeError, same_axis
 from jaxcomp.transform._program.constants import constants
 from jaxcomp.transform._program.primitives import POINTWISE
-from jaxcomp.transform._program.program import (
-    Program,
-    apply,
-    avals,
-    is_placed,
-    is_variable,
-    outputs,
-    read,
-    scope_of,
-)
+from jaxcomp.transform._program.program import Program, apply, avals, is_placed, read, scope_of
+from jaxcomp.transform._program.types import Equation, is_variable
 
 _LINEAR = {
     *("add", "add_any", "sub", "neg", "copy"),
@@ -130,10 +121,10 @@ class Part:
             if is_costly and atom not in self._constants:
                 raise WholeError(f"{equation.primitive} of shape {atom.aval.shape}")
             made = apply(equation, [self._all(v) for v in equation.invars])
-            self._whole |= dict(zip(outputs(equation), made, strict=True))
+            self._whole |= dict(zip(equation.outvars, made, strict=True))
         return read(self._whole, atom)
 
-    def _step(self, equation: JaxprEqn, result: Any, axis: int) -> Array | None:
+    def _step(self, equation: Equation, result: Any, axis: int) -> Array | None:
         """A part of what an equation makes from parts of its operands; None if it cannot."""
         name, params = equation.primitive.name, equation.params
         if is_placed(equation):
@@ -199,7 +190,7 @@ def _product(operands: list[Array], params: dict[str, Any], dtype: Any) -> Array
     )
 
 
-def _axes_of_product(equation: JaxprEqn, axis: int) -> tuple[int | None, int | None]:
+def _axes_of_product(equation: Equation, axis: int) -> tuple[int | None, int | None]:
     """The axes of a product's operands along which a part of the result takes a part of each."""
     contracted, batch = equation.params["dimension_numbers"]
     if axis < len(batch[0]):

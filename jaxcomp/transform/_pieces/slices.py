@@ -18,7 +18,7 @@ from jaxcomp.memory._flops import jaxpr_flops
 from jaxcomp.transform._pieces.axes import WholeError
 from jaxcomp.transform._pieces.limits import Limits
 from jaxcomp.transform._pieces.slice import Part, wide
-from jaxcomp.transform._program.program import Program, avals, outputs, variables
+from jaxcomp.transform._program.program import Program, avals, variables
 
 Evaluate = Callable[[Array, Sequence[Array]], list[Array]]
 
@@ -59,7 +59,7 @@ def in_parts(program: Program, whole: Evaluate, limits: Limits) -> Evaluate:
 
 def largest_size(program: Program) -> int:
     """Elements of the largest array that a program makes."""
-    return max((v.aval.size for e in program.equations for v in outputs(e)), default=0)
+    return max((v.aval.size for e in program.equations for v in e.outvars), default=0)
 
 
 def _run_of_parts(program: Program, limits: Limits) -> Evaluate | None:
@@ -98,7 +98,7 @@ def _of_products(program: Program) -> int:
     """Elements of what products read and make, where that is larger than each argument."""
     most = max((kind.size for kind in avals(program.arguments)), default=0)
     products = [e for e in program.equations if e.primitive.name == "dot_general"]
-    operands = {v for e in products for v in (*variables(e.invars), *outputs(e))}
+    operands = {v for e in products for v in (*variables(e.invars), *e.outvars)}
     return sum(v.aval.size for v in operands if v.aval.size > most)
 
 

@@ -11,18 +11,21 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+from jax.core import ShapedArray
 from jax.extend import linear_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
 
 from jaxcomp._core.explicit import automatic_mesh, explicit_axes, explicit_axes_of, spec_of
 from jaxcomp.transform._program.program import Program, apply, avals, evaluate, scope_of
+from jaxcomp.transform._program.types import Equation
 
 _SHARDINGS = ("out_sharding", "sharding", "dst_sharding")
 
 
 def run_over_automatic_axes(
-    program: Program, run: Callable[..., list[Any]], arguments: Sequence[Any]
+    program: Program, run: Callable[..., list[Array]], arguments: Sequence[Array]
 ) -> list[Any]:
     """Runs what is made of a program of explicit axes over automatic ones.
 
@@ -36,7 +39,7 @@ def run_over_automatic_axes(
     """
     specs = [spec_of(aval) for aval in avals(program.results)]
 
-    def inner(*values: Any) -> list[Any]:
+    def inner(*values: Array) -> list[Any]:
         return run(rewriter.program(program), *values)
 
     rewriter = _rewriter()
@@ -44,7 +47,7 @@ def run_over_automatic_axes(
     return list(over(*map(_on_mesh, arguments)))
 
 
-def _on_mesh(array: Any) -> Any:
+def _on_mesh(array: Array) -> Any:
     """An array that lies on no mesh, such as a new parameter, replicated on that of the context."""
     if not isinstance(array, jax.Array) or not jax.typeof(array).sharding.mesh.empty:
         return array
@@ -89,16 +92,16 @@ class _Rewriter:
         with jax.sharding.use_abstract_mesh(self.automatic):
             return Program.trace(functools.partial(self.run, program), *structs)
 
-    def run(self, program: Program, *arguments: Any) -> list[Any]:
+    def run(self, program: Program, *arguments: Array) -> list[Any]:
         """Evaluates a program over automatic axes."""
 
-        def step(equation: JaxprEqn, operands: list[Any]) -> list[Any]:
+        def step(equation: Equation, operands: list[Array]) -> list[Any]:
             with scope_of(equation):
                 return self._results(equation, operands)
 
         return evaluate(program, arguments, step)
 
-    def _results(self, equation: JaxprEqn, values: list[Any]) -> list[Any]:
+    def _results(self, equation: Equation, values: list[Array]) -> list[Any]:
         if equation.primitive.name == "mesh_cast":  # to or from automatic axes
             return values
         if not explicit_axes_of(equation.ctx.cur_abstract_mesh):
@@ -139,12 +142,12 @@ class _Rewriter:
 
         return linear_util.wrap_init(traced, debug_info=rule.debug_info)
 
-    def _backward(self, equation: JaxprEqn) -> Any:
+    def _backward(self, equation: Equation) -> Any:
         """The backward rule of a `jax.custom_vjp`; it runs over explicit axes."""
         rule, forward = equation.params["bwd"], equation.params["fwd_jaxpr_thunk"]
         given = [atom.aval for atom in equation.invars]
 
-        def of_values(*values: Any) -> Any:
+        def of_values(*values: Array) -> Any:
             with jax.sharding.use_abstract_mesh(self.explicit):
                 jaxpr, *_ = forward.call_wrapped(*[True] * len(given))
                 made = iter(atom.aval for atom in jaxpr.outvars)
@@ -160,10 +163,10 @@ class _Rewriter:
 
         return linear_util.wrap_init(of_values, debug_info=rule.debug_info)
 
-    def _of_shard_map(self, equation: JaxprEqn, values: list[Any]) -> list[Any]:
+    def _of_shard_map(self, equation: Equation, values: list[Array]) -> list[Any]:
         params = equation.params
 
-        def body(*arguments: Any) -> list[Any]:
+        def body(*arguments: Array) -> list[Any]:
             inner = _Rewriter(self.explicit, jax.sharding.get_abstract_mesh())
             return inner.run(Program(params["jaxpr"]), *arguments)
 
@@ -177,10 +180,10 @@ class _Rewriter:
         return list(mapped(*values))
 
 
-def _struct(aval: Any) -> jax.ShapeDtypeStruct:
+def _struct(aval: ShapedArray) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=aval.sharding)
 
 
-def _constrained(value: Any, sharding: Any) -> Any:
+def _constrained(value: Array, sharding: Any) -> Any:
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
     return jax.lax.with_sharding_constraint(value, spec)

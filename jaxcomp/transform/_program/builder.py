@@ -2,26 +2,27 @@
 
 import contextlib
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
-from jax.extend.core import DropVar, JaxprEqn, Literal, Var
+from jax.extend.core import DropVar, Literal, Var
+from jaxtyping import Array, PyTree
 
 from jaxcomp.transform._program.origins import located
-from jaxcomp.transform._program.program import (
-    Program,
-    Values,
-    avals,
-    called_program,
+from jaxcomp.transform._program.program import Program, avals, called_program, scope_of
+from jaxcomp.transform._program.types import (
+    Atom,
+    Constant,
+    Equation,
+    Renaming,
+    Variable,
     is_variable,
-    outputs,
-    scope_of,
 )
 
 _BARRIER = "optimization_barrier"
 
-Step = Callable[[JaxprEqn, list[Any]], list[Any]]
+Add = Callable[[Equation, list[Atom]], Sequence[Atom]]
 
 
 class Builder:
@@ -31,24 +32,26 @@ class Builder:
     """
 
     def __init__(self) -> None:
-        self._equations: list[JaxprEqn] = []
-        self._constants: dict[int, tuple[Var, Any]] = {}
-        self._known: dict[Hashable, list[Any]] = {}
-        self._before: dict[Any, list[Any]] = {}  # of an array, the shapes that it was reshaped from
+        self._equations: list[Equation] = []
+        self._constants: dict[int, tuple[Variable, Array]] = {}
+        self._known: dict[Hashable, list[Variable]] = {}
+        self._before: dict[
+            Variable, list[Variable]
+        ] = {}  # of an array, the shapes that it was reshaped from
 
-    def add(self, equation: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+    def add(self, equation: Equation, operands: Sequence[Atom]) -> list[Variable]:
         """Adds an equation with other operands, and returns its results."""
         key = _key(equation, operands)
         if key is not None and key in self._known:
             return self._known[key]
-        if _is_reshape(equation) and isinstance(operands[0], Var):
+        if _is_reshape(equation) and is_variable(operands[0]):
             before = [operands[0], *self._before.get(operands[0], ())]
             same = [v for v in before if v.aval == equation.outvars[0].aval]
             if same:
                 return same[:1]
         else:
             before = []
-        results: list[Any] = [Var(v.aval) for v in equation.outvars]
+        results = [Variable(v.aval) for v in equation.outvars]
         self._before.update((v, before) for v in results if before)
         effects = equation.effects
         if effects:
@@ -62,18 +65,18 @@ class Builder:
             self._known[key] = results
         return results
 
-    def copy(self, equation: JaxprEqn, env: Values) -> None:
+    def copy(self, equation: Equation, env: Renaming) -> None:
         """Adds an equation of another program, whose variables `env` renames."""
         results = self.add(equation, renamed(env, equation.invars))
-        env.update(zip(outputs(equation), results, strict=True))
+        env.update(zip(equation.outvars, results, strict=True))
 
     def inline(
         self,
         program: Program,
-        operands: Sequence[Any],
-        step: Step | None = None,
-        call: JaxprEqn | None = None,
-    ) -> list[Any]:
+        operands: Sequence[Atom],
+        step: Add | None = None,
+        call: Equation | None = None,
+    ) -> list[Atom]:
         """Adds the equations of a program, with calls looked through.
 
         Args:
@@ -96,12 +99,12 @@ class Builder:
                 results = step(equation, values)
             else:
                 results = self.inline(located(called, equation), values, step, equation)
-            env.update(zip(outputs(equation), results, strict=True))
+            env.update(zip(equation.outvars, results, strict=True))
         return renamed(env, program.results)
 
     def trace(
-        self, function: Callable[..., list[Any]], *operands: Any, at: JaxprEqn | None = None
-    ) -> list[Any]:
+        self, function: Callable[..., list[Array]], *operands: PyTree, at: Equation | None = None
+    ) -> list[Atom]:
         """Adds the equations of a function of arrays.
 
         Args:
@@ -114,13 +117,13 @@ class Builder:
         """
         leaves, tree = jax.tree.flatten(operands)
 
-        def run(*leaves: Any) -> list[Any]:
+        def run(*leaves: Array) -> list[Array]:
             with contextlib.nullcontext() if at is None else scope_of(at):
                 return function(*jax.tree.unflatten(tree, leaves))
 
         return self.inline(Program.trace(run, *avals(leaves)), leaves)
 
-    def program(self, like: Program, arguments: Sequence[Any], results: Sequence[Any]) -> Program:
+    def program(self, like: Program, arguments: Sequence[Atom], results: Sequence[Atom]) -> Program:
         """The program so far.
 
         Args:
@@ -143,17 +146,19 @@ class Builder:
         )
         return Program(jaxpr, [value for _, value in constants])
 
-    def constants_of(self, program: Program) -> Values:
+    def constants_of(self, program: Program) -> Renaming:
         """The variables of a program's constants in the new program."""
-        env: Values = {}
+        env: Renaming = {}
         for variable, value in zip(program.constants, program.consts, strict=True):
-            env[variable], _ = self._constants.setdefault(id(value), (Var(variable.aval), value))
+            env[variable], _ = self._constants.setdefault(
+                id(value), (Variable(variable.aval), value)
+            )
         return env
 
 
-def renamed(env: Values, atoms: Sequence[Any]) -> list[Any]:
+def renamed(env: Renaming, atoms: Sequence[Atom] | Sequence[Var | Literal]) -> list[Atom]:
     """Variables by their names in the new program; literals as they are."""
-    return [env[a] if is_variable(a) else a for a in atoms]
+    return [env[a] if is_variable(a) else a for a in cast(Sequence[Atom], atoms)]
 
 
 def flat(program: Program) -> Program:
@@ -163,7 +168,7 @@ def flat(program: Program) -> Program:
     return builder.program(program, program.arguments, results)
 
 
-def _is_reshape(equation: JaxprEqn) -> bool:
+def _is_reshape(equation: Equation) -> bool:
     """Whether an equation keeps the order of all values, and changes their shape alone."""
     if equation.primitive.name == "reshape":
         return equation.params["dimensions"] is None
@@ -173,26 +178,26 @@ def _is_reshape(equation: JaxprEqn) -> bool:
     return before.size == after.size
 
 
-def _within(equation: JaxprEqn, call: JaxprEqn) -> JaxprEqn:
+def _within(equation: Equation, call: Equation) -> Equation:
     """An equation, with the name scope of the one that calls its program first."""
     info = equation.source_info
     stack = call.source_info.name_stack + info.name_stack
     return equation.replace(source_info=info.replace(name_stack=stack))
 
 
-def _of_operands(effect: Any, given: dict[Any, Any]) -> Any:
+def _of_operands(effect: Any, given: dict[Variable, Atom]) -> Any:
     """An effect on an operand, as that on the operand of the new equation."""
     operand = getattr(effect, "input", None)
-    return effect.replace(given[operand]) if isinstance(operand, Var) else effect
+    return effect.replace(given[operand]) if is_variable(operand) else effect
 
 
-def _key(equation: JaxprEqn, operands: Sequence[Any]) -> Hashable | None:
+def _key(equation: Equation, operands: Sequence[Atom]) -> Hashable | None:
     """What is equal for equations of equal results; None where there is no telling."""
     if equation.effects or equation.primitive.name == _BARRIER:
         return None
     key = (
         equation.primitive,
-        tuple(a if isinstance(a, Var) else _key_of_literal(a) for a in operands),
+        tuple(a if is_variable(a) else _key_of_literal(a) for a in operands),
         tuple(equation.params.items()),
         equation.ctx,
     )
@@ -203,5 +208,5 @@ def _key(equation: JaxprEqn, operands: Sequence[Any]) -> Hashable | None:
     return key
 
 
-def _key_of_literal(literal: Literal) -> Hashable:
+def _key_of_literal(literal: Constant) -> Hashable:
     return literal.aval, np.asarray(literal.val).tobytes()

@@ -8,18 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn
 from jaxtyping import Array
 
 from jaxcomp.transform._program.primitives import POINTWISE, is_cheap
-from jaxcomp.transform._program.program import (
-    Program,
-    Variable,
-    apply,
-    avals,
-    is_variable,
-    variables,
-)
+from jaxcomp.transform._program.program import Program, apply, avals, variables
+from jaxcomp.transform._program.types import Atom, Equation, Variable, is_variable
 
 _LARGEST = 2**26  # elements of a constant that is evaluated
 
@@ -61,7 +54,7 @@ def part_of(program: Program, variable: Variable, ranges: Sequence[slice]) -> Ar
         ranges: What is made, along each axis.
     """
 
-    def make(atom: Any, ranges: Sequence[slice]) -> Any:
+    def make(atom: Atom, ranges: Sequence[slice]) -> Any:
         if not is_variable(atom):
             return atom.val
         equation = program.made_by[atom]
@@ -95,7 +88,7 @@ def part_of(program: Program, variable: Variable, ranges: Sequence[slice]) -> Ar
     return made
 
 
-def _in_memory(x: Any, shape: tuple[int, ...]) -> Any:
+def _in_memory(x: Array, shape: tuple[int, ...]) -> Any:
     """Places a barrier after a matrix that is then broadcast, such as a mask for all heads.
 
     XLA then writes the matrix to memory. It takes long to choose tiles for a softmax of a GPU that
@@ -105,12 +98,12 @@ def _in_memory(x: Any, shape: tuple[int, ...]) -> Any:
     return lax.optimization_barrier(x) if is_matrix and math.prod(shape) > x.size else x
 
 
-def value_of(atom: Any, constants: Mapping[Any, np.ndarray[Any, Any]]) -> Any:
+def value_of(atom: Atom, constants: Mapping[Any, np.ndarray[Any, Any]]) -> Any:
     """The value of a literal or of a known constant; None of any other variable."""
     return constants.get(atom) if is_variable(atom) else np.asarray(atom.val)
 
 
-def _evaluate(equation: JaxprEqn, given: list[Any]) -> Any:
+def _evaluate(equation: Equation, given: list[np.ndarray[Any, Any]]) -> Any:
     name, params = equation.primitive.name, equation.params
     kind: Any = equation.outvars[0].aval
     if name == "iota":

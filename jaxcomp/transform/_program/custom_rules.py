@@ -7,8 +7,9 @@ from types import FunctionType
 from typing import Any
 
 import jax
-from jax.extend.core import JaxprEqn
 from jax.extend.linear_util import WrappedFun
+
+from jaxcomp.transform._program.types import Equation
 
 _JAX = os.path.dirname(jax.__file__) + os.sep
 _HOLDERS: Any = (jax.custom_jvp, type(jax.jit(len)))  # of one function
@@ -18,7 +19,7 @@ _TRACED_BY = {  # the parameters that trace the rule of a call
 }
 
 
-def rule_of(equation: JaxprEqn) -> tuple[Any, ...] | None:
+def rule_of(equation: Equation) -> tuple[Any, ...] | None:
     """The rule of a call of a `jax.custom_jvp` or `jax.custom_vjp` function.
 
     JAX keeps it in a closure of what traces it, and so does each transformation, such as
@@ -43,7 +44,7 @@ def rule_of(equation: JaxprEqn) -> tuple[Any, ...] | None:
     return tuple(found) or None
 
 
-def is_of_jax(equation: JaxprEqn) -> bool:
+def is_of_jax(equation: Equation) -> bool:
     """Whether an equation calls a `jax.custom_jvp` function that JAX defines, with JAX's rule."""
     if equation.primitive.name != "custom_jvp_call":
         return False
@@ -51,7 +52,7 @@ def is_of_jax(equation: JaxprEqn) -> bool:
     return file.startswith(_JAX) and _are_of_jax(rule_of(equation))
 
 
-def has_rule_in(equation: JaxprEqn, start: str) -> bool:
+def has_rule_in(equation: Equation, start: str) -> bool:
     """Whether the rule of an equation is of files whose paths start so."""
     functions = [f for f in rule_of(equation) or () if isinstance(f, FunctionType)]
     files = [inspect.unwrap(f).__code__.co_filename for f in functions]

@@ -6,13 +6,14 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Jaxpr, Literal
+from jax.extend.core import Jaxpr
 from jax.extend.linear_util import WrappedFun
 from jax.sharding import Mesh
 
 from jaxcomp.transform._program.custom_rules import is_of_jax, rule_of
 from jaxcomp.transform._program.origins import module_path
 from jaxcomp.transform._program.program import Program
+from jaxcomp.transform._program.types import Atom, is_variable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Keyed:
     rest: tuple[Any, ...] = dataclasses.field(compare=False)
 
     @classmethod
-    def of(cls, program: Program, *rest: Any) -> "Keyed | None":
+    def of(cls, program: Program, *rest: Hashable) -> "Keyed | None":
         """The program with its key; None where there is no telling.
 
         There is none if a parameter of an equation is a function, such as the rule of a user's
@@ -62,16 +63,17 @@ def _key(value: Any) -> Any:
 
 
 def _key_of_jaxpr(jaxpr: Jaxpr) -> Any:
-    arguments = [*jaxpr.constvars, *jaxpr.invars]
+    program = Program(jaxpr)
+    arguments = [*program.constants, *program.arguments]
     numbers: dict[Any, int] = {v: i for i, v in enumerate(arguments)}
 
-    def operand(atom: Any) -> Any:
-        if isinstance(atom, Literal):
-            return atom.aval, np.asarray(atom.val).tobytes()
-        return numbers[atom]
+    def operand(atom: Atom) -> Any:
+        if is_variable(atom):
+            return numbers[atom]
+        return atom.aval, np.asarray(atom.val).tobytes()
 
     rows = []
-    for equation in jaxpr.eqns:
+    for equation in program.equations:
         operands = tuple(map(operand, equation.invars))
         parameters = dict(equation.params)
         rule = None
@@ -85,4 +87,4 @@ def _key_of_jaxpr(jaxpr: Jaxpr) -> Any:
         for value in equation.outvars:
             numbers[value] = len(numbers)
     avals = tuple(v.aval for v in arguments)
-    return avals, tuple(rows), tuple(map(operand, jaxpr.outvars))
+    return avals, tuple(rows), tuple(map(operand, program.results))

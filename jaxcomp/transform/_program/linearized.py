@@ -7,9 +7,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr
+from jaxtyping import Array
 
 from jaxcomp.transform._program.builder import flat
-from jaxcomp.transform._program.program import Atom, Program, avals, is_reference
+from jaxcomp.transform._program.program import Program, avals, is_reference
+from jaxcomp.transform._program.types import Atom
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +53,8 @@ def linearize(program: Program, active: Sequence[int]) -> Linearized:
     smooth = [i for i, r in enumerate(results) if jnp.issubdtype(r.dtype, jnp.inexact)]
     linear: list[Jaxpr] = []  # without its constants, which are tracers of the forward program
 
-    def both(*values: Any) -> Any:
-        def at(*chosen: Any) -> Any:
+    def both(*values: Array) -> Any:
+        def at(*chosen: Array) -> Any:
             full = dict(enumerate(values)) | dict(zip(active, chosen, strict=True))
             made = program(*full.values())
             return [made[i] for i in smooth], made
@@ -94,8 +96,8 @@ def transpose(linear: Program, count: int) -> Program:
     kinds = avals(linear.arguments)
     coefficients, tangents = kinds[: len(kinds) - count], kinds[len(kinds) - count :]
 
-    def backward(coefficients: list[Any], cotangents: list[Any]) -> Any:
-        def pushed(*tangents: Any) -> list[Any]:
+    def backward(coefficients: list[Array], cotangents: list[Array]) -> Any:
+        def pushed(*tangents: Array) -> list[Any]:
             return linear(*coefficients, *tangents)
 
         return jax.linear_transpose(pushed, *tangents)(cotangents)

@@ -4,20 +4,19 @@ import functools
 import os
 from typing import Any
 
-from jax.extend.core import JaxprEqn
-
 from jaxcomp._core.module_scopes import scope_path
 from jaxcomp.memory._origin import scopes_of
 from jaxcomp.memory._source_line import LIBRARIES
 from jaxcomp.transform._program.program import Program
+from jaxcomp.transform._program.types import Equation
 
 
-def module_path(equation: JaxprEqn | None) -> str:
+def module_path(equation: Equation | None) -> str:
     """Path of the innermost module that made an equation, as `scope_path`."""
     return "" if equation is None else scope_path(scopes_of(equation.source_info.name_stack))
 
 
-def located(called: Program, call: JaxprEqn) -> Program:
+def located(called: Program, call: Equation) -> Program:
     """A called program; equations of a function that is JAX's own have the line of the call.
 
     JAX traces a jitted function such as `jax.nn.relu` once for all its callers, and remembers the

@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn, Literal
+
+from jaxcomp.transform._program.types import Atom, Equation, Variable, is_variable
 
 # Results that are their first operand's values in another place, shape or precision.
 MOVES = {
@@ -64,15 +65,15 @@ ELEMENTWISE = {
 }  # fmt: skip
 
 
-def is_cheap(equation: JaxprEqn) -> bool:
+def is_cheap(equation: Equation) -> bool:
     """Whether results may be computed a second time at little more than the cost of reading."""
     return equation.primitive.name in CHEAP and not equation.effects
 
 
-def is_cheap_rule(equation: JaxprEqn) -> bool:
+def is_cheap_rule(equation: Equation) -> bool:
     """Whether an equation calls a `jax.custom_jvp` function of cheap steps alone."""
 
-    def is_cheap_call(inner: JaxprEqn) -> bool:
+    def is_cheap_call(inner: Equation) -> bool:
         called = inner.params.get("jaxpr") or inner.params.get("call_jaxpr")
         if called is None:
             return is_cheap(inner)
@@ -81,7 +82,7 @@ def is_cheap_rule(equation: JaxprEqn) -> bool:
     return equation.primitive.name == "custom_jvp_call" and is_cheap_call(equation)
 
 
-def is_affine(equation: JaxprEqn, lossy: Callable[[Any], bool]) -> bool:
+def is_affine(equation: Equation, lossy: Callable[[Any], bool]) -> bool:
     """Whether a cheap equation is affine in its lossy operands, taken together."""
     name = equation.primitive.name
     at = [i for i, atom in enumerate(equation.invars) if lossy(atom)]
@@ -97,7 +98,7 @@ def is_affine(equation: JaxprEqn, lossy: Callable[[Any], bool]) -> bool:
     return name == "select_n" and 0 not in at
 
 
-def rounds_coarsely(equation: JaxprEqn) -> bool:
+def rounds_coarsely(equation: Equation) -> bool:
     """Whether an equation is a cast to numbers of fewer digits than bfloat16's, such as `float8`.
 
     A cast is a staircase: of a decoded value it has another mean, by up to a step. Casts to
@@ -121,7 +122,7 @@ def _digits(dtype: Any) -> tuple[int, int]:
     return int(kind.nexp), int(kind.nmant)
 
 
-def linear_uses(equation: JaxprEqn, tangents: Set[Any]) -> dict[int, str]:
+def linear_uses(equation: Equation, tangents: Set[Variable]) -> dict[int, str]:
     """Operands of a linear equation that are coefficients which it multiplies tangents by.
 
     Args:
@@ -144,11 +145,11 @@ def linear_uses(equation: JaxprEqn, tangents: Set[Any]) -> dict[int, str]:
     }
 
 
-def _in(atom: Any, tangents: Set[Any]) -> bool:
-    return not isinstance(atom, Literal) and atom in tangents
+def _in(atom: Atom, tangents: Set[Variable]) -> bool:
+    return is_variable(atom) and atom in tangents
 
 
-def tangents_of(equations: Sequence[JaxprEqn], tangents: Sequence[Any]) -> set[Any]:
+def tangents_of(equations: Sequence[Equation], tangents: Sequence[Variable]) -> set[Variable]:
     """The variables of a program that depend on these ones, such as a linear one's tangents."""
     found = set(tangents)
     for equation in equations:

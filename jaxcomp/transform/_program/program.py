@@ -2,31 +2,20 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import jax
 import jax.extend.core
 import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.extend import source_info_util
-from jax.extend.core import DropVar, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.core import DropVar, Jaxpr, Literal, Var, jaxpr_as_fun
+from jaxtyping import Array, PyTree
 
 from jaxcomp.memory._tracing import open_jaxpr
 from jaxcomp.transform._program.primitives import CHEAP, HEAVY, REDUCTIONS
-
-if TYPE_CHECKING:
-
-    class Variable(Var):
-        """A variable of a program; its type is that of an array."""
-
-        aval: ShapedArray
-
-else:
-    Variable = Var
-
-Atom: TypeAlias = Variable | Literal
-Values: TypeAlias = dict[Variable, Any]  # arrays; or atoms of another program
+from jaxcomp.transform._program.types import Atom, Equation, Step, Variable, is_variable
 
 # Calls that are looked through, by the parameter that holds what is called.
 CALLS = {
@@ -58,7 +47,7 @@ class Program:
     """
 
     jaxpr: Jaxpr
-    consts: Sequence[Any] = ()
+    consts: Sequence[Array] = ()
 
     @classmethod
     def of(cls, traced: Any) -> "Program":
@@ -66,7 +55,7 @@ class Program:
         return cls(open_jaxpr(traced), getattr(traced, "consts", ()))
 
     @classmethod
-    def trace(cls, function: Callable[..., Any], *arguments: Any) -> "Program":
+    def trace(cls, function: Callable[..., PyTree], *arguments: PyTree) -> "Program":
         """A function of arrays as a program, for arguments of these shapes and dtypes."""
         return cls.of(jax.make_jaxpr(function)(*arguments))
 
@@ -86,9 +75,9 @@ class Program:
         return cast(list[Variable], self.jaxpr.constvars)
 
     @property
-    def equations(self) -> list[JaxprEqn]:
+    def equations(self) -> list[Equation]:
         """The equations, each after those whose results it reads."""
-        return self.jaxpr.eqns
+        return cast(list[Equation], self.jaxpr.eqns)
 
     @property
     def results(self) -> list[Atom]:
@@ -96,30 +85,26 @@ class Program:
         return cast(list[Atom], self.jaxpr.outvars)
 
     @functools.cached_property
-    def made_by(self) -> dict[Variable, JaxprEqn]:
+    def made_by(self) -> dict[Variable, Equation]:
         """The equation that makes each variable."""
-        return {v: e for e in self.equations for v in outputs(e) if not isinstance(v, DropVar)}
+        return {v: e for e in self.equations for v in e.outvars if not isinstance(v, DropVar)}
 
     @functools.cached_property
-    def readers(self) -> dict[Variable, list[JaxprEqn]]:
+    def readers(self) -> dict[Variable, list[Equation]]:
         """The equations that read each variable."""
         return readers_of(self.equations)
 
-    def environment(self, arguments: Sequence[Any]) -> Values:
+    def environment(self, arguments: Sequence[Array]) -> dict[Variable, Array]:
         """The values of the variables that no equation makes, for some arguments."""
         variables = *self.constants, *self.arguments
         return dict(zip(variables, (*self.consts, *arguments), strict=True))
 
-    def __call__(self, *arguments: Any) -> list[Any]:
+    def __call__(self, *arguments: Array) -> list[Array]:
         """The results for some arguments."""
         return list(jaxpr_as_fun(self.closed)(*arguments))
 
 
-def evaluate(
-    program: Program,
-    arguments: Sequence[Any],
-    step: Callable[[JaxprEqn, list[Any]], list[Any]],
-) -> list[Any]:
+def evaluate(program: Program, arguments: Sequence[Array], step: Step) -> list[Array]:
     """Takes a program's steps one by one.
 
     Args:
@@ -133,51 +118,45 @@ def evaluate(
     env = program.environment(arguments)
     for equation in program.equations:
         operands = [read(env, atom) for atom in equation.invars]
-        env |= dict(zip(outputs(equation), step(equation, operands), strict=True))
+        env |= dict(zip(equation.outvars, step(equation, operands), strict=True))
     return [read(env, atom) for atom in program.results]
 
 
-def read(env: Values, atom: Any) -> Any:
+def read(env: Mapping[Variable, Array], atom: Atom) -> Array:
     """The value of a variable, or of a literal."""
-    return atom.val if isinstance(atom, Literal) else env[atom]
+    return env[atom] if is_variable(atom) else atom.val
 
 
-def as_array(value: Any) -> Any:
+def as_array(value: Array) -> Array:
     """A value that was read, as an array: that of a literal is a scalar of Python or NumPy."""
     return value if isinstance(value, jax.Array) else jnp.asarray(value)
 
 
-def inputs(equation: JaxprEqn) -> list[Atom]:
-    """The operands of an equation."""
-    return cast(list[Atom], equation.invars)
-
-
-def outputs(equation: JaxprEqn) -> list[Variable]:
-    """The variables of an equation's results."""
-    return cast(list[Variable], equation.outvars)
-
-
-def variables(atoms: Sequence[Any]) -> list[Variable]:
+def variables(atoms: Sequence[Atom] | Sequence[Var | Literal]) -> list[Variable]:
     """Those of an equation's operands or results that are variables, each once."""
-    return list(dict.fromkeys(a for a in atoms if not isinstance(a, Literal | DropVar)))
+    return list(
+        dict.fromkeys(
+            a for a in cast(Sequence[Atom], atoms) if is_variable(a) and not isinstance(a, DropVar)
+        )
+    )
 
 
-def apply(equation: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+def apply(equation: Equation, operands: Sequence[Array]) -> list[Array]:
     """Evaluates one equation of a program, under its own name scope and source line."""
     if equation.primitive.name in _SIMPLE:
         with scope_of(equation), equation.ctx.manager:
             results = equation.primitive.bind(*operands, **equation.params)
         return list(results) if equation.primitive.multiple_results else [results]
     pairs = zip(equation.invars, operands, strict=True)
-    values = {atom: value for atom, value in pairs if not isinstance(atom, Literal)}
+    values = {atom: value for atom, value in pairs if is_variable(atom)}
     alone = _empty().replace(
         invars=list(values),
         outvars=[v for v in equation.outvars if not isinstance(v, DropVar)],
         eqns=[equation],
         effects=equation.effects,
     )
-    results = iter(Program(alone)(*values.values()))
-    return [None if isinstance(v, DropVar) else next(results) for v in equation.outvars]
+    made = dict(zip(alone.outvars, Program(alone)(*values.values()), strict=True))
+    return [cast(Array, made.get(variable)) for variable in equation.outvars]
 
 
 @functools.cache
@@ -186,7 +165,7 @@ def _empty() -> Jaxpr:
     return jax.make_jaxpr(lambda: ())().jaxpr
 
 
-def called_program(equation: JaxprEqn) -> Program | None:
+def called_program(equation: Equation) -> Program | None:
     """The program that an equation calls; None if it asks for more, such as a sharding."""
     name = CALLS.get(equation.primitive.name)
     if name is None:
@@ -198,34 +177,30 @@ def called_program(equation: JaxprEqn) -> Program | None:
     return Program.of(equation.params[name])
 
 
-def scope_of(equation: JaxprEqn) -> Any:
+def scope_of(equation: Equation) -> Any:
     """The context of an equation's name scope and source line, inside of the present one."""
     info = equation.source_info
     stack = source_info_util.current_name_stack() + info.name_stack
     return source_info_util.user_context(info.traceback, name_stack=stack)
 
 
-def avals(atoms: Sequence[Any]) -> list[ShapedArray]:
+def avals(atoms: Sequence[Atom] | Sequence[Var | Literal]) -> list[ShapedArray]:
     """Shapes, dtypes and manual mesh axes of a program's arguments or results."""
-    return [atom.aval for atom in atoms]
+    return [atom.aval for atom in cast(Sequence[Atom], atoms)]
 
 
-def is_variable(atom: Any) -> TypeGuard[Variable]:
-    """Whether an operand is a variable, not a literal."""
-    return isinstance(atom, Var)
-
-
-def is_reference(atom: Any) -> bool:
+def is_reference(atom: Atom) -> bool:
     """Whether an argument is a reference of `jax.new_ref`, not an array."""
-    return isinstance(atom.aval, jax.ref.AbstractRef)
+    aval: object = atom.aval
+    return isinstance(aval, jax.ref.AbstractRef)
 
 
-def is_of_collective(effect: Any) -> bool:
+def is_of_collective(effect: object) -> bool:
     """Whether an effect is that of a collective, which names an axis and changes nothing."""
     return type(effect).__name__ == "NamedAxisEffect"
 
 
-def is_placed(equation: JaxprEqn) -> bool:
+def is_placed(equation: Equation) -> bool:
     """Whether an equation says on which of several devices its result is.
 
     All values in a `jax.shard_map` are local.
@@ -239,14 +214,14 @@ def is_placed(equation: JaxprEqn) -> bool:
     return False
 
 
-def with_bodies(equation: JaxprEqn, name: str, change: Callable[[Any], Any]) -> JaxprEqn:
+def with_bodies(equation: Equation, name: str, change: Callable[[Any], Any]) -> Equation:
     """The same equation, with other programs in a parameter that holds one or several."""
     bodies = equation.params[name]
     changed = tuple(map(change, bodies)) if isinstance(bodies, tuple) else change(bodies)
     return equation.replace(params=equation.params | {name: changed})
 
 
-def needed(equations: Sequence[JaxprEqn], wanted: Sequence[Any]) -> list[JaxprEqn]:
+def needed(equations: Sequence[Equation], wanted: Sequence[Atom]) -> list[Equation]:
     """The equations that the wanted values take, and those with effects, in order."""
     live = set(variables(wanted))
     kept = []
@@ -257,9 +232,9 @@ def needed(equations: Sequence[JaxprEqn], wanted: Sequence[Any]) -> list[JaxprEq
     return kept[::-1]
 
 
-def readers_of(equations: Iterable[JaxprEqn]) -> dict[Variable, list[JaxprEqn]]:
+def readers_of(equations: Iterable[Equation]) -> dict[Variable, list[Equation]]:
     """The equations that read each value."""
-    readers: dict[Variable, list[JaxprEqn]] = {}
+    readers: dict[Variable, list[Equation]] = {}
     for equation in equations:
         for value in variables(equation.invars):
             readers.setdefault(value, []).append(equation)

@@ -5,7 +5,8 @@ import os
 from typing import Any
 
 import jax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import Jaxpr
+from jaxtyping import Array
 
 from jaxcomp._core import barriers, custom_derivative
 from jaxcomp.memory._tracing import CHECKPOINT_PRIMITIVES, inner_jaxprs, open_jaxpr
@@ -21,6 +22,7 @@ from jaxcomp.transform._program.program import (
     scope_of,
     with_bodies,
 )
+from jaxcomp.transform._program.types import Equation
 
 _PACKAGE = os.path.dirname(os.path.dirname(barriers.__file__)) + os.sep
 
@@ -36,10 +38,10 @@ def without_codes(program: Program) -> Program:
     branches, not in those of other loops and of `jax.shard_map`.
     """
 
-    def run(called: Program, *arguments: Any) -> list[Any]:
+    def run(called: Program, *arguments: Array) -> list[Any]:
         return evaluate(called, arguments, step)
 
-    def step(equation: JaxprEqn, operands: list[Any]) -> list[Any]:
+    def step(equation: Equation, operands: list[Array]) -> list[Any]:
         called = _looked_through(equation)
         with scope_of(equation):
             if called is not None:
@@ -65,7 +67,7 @@ def saves_codes(gradient: Any) -> bool:
     kinds = [kind for kind in codec_types() if hasattr(kind, "name") and not kind.is_exact]
     names = {kind.stored_name() for kind in kinds}
 
-    def saves(program: Any) -> bool:
+    def saves(program: Program | Jaxpr) -> bool:
         return any(
             (equation.primitive.name == "name" and equation.params["name"] in names)
             or any(map(saves, inner_jaxprs(equation)))
@@ -75,11 +77,11 @@ def saves_codes(gradient: Any) -> bool:
     return saves(gradient)
 
 
-def _has_codes_inside(equation: JaxprEqn) -> bool:
+def _has_codes_inside(equation: Equation) -> bool:
     return any(map(has_codes, inner_jaxprs(equation)))
 
 
-def _without_codes_inside(equation: JaxprEqn) -> JaxprEqn:
+def _without_codes_inside(equation: Equation) -> Equation:
     """The same equation, with other bodies of a scan or branches."""
     name = BODIES.get(equation.primitive.name)
     if name is None or not _has_codes_inside(equation):
@@ -87,7 +89,7 @@ def _without_codes_inside(equation: JaxprEqn) -> JaxprEqn:
     return with_bodies(equation, name, lambda body: without_codes(Program.of(body)).closed)
 
 
-def _looked_through(equation: JaxprEqn) -> Program | None:
+def _looked_through(equation: Equation) -> Program | None:
     """The program that an equation calls, of a jitted function or one of this package, or None."""
     name = CALLS.get(equation.primitive.name)
     if name is None and (_is_ours(equation) or _is_barrier(equation)):
@@ -95,12 +97,12 @@ def _looked_through(equation: JaxprEqn) -> Program | None:
     return None if name is None else Program.of(equation.params[name])
 
 
-def _is_ours(equation: JaxprEqn) -> bool:
+def _is_ours(equation: Equation) -> bool:
     """Whether an equation has a derivative of this package."""
     start = {"custom_vjp_call": _PACKAGE, "custom_jvp_call": _DERIVATIVES}
     name = equation.primitive.name
     return name in start and has_rule_in(equation, start[name])
 
 
-def _is_barrier(equation: JaxprEqn) -> bool:
+def _is_barrier(equation: Equation) -> bool:
     return equation.primitive.name == "custom_jvp_call" and has_rule_in(equation, _BARRIERS)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import jax
-from jax.extend.core import JaxprEqn, Literal
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jaxcomp.codecs import Codec, Offload, Quantize
@@ -20,17 +20,18 @@ from jaxcomp.transform._choice.graph import Graph
 from jaxcomp.transform._program.builder import flat
 from jaxcomp.transform._program.custom_rules import rule_of
 from jaxcomp.transform._program.origins import module_path
-from jaxcomp.transform._program.program import Program, is_variable, outputs, variables
+from jaxcomp.transform._program.program import Program, variables
+from jaxcomp.transform._program.types import Equation, Variable, is_variable
 from jaxcomp.transform._recognition.pattern import LAYOUT, Pattern
 from jaxcomp.transform._recognition.unit import Activation, CodedActivation, Gate
 
 
-def activation_of(pattern: Pattern, value: Any) -> Activation | None:
+def activation_of(pattern: Pattern, value: Variable) -> Activation | None:
     """The activation function that alone reads a value; None if there is none that is known."""
     return next((f for c in CURVES if (f := _as(pattern, value, c)) is not None), None)
 
 
-def _as(pattern: Pattern, value: Any, curve: Curve) -> Activation | None:
+def _as(pattern: Pattern, value: Variable, curve: Curve) -> Activation | None:
     text, rules, length = _signature(curve.function, value.aval.shape, value.aval.dtype)
     equations = _from(pattern, value, length)
     if len(equations) != length:
@@ -52,7 +53,7 @@ def _as(pattern: Pattern, value: Any, curve: Curve) -> Activation | None:
 
 @functools.cache
 def _signature(
-    function: Callable[[Array], Array], shape: tuple[int, ...], dtype: Any
+    function: Callable[[Array], Array], shape: tuple[int, ...], dtype: DTypeLike
 ) -> tuple[str, list[Any], int]:
     """A function's equations, the rules of those that have one, and how many there are."""
     program = flat(Program.trace(function, jax.ShapeDtypeStruct(shape, dtype)))
@@ -64,9 +65,9 @@ def _rules(program: Program) -> list[Any]:
     return [rule_of(e) for e in program.equations if e.primitive.name == "custom_jvp_call"]
 
 
-def _from(pattern: Pattern, value: Any, length: int) -> list[JaxprEqn]:
+def _from(pattern: Pattern, value: Variable, length: int) -> list[Equation]:
     """At most so many equations that read a value and what is made of it, in order."""
-    known, found = {value}, list[JaxprEqn]()
+    known, found = {value}, list[Equation]()
     pending = list(pattern.readers.get(value, []))
     while pending and len(found) < length:
         equation = pending.pop(0)
@@ -74,11 +75,11 @@ def _from(pattern: Pattern, value: Any, length: int) -> list[JaxprEqn]:
         if is_next and known.issuperset(variables(equation.invars)):
             found.append(equation)
             known.update(equation.outvars)
-            pending += pattern.readers.get(outputs(equation)[0], [])
+            pending += pattern.readers.get(equation.outvars[0], [])
     return found
 
 
-def gate_of(equation: JaxprEqn, coded: Mapping[Any, int]) -> Gate | None:
+def gate_of(equation: Equation, coded: Mapping[Variable, int]) -> Gate | None:
     """The gate that an equation is, if one of its operands is coded; None if it is none.
 
     Args:
@@ -98,7 +99,7 @@ def gate_of(equation: JaxprEqn, coded: Mapping[Any, int]) -> Gate | None:
     return None
 
 
-def is_relu(equation: JaxprEqn) -> bool:
+def is_relu(equation: Equation) -> bool:
     """Whether an equation is `jax.nn.relu`, whose derivative at 0 is 0."""
     if equation.primitive.name != "custom_jvp_call":
         return False
@@ -111,9 +112,9 @@ def _relu_rules() -> list[Any]:
     return _rules(flat(Program.trace(jax.nn.relu, 0.0)))
 
 
-def _is_max_with_0(call: JaxprEqn) -> bool:
+def _is_max_with_0(call: Equation) -> bool:
     steps = flat(Program.of(call.params["call_jaxpr"])).equations
-    literals = [a.val for step in steps for a in step.invars if isinstance(a, Literal)]
+    literals = [a.val for step in steps for a in step.invars if not is_variable(a)]
     return [step.primitive.name for step in steps] == ["max"] and literals == [0]
 
 
@@ -127,7 +128,7 @@ _VIEWS = LAYOUT - {"broadcast_in_dim"} | {
 
 
 def coded_activations(
-    pattern: Pattern, reached: Collection[Any], context: Context
+    pattern: Pattern, reached: Collection[Variable], context: Context
 ) -> Iterator[tuple[CodedActivation, Codec]]:
     """The activation functions that the policy would quantize twice, with their codecs.
 
@@ -162,7 +163,7 @@ def coded_activations(
             yield unit, codec
 
 
-def _unit(pattern: Pattern, free: set[Any], x: Any) -> CodedActivation | None:
+def _unit(pattern: Pattern, free: set[Variable], x: Variable) -> CodedActivation | None:
     """The activation function that alone reads a value, with what only products read of it."""
     if x.aval.ndim < 2 or dtype_name(x.aval.dtype) not in FLOATS:
         return None
@@ -191,7 +192,7 @@ def _unit(pattern: Pattern, free: set[Any], x: Any) -> CodedActivation | None:
     return CodedActivation(operands, activation.curve, program, equation, readers, feature)
 
 
-def _feature_axis(pattern: Pattern, equation: JaxprEqn, value: Any) -> int | None:
+def _feature_axis(pattern: Pattern, equation: Equation, value: Variable) -> int | None:
     """The feature axis of a value that a product or convolution multiplies by weights; else None.
 
     Weights are an argument or a view of one. A unit's product saves them exactly, which is free.
@@ -208,7 +209,7 @@ def _feature_axis(pattern: Pattern, equation: JaxprEqn, value: Any) -> int | Non
     return channel_axis(equation) if operands[0] is value else None
 
 
-def channel_axis(convolution: JaxprEqn) -> int | None:
+def channel_axis(convolution: Equation) -> int | None:
     """The feature axis of a convolution's input if its code may be read; else None."""
     batch, feature, *spatial = convolution.params["dimension_numbers"].lhs_spec
     plain = convolution.params["batch_group_count"] == 1 and batch == 0

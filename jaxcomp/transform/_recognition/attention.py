@@ -5,12 +5,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-from jax.extend.core import DropVar, JaxprEqn
+from jax.extend.core import DropVar
 from jaxtyping import Array
 
 from jaxcomp.transform._program.constants import constants
 from jaxcomp.transform._program.primitives import REDUCTIONS, is_cheap, is_cheap_rule
 from jaxcomp.transform._program.program import variables
+from jaxcomp.transform._program.types import Equation, Variable
 from jaxcomp.transform._recognition.pattern import Pattern
 from jaxcomp.transform._recognition.unit import Codeless
 
@@ -51,17 +52,17 @@ def attentions(pattern: Pattern) -> Iterator[Attention]:
                 yield found
 
 
-def _is_batched(equation: JaxprEqn) -> bool:
+def _is_batched(equation: Equation) -> bool:
     if equation.primitive.name != "dot_general":
         return False
     _, (batch, _) = equation.params["dimension_numbers"]
     return len(batch) > 0
 
 
-def _attention(pattern: Pattern, first: JaxprEqn, fixed: set[Any]) -> Attention | None:
+def _attention(pattern: Pattern, first: Equation, fixed: set[Variable]) -> Attention | None:
     """The attention that begins by a product of queries and keys."""
     made: set[Any] = set(first.outvars)
-    last: JaxprEqn | None = None
+    last: Equation | None = None
     steps = {id(first): first}
     queue: list[Any] = list(first.outvars)
     while queue:
@@ -87,17 +88,17 @@ def _attention(pattern: Pattern, first: JaxprEqn, fixed: set[Any]) -> Attention 
     operands = [v for v in dict.fromkeys(read) if v not in made and v not in fixed]
     ends = {v for step in (first, last) for v in variables(step.invars)} - made
     (scores,) = first.outvars
-    if scores.aval.size <= sum(v.aval.size for v in ends):  # type: ignore[attr-defined]
+    if scores.aval.size <= sum(v.aval.size for v in ends):
         return None
     program = pattern.slice(operands, last.outvars, scoped=True)
     return None if program is None else Attention(operands, last, program, scores)
 
 
-def _is_step(equation: JaxprEqn) -> bool:
+def _is_step(equation: Equation) -> bool:
     return is_cheap(equation) or equation.primitive.name in REDUCTIONS or is_cheap_rule(equation)
 
 
-def _is_exp(equation: JaxprEqn) -> bool:
+def _is_exp(equation: Equation) -> bool:
     called = equation.params.get("call_jaxpr") or equation.params.get("jaxpr")
     if called is not None:
         return any(map(_is_exp, getattr(called, "jaxpr", called).eqns))

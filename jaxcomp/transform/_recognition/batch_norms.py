@@ -5,13 +5,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn
 from jaxtyping import Array
 
 from jaxcomp._core.shard_map import match_varying, vary
 from jaxcomp.codecs._codec import FLOATS
 from jaxcomp.ops._norm import Norm
-from jaxcomp.transform._program.program import Program, apply, avals, evaluate, is_variable
+from jaxcomp.transform._program.program import Program, apply, avals, evaluate
+from jaxcomp.transform._program.types import Atom, Equation, Variable, is_variable
 from jaxcomp.transform._recognition.means import Mean, Means
 from jaxcomp.transform._recognition.pattern import LAYOUT, Pattern
 
@@ -60,7 +60,7 @@ class TracedNorm(Norm):
 def _evaluated(program: Program, arguments: Sequence[Array]) -> list[Array]:
     """A program's results; its arguments may vary over more mesh axes than they do in it."""
 
-    def step(equation: JaxprEqn, operands: list[Any]) -> list[Any]:
+    def step(equation: Equation, operands: list[Array]) -> list[Any]:
         if equation.primitive.name == "pvary":
             return [vary(operands[0], equation.params["axes"])]
         return apply(equation, match_varying(operands))
@@ -110,17 +110,17 @@ class _Search:
         """Shape of `x`."""
         return self.means.shape
 
-    def is_per_feature(self, atom: Any) -> bool:
+    def is_per_feature(self, atom: Atom) -> bool:
         """Whether an atom has one value for each feature."""
         return self.pattern.feature_axis(atom, self.shape) == self.means.feature
 
-    def of_features(self, atom: Any) -> Any:
+    def of_features(self, atom: Atom) -> Any:
         """The variable of these values."""
         return self.pattern.of_features(atom, self.shape[self.means.feature])
 
-    def scaled(self, centred: Any) -> tuple[Any, list[tuple[Any, int]], Any] | None:
+    def scaled(self, centred: Variable) -> tuple[Any, list[tuple[Atom, int]], Any] | None:
         """The result of scaling and shifting a centred array, its factors, and the bias or None."""
-        value, factors, bias = centred, list[tuple[Any, int]](), None
+        value, factors, bias = centred, list[tuple[Atom, int]](), None
         while True:
             reader = self._next(value)
             if reader is None or avals(reader.outvars)[0].shape != self.shape:
@@ -143,7 +143,7 @@ class _Search:
             value = reader.outvars[0]
         return (value, factors, bias) if factors else None
 
-    def deviation(self, factor: tuple[Any, int]) -> tuple[Any, float] | None:
+    def deviation(self, factor: tuple[Atom, int]) -> tuple[Any, float] | None:
         """The variance and epsilon of a factor 1 / sqrt(variance + epsilon); None if it is none."""
         atom, exponent = factor
         pattern = self.pattern
@@ -169,7 +169,7 @@ class _Search:
             return None
         return self.of_features(first), epsilon
 
-    def _next(self, value: Any) -> JaxprEqn | None:
+    def _next(self, value: Variable) -> Equation | None:
         """The one equation that reads a value, but for the squares of a variance."""
         readers = [
             e
@@ -179,14 +179,14 @@ class _Search:
         ]
         return readers[0] if len(readers) == 1 and value not in self.pattern.results else None
 
-    def _ends(self, cast: JaxprEqn) -> bool:
+    def _ends(self, cast: Equation) -> bool:
         """Whether no bias comes after a cast."""
         reader = self._next(cast.outvars[0])
         if reader is None or reader.primitive.name != "add":
             return True
         return not any(self.is_per_feature(a) for a in reader.invars if a is not cast.outvars[0])
 
-    def _factors(self, atom: Any) -> list[tuple[Any, int]]:
+    def _factors(self, atom: Atom) -> list[tuple[Atom, int]]:
         """The factors of a product of values per feature, each with its exponent."""
         equation = self.pattern.made(self.pattern.through(atom, *LAYOUT), "mul", "div")
         if equation is None or not all(map(is_variable, equation.invars)):
@@ -197,7 +197,7 @@ class _Search:
         return [*self._factors(first), *self._factors(second)]
 
 
-def batch_norm(pattern: Pattern, equation: JaxprEqn) -> BatchNorm | None:
+def batch_norm(pattern: Pattern, equation: Equation) -> BatchNorm | None:
     """The batch norm that begins by an equation `x - mean`; None if there is none."""
     if equation.primitive.name != "sub" or not all(map(is_variable, equation.invars)):
         return None
@@ -230,9 +230,8 @@ def batch_norm(pattern: Pattern, equation: JaxprEqn) -> BatchNorm | None:
         return None
     variance, epsilon = variances[0]
     of_x = search.of_features(mean), variance
-    scale, bias = (
-        None if a is None else search.of_features(a) for a in (*(scales or [None]), bias)
-    )
+    scale = search.of_features(scales[0]) if scales else None
+    bias = None if bias is None else search.of_features(bias)
     given = [a for a in (scale, bias) if a is not None]
     if any(a.aval.size != shape[feature] for a in (*of_x, *given)):
         return None

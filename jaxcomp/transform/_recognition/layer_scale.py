@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import JaxprEqn
 from jaxtyping import Array
 
-from jaxcomp.transform._program.program import is_variable, scope_of
+from jaxcomp.transform._program.program import scope_of
+from jaxcomp.transform._program.types import Equation, Variable, is_variable
 from jaxcomp.transform._recognition.pattern import Pattern
 from jaxcomp.transform._recognition.unit import Codeless
 
@@ -28,7 +28,7 @@ class LayerScale(Codeless):
         product: The equation of the product.
     """
 
-    product: JaxprEqn
+    product: Equation
     kind = "scaled_linear"
     decision = "not needed"
 
@@ -78,7 +78,7 @@ def layer_scales(pattern: Pattern) -> Iterator[LayerScale]:
                 yield found
 
 
-def _has_features_last(equation: JaxprEqn) -> bool:
+def _has_features_last(equation: Equation) -> bool:
     if equation.primitive.name != "dot_general":
         return False
     (_, contracted), (batch, _) = equation.params["dimension_numbers"]
@@ -88,7 +88,7 @@ def _has_features_last(equation: JaxprEqn) -> bool:
     return not batch and weights.aval.ndim == len(contracted) + 1
 
 
-def _layer_scale(pattern: Pattern, product: JaxprEqn) -> LayerScale | None:
+def _layer_scale(pattern: Pattern, product: Equation) -> LayerScale | None:
     (value,) = product.outvars
     given: list[Any] = []
     while (reader := pattern.only_reader(value)) is not None:
@@ -113,7 +113,7 @@ def _layer_scale(pattern: Pattern, product: JaxprEqn) -> LayerScale | None:
     return None
 
 
-def _of_features(pattern: Pattern, reader: JaxprEqn, value: Any) -> Any:
+def _of_features(pattern: Pattern, reader: Equation, value: Variable) -> Any:
     """The variable of one value per feature that an equation takes besides `value`, or None."""
     others = [atom for atom in reader.invars if atom is not value]
     if len(others) != 1 or not is_variable(others[0]):

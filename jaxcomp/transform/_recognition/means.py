@@ -6,9 +6,9 @@ import math
 from typing import Any
 
 from jax import lax
-from jax.extend.core import JaxprEqn
 
-from jaxcomp.transform._program.program import avals, is_variable
+from jaxcomp.transform._program.program import avals
+from jaxcomp.transform._program.types import Atom, Equation, Variable, is_variable
 from jaxcomp.transform._recognition.pattern import LAYOUT, Labels, Pattern, relabelled
 
 _SUMS = {"reduce_sum", "psum", "psum_invariant"}
@@ -24,7 +24,7 @@ class Mean:
         axis_index_groups: Groups of indices within these.
     """
 
-    of: Any
+    of: Atom
     axis_names: tuple[str, ...] = ()
     axis_index_groups: Any = None
 
@@ -43,20 +43,22 @@ class Means:
     shape: tuple[int, ...]
     feature: int
 
-    def mean(self, atom: Any) -> Mean | None:
+    def mean(self, atom: Atom) -> Mean | None:
         """What an atom is the mean of; None if it is no mean."""
-        steps: list[tuple[JaxprEqn, Any]] = []
+        steps: list[tuple[Equation, Atom]] = []
         picked: list[int] = []
         while not (atom.aval.shape == self.shape and any(_reduces(e) for e, _ in steps)):
-            equation = self.pattern.made_by.get(atom)
-            source = None if equation is None else self._source(equation, atom, picked)
-            if equation is None or not is_variable(source):
+            if not is_variable(atom) or atom not in self.pattern.made_by:
+                return None
+            equation = self.pattern.made_by[atom]
+            source = self._source(equation, atom, picked)
+            if source is None or not is_variable(source):
                 return None
             steps.append((equation, source))
             atom = source
         return self._checked(steps[::-1], atom)
 
-    def variance(self, atom: Any) -> Mean | None:
+    def variance(self, atom: Atom) -> Mean | None:
         """What an atom is the (biased) variance of; None if it is none."""
         atom = self._without_guards(atom)
         if equation := self.pattern.made(atom, "sub"):
@@ -73,7 +75,7 @@ class Means:
         of_mean = self.mean(mean) if aligned and is_variable(mean) else None
         return self._same(dataclasses.replace(squares, of=value), of_mean)
 
-    def _without_guards(self, atom: Any) -> Any:
+    def _without_guards(self, atom: Atom) -> Any:
         """A variance before it is clipped at 0, and before it is NaN without elements."""
         pattern = self.pattern
         atom = pattern.through(atom, *LAYOUT)
@@ -90,13 +92,13 @@ class Means:
                 atom = pattern.through(chosen, *LAYOUT)
         return atom
 
-    def _mean_square(self, atom: Any) -> Mean | None:
+    def _mean_square(self, atom: Atom) -> Mean | None:
         """What an atom is the mean square of; None if it is none."""
         mean = self.mean(atom) if is_variable(atom) else None
         squared = None if mean is None else self._squared(mean.of)
         return None if mean is None or squared is None else dataclasses.replace(mean, of=squared)
 
-    def _mean_of_square(self, atom: Any) -> Mean | None:
+    def _mean_of_square(self, atom: Atom) -> Mean | None:
         """What the root of an atom is the mean of; None if it is no square of a mean."""
         root = self._squared(self.pattern.through(atom, *LAYOUT))
         return None if root is None else self.mean(root)
@@ -110,7 +112,7 @@ class Means:
         )
         return one if one == other else None
 
-    def _squared(self, atom: Any) -> Any:
+    def _squared(self, atom: Atom) -> Any:
         """What an atom is the square of; None if it is no square."""
         atom = self.pattern.through(atom, "convert_element_type")
         equation = self.pattern.made(atom, "square", "integer_pow", "mul")
@@ -124,7 +126,7 @@ class Means:
 
     # Steps
 
-    def _source(self, equation: JaxprEqn, atom: Any, picked: list[int]) -> Any:
+    def _source(self, equation: Equation, atom: Variable, picked: list[int]) -> Any:
         """The operand of which an equation makes an atom as a step of a mean; None if of none.
 
         Several means may be stacked for one collective: `picked` has the number of that which is
@@ -155,7 +157,7 @@ class Means:
             return operands[number] if of_one_row else None
         return None
 
-    def _checked(self, steps: list[tuple[JaxprEqn, Any]], of: Any) -> Mean | None:
+    def _checked(self, steps: list[tuple[Equation, Atom]], of: Atom) -> Mean | None:
         """The mean that steps take of an array; None if they take none over all other axes."""
         labels: Labels | None = list(range(len(self.shape)))
         count, divisor = 1, 1.0
@@ -195,18 +197,18 @@ class Means:
             return None
         return Mean(of, tuple(names), groups[0] if groups else None)
 
-    def _constant_of(self, equation: JaxprEqn) -> float:
+    def _constant_of(self, equation: Equation) -> float:
         found = [self.pattern.constant(a) for a in equation.invars]
         (number,) = [a for a in found if a is not None]
         return number
 
 
-def _reduces(equation: JaxprEqn) -> bool:
+def _reduces(equation: Equation) -> bool:
     axes = equation.params.get("axes", ()) if equation.primitive.name in _SUMS else ()
     return any(not isinstance(axis, str) for axis in axes)
 
 
-def _is_row(equation: JaxprEqn) -> bool:
+def _is_row(equation: Equation) -> bool:
     """Whether an equation slices one row of all of a matrix."""
     (before,), (after,) = avals(equation.invars), avals(equation.outvars)
     return (

@@ -7,15 +7,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
-from jax.extend.core import JaxprEqn, Literal
 
-from jaxcomp.transform._program.program import (
-    Program,
-    avals,
-    is_of_collective,
-    is_variable,
-    variables,
-)
+from jaxcomp.transform._program.program import Program, avals, is_of_collective, variables
+from jaxcomp.transform._program.types import Atom, Equation, Variable, is_variable
 
 # What rearranges values, casts them, or changes no more than their type.
 LAYOUT = {
@@ -42,7 +36,7 @@ class Pattern:
         self.made_by, self.readers = program.made_by, program.readers
         self.results = set(variables(program.results))
 
-    def made(self, atom: Any, *primitives: str) -> JaxprEqn | None:
+    def made(self, atom: Atom, *primitives: str) -> Equation | None:
         """The equation that makes a variable, if it is of one of these primitives.
 
         Casts from or to integers do not count: no gradient passes them.
@@ -50,25 +44,25 @@ class Pattern:
         equation = self._maker(atom, *primitives)
         return None if equation is None or _is_cast_of_integers(equation) else equation
 
-    def _maker(self, atom: Any, *primitives: str) -> JaxprEqn | None:
+    def _maker(self, atom: Atom, *primitives: str) -> Equation | None:
         equation = self.made_by.get(atom) if is_variable(atom) else None
         return equation if equation and equation.primitive.name in primitives else None
 
-    def through(self, atom: Any, *primitives: str) -> Any:
+    def through(self, atom: Atom, *primitives: str) -> Any:
         """What an atom is made of by operations of these primitives alone."""
         while equation := self.made(atom, *primitives):
             atom = equation.invars[0]
         return atom
 
-    def only_reader(self, value: Any) -> JaxprEqn | None:
+    def only_reader(self, value: Variable) -> Equation | None:
         """The one equation that reads a value that is no result; None if there is no such one."""
         readers = self.readers.get(value, [])
         alone = len(readers) == 1 and value not in self.results
         return readers[0] if alone else None
 
-    def constant(self, atom: Any) -> float | None:
+    def constant(self, atom: Atom) -> float | None:
         """The number that an atom is for every input; None if it is none."""
-        if isinstance(atom, Literal):
+        if not is_variable(atom):
             return float(atom.val) if np.ndim(atom.val) == 0 else None
         equation = self._maker(atom, "sub", "add", "mul", "div", "max", *LAYOUT)
         if equation is None or math.prod(atom.aval.shape) != 1:
@@ -86,7 +80,7 @@ class Pattern:
         }
         return steps.get(equation.primitive.name, lambda a: a)(*numbers)
 
-    def before_casts(self, atom: Any) -> Any:
+    def before_casts(self, atom: Atom) -> Any:
         """The variable of the same values that an array is a cast of."""
         while equation := self.made(atom, "convert_element_type"):
             if not _keeps_values(equation):
@@ -94,7 +88,7 @@ class Pattern:
             atom = equation.invars[0]
         return atom
 
-    def feature_axis(self, atom: Any, shape: tuple[int, ...]) -> int | None:
+    def feature_axis(self, atom: Atom, shape: tuple[int, ...]) -> int | None:
         """The axis of an array of some shape along which alone an operand of it varies.
 
         The last axis, if the operand is one value; None if there is no such axis.
@@ -116,7 +110,7 @@ class Pattern:
                 return axes[0] if len(axes) == 1 and shape[axes[0]] == atom.aval.size else None
         return None
 
-    def of_features(self, atom: Any, count: int) -> Any:
+    def of_features(self, atom: Atom, count: int) -> Any:
         """The variable of one value per feature that an atom repeats.
 
         It is of shape (features,), unless another operation makes the values in another shape.
@@ -129,7 +123,7 @@ class Pattern:
         return atom
 
     def slice(
-        self, inputs: Sequence[Any], outputs: Sequence[Any], scoped: bool = False
+        self, inputs: Sequence[Variable], outputs: Sequence[Variable], scoped: bool = False
     ) -> Program | None:
         """The part of the program from some variables to others; None if it reads more.
 
@@ -137,7 +131,7 @@ class Pattern:
         scope of the operation that evaluates them.
         """
         known = set(inputs)
-        wanted, taken = list(outputs), dict[int, JaxprEqn]()
+        wanted, taken = list(outputs), dict[int, Equation]()
         while wanted:
             value = wanted.pop()
             if value in known:
@@ -174,13 +168,13 @@ def relabelled(labels: Labels, before: tuple[int, ...], after: tuple[int, ...]) 
     return [None if n == 1 else next(kept) for n in after]
 
 
-def _is_cast_of_integers(equation: JaxprEqn) -> bool:
+def _is_cast_of_integers(equation: Equation) -> bool:
     dtypes = [a.dtype for a in avals([*equation.invars, *equation.outvars])]
     floating = all(jnp.issubdtype(dtype, jnp.floating) for dtype in dtypes)
     return equation.primitive.name == "convert_element_type" and not floating
 
 
-def _keeps_values(cast: JaxprEqn) -> bool:
+def _keeps_values(cast: Equation) -> bool:
     """Whether a cast is from floating-point numbers to a dtype that holds all of them."""
     (before,), (after,) = avals(cast.invars), avals(cast.outvars)
     floating = jnp.issubdtype(before.dtype, jnp.floating)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn
 
 from jaxcomp.codecs import Codec, Offload, Packed, SignAware
 from jaxcomp.codecs._offload import inner_codec
@@ -16,6 +15,7 @@ from jaxcomp.transform._choice.context import Context
 from jaxcomp.transform._program.origins import module_path
 from jaxcomp.transform._program.primitives import tangents_of
 from jaxcomp.transform._program.program import Program, avals
+from jaxcomp.transform._program.types import Equation, Variable, is_variable
 from jaxcomp.transform._recognition.activations import (
     activation_of,
     coded_activations,
@@ -160,7 +160,7 @@ def _units(pattern: Pattern) -> list[Unit]:
     return [*found, *attentions(pattern), *layer_scales(pattern)]
 
 
-def _unit(pattern: Pattern, norm: BatchNorm, norms: dict[Any, BatchNorm]) -> NormAct:
+def _unit(pattern: Pattern, norm: BatchNorm, norms: dict[Variable, BatchNorm]) -> NormAct:
     """The unit that begins with a norm."""
     origin = pattern.made_by[norm.y]
     alone = NormAct((norm,), None, False, None, origin, origin)
@@ -179,7 +179,7 @@ def _unit(pattern: Pattern, norm: BatchNorm, norms: dict[Any, BatchNorm]) -> Nor
     if len(others) != 1 or relu is None or not is_relu(relu):
         return alone
     (other,) = others
-    if other.aval != norm.y.aval:
+    if not is_variable(other) or other.aval != norm.y.aval:
         return alone
     second = norms.get(other)
     if second is not None and pattern.only_reader(other) is reader:
@@ -221,7 +221,7 @@ def _with_pool(pattern: Pattern, unit: NormAct) -> NormAct:
     return unit
 
 
-def _pool(equation: JaxprEqn, labels: Labels, feature: int) -> tuple[Any, Any, Any] | None:
+def _pool(equation: Equation, labels: Labels, feature: int) -> tuple[Any, Any, Any] | None:
     """Shape, strides and padding of a max pool over the spatial axes; None if it is none.
 
     These are all but the first axis and the feature axis.

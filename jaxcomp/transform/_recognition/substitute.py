@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import JaxprEqn, Var
 from jaxtyping import Array
 
 from jaxcomp import ops
@@ -23,7 +22,8 @@ from jaxcomp.ops._norm_act_vjp import Input
 from jaxcomp.ops._norm_curve import norm_curve
 from jaxcomp.ops._pooling import Window, index_codec
 from jaxcomp.transform._program.builder import Builder, renamed
-from jaxcomp.transform._program.program import Program, Values, avals, is_variable
+from jaxcomp.transform._program.program import Program, avals
+from jaxcomp.transform._program.types import Atom, Equation, Renaming, Variable, is_variable
 from jaxcomp.transform._recognition.activations import channel_axis
 from jaxcomp.transform._recognition.order import ordered
 from jaxcomp.transform._recognition.unit import (
@@ -51,9 +51,9 @@ def with_units(
     assert steps is not None
 
     builder = Builder()
-    seed = Var(_type_of_seed(program.arguments))
+    seed = Variable(_type_of_seed(program.arguments))
     env = builder.constants_of(program) | {v: v for v in program.arguments}
-    coded: dict[Any, _Coded] = {}
+    coded: dict[Variable, _Coded] = {}
     activations = [one.unit for one in found if isinstance(one.unit, CodedActivation)]
     reading = {id(equation) for unit in activations for equation in unit.readers}
     # Seeds of codes of values count up, those of units down.
@@ -78,7 +78,7 @@ def with_units(
     return builder.program(program, arguments, renamed(env, program.results))
 
 
-def _type_of_seed(arguments: Sequence[Any]) -> Any:
+def _type_of_seed(arguments: Sequence[Atom]) -> Any:
     """The type of a seed that varies over all mesh axes over which an argument varies."""
 
     def seed(*arguments: Array) -> Array:
@@ -132,7 +132,7 @@ def _multiply(
     return [bilinear(product, operand.codec, operand.value, other, None, code=operand.code)]
 
 
-def _reads_code(equation: JaxprEqn, coded: dict[Any, _Coded]) -> bool:
+def _reads_code(equation: Equation, coded: dict[Variable, _Coded]) -> bool:
     """Whether a convolution's input has a code."""
     lhs, rhs = equation.invars
     if lhs not in coded or rhs in coded:
@@ -143,9 +143,9 @@ def _reads_code(equation: JaxprEqn, coded: dict[Any, _Coded]) -> bool:
 def _take(
     builder: Builder,
     step: Recognized,
-    env: Values,
-    coded: dict[Any, _Coded],
-    seed: Any,
+    env: Renaming,
+    coded: dict[Variable, _Coded],
+    seed: Atom | None,
     observe: Observe | None,
 ) -> None:
     """Adds a unit, and sets its results."""
@@ -165,7 +165,7 @@ def _take(
         _norm_act(builder, unit, codec, env, coded, seed, observe)
 
 
-def _pool(builder: Builder, unit: MaxPool, codec: Codec, env: Values) -> None:
+def _pool(builder: Builder, unit: MaxPool, codec: Codec, env: Renaming) -> None:
     indices: Codec = index_codec(unit.pool[0])
     if isinstance(codec, Offload):
         indices = dataclasses.replace(codec, codec=indices)
@@ -178,7 +178,7 @@ def _pool(builder: Builder, unit: MaxPool, codec: Codec, env: Values) -> None:
     (env[out],) = builder.trace(pooled, x, at=unit.origin)
 
 
-def _gate(builder: Builder, unit: Gate, env: Values, coded: dict[Any, _Coded]) -> None:
+def _gate(builder: Builder, unit: Gate, env: Renaming, coded: dict[Variable, _Coded]) -> None:
     x = coded[unit.x]
 
     def gated(leaves: list[Array], factor: Array) -> tuple[ops.CodedArray, list[Array]]:
@@ -193,9 +193,9 @@ def _activation(
     builder: Builder,
     unit: CodedActivation,
     codec: Codec,
-    env: Values,
-    coded: dict[Any, _Coded],
-    seed: Any,
+    env: Renaming,
+    coded: dict[Variable, _Coded],
+    seed: Atom | None,
 ) -> None:
     function = _with_features_last(unit.program, unit.feature)
 
@@ -218,9 +218,9 @@ def _norm_act(
     builder: Builder,
     unit: NormAct,
     codec: Codec,
-    env: Values,
-    coded: dict[Any, _Coded],
-    seed: Any,
+    env: Renaming,
+    coded: dict[Variable, _Coded],
+    seed: Atom | None,
     observe: Observe | None,
 ) -> None:
     given = [[None if v is None else env[v] for v in (n.x, n.scale, n.bias)] for n in unit.norms]
@@ -246,8 +246,8 @@ def _set(
     function: Callable[..., tuple[ops.CodedArray, list[Array]]],
     operands: Sequence[Any],
     feature: int,
-    env: Values,
-    coded: dict[Any, _Coded],
+    env: Renaming,
+    coded: dict[Variable, _Coded],
 ) -> None:
     """Adds a function that makes a unit's result, features last, and its other results."""
     structures: list[tuple[Any, bool]] = []

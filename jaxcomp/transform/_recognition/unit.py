@@ -4,7 +4,6 @@ import abc
 import dataclasses
 from typing import Any, ClassVar
 
-from jax.extend.core import JaxprEqn
 from jaxtyping import Array
 
 from jaxcomp.codecs import Codec
@@ -12,16 +11,17 @@ from jaxcomp.memory._source_line import source_line
 from jaxcomp.ops._curves import Curve
 from jaxcomp.transform._program.origins import module_path
 from jaxcomp.transform._program.program import Program, variables
+from jaxcomp.transform._program.types import Equation
 from jaxcomp.transform._recognition.batch_norms import BatchNorm
 
 
 class OneResult:
     """An operation whose result one equation makes."""
 
-    equation: JaxprEqn
+    equation: Equation
 
     @property
-    def origin(self) -> JaxprEqn:
+    def origin(self) -> Equation:
         """The equation that makes the result."""
         return self.equation
 
@@ -43,7 +43,7 @@ class Activation:
 
     curve: Curve
     program: Program
-    equation: JaxprEqn
+    equation: Equation
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -65,10 +65,10 @@ class NormAct:
     residual: Any
     relu: bool
     pool: Any
-    equation: JaxprEqn
-    origin: JaxprEqn
+    equation: Equation
+    origin: Equation
     activation: Activation | None = None
-    pooled_by: JaxprEqn | None = None
+    pooled_by: Equation | None = None
     kind = "norm_act"
 
     @property
@@ -110,7 +110,7 @@ class MaxPool(OneResult):
     """
 
     pool: Any
-    equation: JaxprEqn
+    equation: Equation
     feature: int
     kind = "max_pool"
 
@@ -137,7 +137,7 @@ class Gate(OneResult):
 
     x: Any
     factor: Any
-    equation: JaxprEqn
+    equation: Equation
     kind = "gate"
 
     @property
@@ -169,8 +169,8 @@ class CodedActivation(OneResult):
     operands: list[Any]
     curve: Curve
     program: Program
-    equation: JaxprEqn
-    readers: list[JaxprEqn]
+    equation: Equation
+    readers: list[Equation]
     feature: int
     kind = "activation"
 
@@ -193,7 +193,7 @@ class Codeless(OneResult, abc.ABC):
     """
 
     operands: list[Any]
-    equation: JaxprEqn
+    equation: Equation
     program: Program
     kind: ClassVar[str]
     decision: ClassVar[str]
