@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend.core import InconclusiveDimensionOperation
+from jaxtyping import Array, PyTree
 
 from jaxcomp._core import remat3
 from jaxcomp._core.custom_derivative import Differentiable
@@ -63,7 +64,7 @@ class Checkpointed:
         """Calls the function."""
         program, constants, leaves, coded, tree = self._trace(args, kwargs)
 
-        def run(program: Program, *arguments: Any) -> list[Any]:
+        def run(program: Program, *arguments: Array) -> list[Array]:
             return self._run(program, coded, arguments)
 
         given = [*map(_array, constants), *map(_array, leaves)]
@@ -73,7 +74,7 @@ class Checkpointed:
             made = run(program, *given)
         return jax.tree.unflatten(tree, made)
 
-    def _run(self, program: Program, coded: list[int], arguments: Sequence[Any]) -> list[Any]:
+    def _run(self, program: Program, coded: list[int], arguments: Sequence[Array]) -> list[Array]:
         """The results of the traced function."""
         return _Traced(program, coded, self._policy)(self._seed, *arguments)
 
@@ -107,7 +108,7 @@ class Checkpointed:
         return dataclasses.replace(found, notes=(*found.notes, *small))
 
     def _trace(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
     ) -> tuple[Program, list[Any], list[Any], list[int], Any]:
         """The function as a program, what it closes over and its arguments, the coded of these."""
         count = len(args)
@@ -146,7 +147,7 @@ class Checkpointed:
         return Program(opened), traced.consts, leaves, chosen, jax.tree.structure(shape)
 
 
-def _check_arrays(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _check_arrays(args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> None:
     """Raises a TypeError if an argument has a leaf that is no array."""
     for path, leaf in jax.tree.leaves_with_path((args, kwargs)):
         try:
@@ -160,7 +161,9 @@ def _check_arrays(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             ) from error
 
 
-def _check_unchanged(before: list[tuple[Any, Any]], after: list[tuple[Any, Any]]) -> None:
+def _check_unchanged(
+    before: list[tuple[tuple[Any, ...], object]], after: list[tuple[tuple[Any, ...], object]]
+) -> None:
     """Raises a ValueError if a call has changed its arguments, such as a Flax NNX module."""
     kept = dict(before)
     changed = [path for path, leaf in after if path not in kept or kept[path] is not leaf]
@@ -173,13 +176,13 @@ def _check_unchanged(before: list[tuple[Any, Any]], after: list[tuple[Any, Any]]
         )
 
 
-def _array(value: Any) -> Any:
+def _array(value: Array) -> Any:
     """A Python scalar as an array of its weak type, and so is its tangent."""
     kind = jax.typeof(value)
     return jnp.copy(value) if kind.weak_type and not kind.shape else value
 
 
-def _leaves(tree: Any) -> list[Any]:
+def _leaves(tree: PyTree) -> list[Array]:
     return jax.tree.leaves(tree)
 
 
@@ -244,32 +247,34 @@ class _Traced(Differentiable[ScheduledProgram]):
     coded: list[int]
     policy: Policy | JaxPolicy
 
-    def evaluate(self, seed: Seed, arguments: list[Any]) -> list[Any]:
+    def evaluate(self, seed: Seed, arguments: list[Array]) -> list[Array]:
         return [*map(as_array, self.program(*arguments))]
 
     def choose(
-        self, seed: Seed, arguments: list[Any], differentiated: list[int]
+        self, seed: Seed, arguments: list[Array], differentiated: list[int]
     ) -> ScheduledProgram | None:
         # An integer that came out of another such call counts as differentiated, too.
         inexact = [i for i in differentiated if jnp.issubdtype(arguments[i].dtype, jnp.inexact)]
         return _scheduled_once(self.program, inexact, self.coded, self.policy) if inexact else None
 
     def forward(
-        self, choice: ScheduledProgram, seed: Seed, arguments: list[Any]
-    ) -> tuple[list[Any], Any]:
+        self, choice: ScheduledProgram, seed: Seed, arguments: list[Array]
+    ) -> tuple[list[Array], PyTree]:
         of_call = _seed_of_call(seed, [arguments[i] for i in choice.schedule.active])
         return choice.forward(of_call, arguments)
 
-    def linear(self, choice: ScheduledProgram, residual: Any, tangents: ByPosition) -> ByPosition:
+    def linear(
+        self, choice: ScheduledProgram, residual: PyTree, tangents: ByPosition
+    ) -> ByPosition:
         return choice.linear(residual, tangents)
 
     def backward(
-        self, choice: ScheduledProgram, residual: Any, cotangents: ByPosition
+        self, choice: ScheduledProgram, residual: PyTree, cotangents: ByPosition
     ) -> ByPosition:
         return choice.backward(residual, cotangents)
 
 
-def _seed_of_call(seed: Seed, arguments: list[Any]) -> Any:
+def _seed_of_call(seed: Seed, arguments: list[Array]) -> Any:
     """Mixes a seed with what differs between calls, and iterations, on one path of a gradient.
 
     That is a sample of the arguments, or the depth of a call inside of another one. It is behind a

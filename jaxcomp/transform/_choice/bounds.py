@@ -10,14 +10,14 @@ from jax import lax
 from jaxcomp.transform._choice.graph import Graph
 from jaxcomp.transform._program.primitives import POINTWISE
 from jaxcomp.transform._program.program import read, variables
-from jaxcomp.transform._program.types import is_variable
+from jaxcomp.transform._program.types import Atom, Variable, is_variable
 
 _NARROW = (jnp.bfloat16, jnp.float16)
 _USUAL = 4.0  # largest magnitude of elements of which a function has nearly its whole range
 _BEYOND = 0.125  # part by which the range of all elements may be wider
 
 
-def bounds(graph: Graph, value: Any) -> tuple[float, float] | None:
+def bounds(graph: Graph, value: Variable) -> tuple[float, float] | None:
     """Between which numbers a value lies that is an elementwise function of one 16-bit array.
 
     The derivative of GELU is one. All of the array's 65,536 possible elements are tried, on the
@@ -58,7 +58,7 @@ class _Search:
         self._graph = graph
         self._sources: dict[Any, Any] = {}
 
-    def source(self, value: Any) -> Any:
+    def source(self, value: Atom) -> Variable | None:
         """The array, which is the value itself if there is no other; None of a constant."""
         if not is_variable(value):
             return None
@@ -72,14 +72,14 @@ class _Search:
                 self._sources[value_done] = self._found(value_done)
         return self._sources[value]
 
-    def _operands(self, value: Any) -> list[Any]:
+    def _operands(self, value: Variable) -> list[Any]:
         """The operands that decide a value's source; none of a step that is not elementwise."""
         equation = self._graph.program.made_by.get(value)
         if equation is None or equation.primitive.name not in (*POINTWISE, "broadcast_in_dim"):
             return []
         return variables(equation.invars)
 
-    def _found(self, value: Any) -> Any:
+    def _found(self, value: Variable) -> Any:
         """The source of a value, whose operands have theirs."""
         equation = self._graph.program.made_by.get(value)
         if equation is None:
@@ -94,7 +94,7 @@ class _Search:
         sources = {self._sources[v] for v in operands} - {None}
         return value if len(sources) > 1 else next(iter(sources), None)
 
-    def evaluate(self, value: Any, source: Any, numbers: Any) -> Any:
+    def evaluate(self, value: Variable, source: Any, numbers: Any) -> Any:
         """A value as a function of the array, at each of some numbers."""
         made = {source: numbers}
         stack = [value]

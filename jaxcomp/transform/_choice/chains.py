@@ -6,16 +6,17 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Var
+from jax.typing import DTypeLike
+from jaxtyping import Array
 
 from jaxcomp._core.shard_map import filled
 from jaxcomp.transform._program.builder import Builder, renamed
 from jaxcomp.transform._program.linearized import Linearized
 from jaxcomp.transform._program.primitives import ELEMENTWISE, tangents_of
-from jaxcomp.transform._program.program import Program, avals, read, scope_of
-from jaxcomp.transform._program.types import Equation, is_variable
+from jaxcomp.transform._program.program import Program, read, scope_of
+from jaxcomp.transform._program.types import Equation, Renaming, Variable, is_variable
 
-Costly = Callable[[Any], bool]
+Costly = Callable[[Variable], bool]
 
 
 @dataclasses.dataclass
@@ -74,10 +75,10 @@ def merge(linearized: Linearized, costly: Costly, *, casts: bool) -> Linearized:
 
 def _with_derivatives(
     linearized: Linearized,
-    tangents: set[Any],
-    chains: dict[Any, _Chain],
-    needed: list[Any],
-    start_of: dict[Any, Any],
+    tangents: set[Variable],
+    chains: dict[Variable, _Chain],
+    needed: list[Variable],
+    start_of: dict[Variable, Variable],
 ) -> Program:
     """The forward program, with the needed coefficients and the derivatives of chains."""
     forward, linear = linearized.forward, linearized.linear
@@ -99,14 +100,14 @@ def _with_derivatives(
 def _shortened(
     linear: Program,
     count: int,
-    tangents: set[Any],
-    needed: list[Any],
-    start_of: dict[Any, Any],
-    inside: set[Any],
+    tangents: set[Variable],
+    needed: list[Variable],
+    start_of: dict[Variable, Variable],
+    inside: set[Variable],
 ) -> Program:
     """The linear program, in which chains are products with their derivatives."""
     builder = Builder()
-    derivatives = {end: Var(end.aval) for end in start_of}
+    derivatives = {end: Variable(end.aval) for end in start_of}
     env = builder.constants_of(linear) | {v: v for v in (*needed, *linear.arguments[count:])}
     for equation in linear.equations:
         (*_, out) = equation.outvars
@@ -120,7 +121,7 @@ def _shortened(
 
 
 def _derivatives_of(
-    builder: Builder, start: Any, chain: _Chain, coefficients: dict[Any, Any]
+    builder: Builder, start: Variable, chain: _Chain, coefficients: Renaming
 ) -> list[Any]:
     """The derivatives of a chain's ends by its start, each rounded once to the dtype of its end.
 
@@ -152,13 +153,13 @@ def _derivatives_of(
     return builder.trace(evaluate, *inputs.values())
 
 
-def _step(equation: Equation, operands: list[Any]) -> list[Any]:
+def _step(equation: Equation, operands: list[Array]) -> list[Any]:
     if equation.primitive.name == "convert_element_type":
         return operands
     return [equation.primitive.bind(*operands, **equation.params)]
 
 
-def _widened(value: Any, dtype: Any) -> Any:
+def _widened(value: Array, dtype: DTypeLike) -> Any:
     is_float = jnp.issubdtype(jnp.result_type(value), jnp.floating)
     return jnp.asarray(value, dtype) if is_float else value
 
@@ -167,9 +168,9 @@ def _scaled(tangent: Any, derivative: Any) -> list[Any]:
     return [lax.mul(tangent.astype(derivative.dtype), derivative)]
 
 
-def _chains(linear: Program, tangents: set[Any]) -> dict[Any, _Chain]:
-    start_of: dict[Any, Any] = {}
-    chains: dict[Any, _Chain] = {}
+def _chains(linear: Program, tangents: set[Variable]) -> dict[Variable, _Chain]:
+    start_of: dict[Variable, Variable] = {}
+    chains: dict[Variable, _Chain] = {}
     ends: dict[Any, None] = {}
 
     def start(tangent: Any) -> Any:
@@ -191,15 +192,15 @@ def _chains(linear: Program, tangents: set[Any]) -> dict[Any, _Chain]:
     return chains
 
 
-def _is_elementwise(equation: Equation, operands: list[Any]) -> bool:
+def _is_elementwise(equation: Equation, operands: list[Variable]) -> bool:
     (out, *others) = equation.outvars
-    kinds: list[Any] = avals([out, *operands])
+    kinds = [variable.aval for variable in (out, *operands)]
     real = all(jnp.issubdtype(kind.dtype, jnp.floating) for kind in kinds)
     same_shape = len({kind.shape for kind in kinds}) == 1
     return equation.primitive.name in ELEMENTWISE and not others and real and same_shape
 
 
-def _begins_with_scalar(chain: _Chain, start: Any) -> bool:
+def _begins_with_scalar(chain: _Chain, start: Variable) -> bool:
     """Whether a first step multiplies by, or divides by, one number for all elements."""
     first = (e for e in chain.equations if any(a is start for a in e.invars))
     others: list[list[Any]] = [
@@ -214,7 +215,7 @@ def _has_casts(chain: _Chain) -> bool:
     return any(e.primitive.name == "convert_element_type" for e in chain.equations)
 
 
-def _is_worth_it(chain: _Chain, tangents: set[Any], costly: Costly) -> bool:
+def _is_worth_it(chain: _Chain, tangents: set[Variable], costly: Costly) -> bool:
     factors = {
         atom
         for equation in chain.equations

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import ShapedArray
 from jaxtyping import Array
 
 from jaxcomp.codecs import Codec, Encoded, Packed, Quantize
@@ -16,7 +17,8 @@ from jaxcomp.transform._choice.decisions import Decision
 from jaxcomp.transform._choice.graph import Graph, coded_nbytes, nbytes, plain_nbytes
 from jaxcomp.transform._program.linearized import Linearized
 from jaxcomp.transform._program.primitives import is_affine, is_cheap, linear_uses, tangents_of
-from jaxcomp.transform._program.types import is_variable
+from jaxcomp.transform._program.program import Program
+from jaxcomp.transform._program.types import Atom, Variable, is_variable
 
 BIASES = "kept exactly: a code would bias what reads it"
 
@@ -39,14 +41,14 @@ class Stored:
     note: str = ""
     bounds: tuple[float, float] | None = None
 
-    def encode(self, value: Array, seed: Array) -> Encoded:
+    def encode(self, value: Array, seed: Array | None) -> Encoded:
         """One code of a value, whose range is looked for only if it is not known."""
         assert self.codec is not None
         if self.bounds is None:
             return self.codec.encode(value, seed)
         return typing.cast(Quantize, self.codec).encode_within(value, *self.bounds, seed)
 
-    def nbytes(self, aval: Any) -> int:
+    def nbytes(self, aval: ShapedArray) -> int:
         """Bytes in the device's memory."""
         if self.offload:
             return 0
@@ -81,7 +83,7 @@ class Demand:
 
     multiplied: set[Any]
     exact: set[Any]
-    roles: dict[Any, str]
+    roles: dict[Variable, str]
 
     @classmethod
     def of(cls, linearized: Linearized) -> "Demand":
@@ -92,7 +94,7 @@ class Demand:
         tangents = tangents_of(linear.equations, linear.arguments[count:])
         multiplied: set[Any] = set()
         exact = {behind[v] for v in coefficients_returned(linear, behind)}
-        roles: dict[Any, str] = {}
+        roles: dict[Variable, str] = {}
         for equation in linear.equations:
             uses = linear_uses(equation, tangents)
             for position, atom in enumerate(equation.invars):
@@ -109,19 +111,19 @@ class Demand:
         return cls(multiplied - exact, exact, roles)
 
 
-def coefficients_returned(linear: Any, behind: dict[Any, Any]) -> list[Any]:
+def coefficients_returned(linear: Program, behind: dict[Variable, Atom]) -> list[Any]:
     """Coefficients that are results of the linear program: zeros, as of constant results."""
     return [atom for atom in linear.results if is_variable(atom) and atom in behind]
 
 
 def choose(
     graph: Graph,
-    decisions: dict[Any, Decision],
+    decisions: dict[Variable, Decision],
     demand: Demand,
     *,
     biased: bool,
-    instead_of: Mapping[Any, Stored] = MappingProxyType({}),
-) -> dict[Any, Stored]:
+    instead_of: Mapping[Variable, Stored] = MappingProxyType({}),
+) -> dict[Variable, Stored]:
     """Chooses what to store so that all coefficients can be rebuilt soundly.
 
     Args:
@@ -138,7 +140,7 @@ def choose(
     return _Choice(graph, decisions, biased, instead_of).store(demand)
 
 
-def without_codecs(decisions: dict[Any, Decision], note: str) -> dict[Any, Decision]:
+def without_codecs(decisions: dict[Variable, Decision], note: str) -> dict[Variable, Decision]:
     """The same decisions, with every value that has a codec left as it is, and a note why."""
 
     def exact(decision: Decision) -> Decision:
@@ -148,7 +150,7 @@ def without_codecs(decisions: dict[Any, Decision], note: str) -> dict[Any, Decis
     return {value: exact(decision) for value, decision in decisions.items()}
 
 
-def without_products(decisions: dict[Any, Decision]) -> dict[Any, Decision]:
+def without_products(decisions: dict[Variable, Decision]) -> dict[Variable, Decision]:
     """The same decisions, with no product computed again where that is open."""
     return {
         value: dataclasses.replace(decision, action="either") if is_open(decision) else decision
@@ -161,7 +163,7 @@ def is_open(decision: Decision) -> bool:
     return decision.action == "cheapest"
 
 
-def total_bytes(stored: dict[Any, Stored]) -> int:
+def total_bytes(stored: dict[Variable, Stored]) -> int:
     """Bytes of all stored values in the device's memory."""
     return sum(how.nbytes(value.aval) for value, how in stored.items())
 
@@ -172,9 +174,9 @@ class _Choice:
     def __init__(
         self,
         graph: Graph,
-        decisions: dict[Any, Decision],
+        decisions: dict[Variable, Decision],
         biased: bool,
-        instead_of: Mapping[Any, Stored],
+        instead_of: Mapping[Variable, Stored],
     ) -> None:
         self._graph = graph
         self._decisions = decisions
@@ -183,7 +185,7 @@ class _Choice:
         self._exact: set[Any] = set()  # what can be had exactly
         self._lossy: dict[Any, bool] = {}
 
-    def store(self, demand: Demand) -> dict[Any, Stored]:
+    def store(self, demand: Demand) -> dict[Variable, Stored]:
         """How each value that is stored waits for the backward pass."""
         wanted = {*demand.multiplied, *demand.exact}
         lossless = not any(d.codec for d in self._decisions.values())
@@ -210,7 +212,7 @@ class _Choice:
         order = {value: i for i, value in enumerate(self._graph.program.made_by)}
         return dict(sorted(stored.items(), key=lambda item: order.get(item[0], -1)))
 
-    def _exactly(self, value: Any, is_read_exactly: bool) -> Stored:
+    def _exactly(self, value: Variable, is_read_exactly: bool) -> Stored:
         if value.aval.dtype == jnp.bool:
             return Stored(Packed(1))
         decision = self._decisions[value]
@@ -222,7 +224,7 @@ class _Choice:
         on_host = decision.codec is not None and decision.codec.on_host
         return Stored(offload=on_host or decision.action == "offload", note=note)
 
-    def _had_exactly(self, stored: set[Any], again: set[Any]) -> set[Any]:
+    def _had_exactly(self, stored: set[Variable], again: set[Variable]) -> set[Any]:
         """What follows from exact values; products only if they are made `again` anyway."""
         graph = self._graph
         found = {*graph.held, *graph.program.constants, *stored}
@@ -233,7 +235,7 @@ class _Choice:
                 found.add(value)
         return found
 
-    def _may_recompute(self, value: Any) -> bool:
+    def _may_recompute(self, value: Variable) -> bool:
         defined = self._graph.defining_equation(value)
         if defined is None or defined[0].effects or self._graph.is_own(value):
             return False
@@ -245,7 +247,7 @@ class _Choice:
             return False
         return is_cheap(defined[0]) or action in ("recompute", "cheapest")
 
-    def _recompute_cost(self, value: Any) -> int:
+    def _recompute_cost(self, value: Variable) -> int:
         """What it costs to make a product again where the policy leaves that open, in bytes."""
         decision, defined = self._decisions.get(value), self._graph.defining_equation(value)
         if decision is None or not is_open(decision) or defined is None:
@@ -254,12 +256,12 @@ class _Choice:
             return 0
         return nbytes(value.aval) // 2
 
-    def _exact_parents(self, value: Any) -> list[Any] | None:
+    def _exact_parents(self, value: Variable) -> list[Any] | None:
         if value in self._graph.held or value in self._graph.program.constants:
             return []
         return self._graph.operands(value) if self._may_recompute(value) else None
 
-    def _exact_cost(self, value: Any) -> int:
+    def _exact_cost(self, value: Variable) -> int:
         decision = self._decisions.get(value)
         if decision is None or decision.action == "offload":
             return 0
@@ -269,7 +271,7 @@ class _Choice:
         without = before.nbytes(value.aval) if before is not None and before.is_noisy else 0
         return nbytes(value.aval) - without
 
-    def _is_lossy(self, value: Any) -> bool:
+    def _is_lossy(self, value: Variable) -> bool:
         """Whether a value, when the backward pass has it, may come from a code."""
         if not is_variable(value) or value in self._exact:
             return False
@@ -285,7 +287,7 @@ class _Choice:
                     self._lossy[value] = False
         return self._lossy[value]
 
-    def _parents(self, value: Any) -> list[Any] | None:
+    def _parents(self, value: Variable) -> list[Any] | None:
         if value in self._exact:
             return []
         if not self._may_recompute(value):
@@ -301,7 +303,7 @@ class _Choice:
             return None
         return operands if is_affine(defined[0], self._is_lossy) else None
 
-    def _cost(self, value: Any) -> int:
+    def _cost(self, value: Variable) -> int:
         decision = self._decisions.get(value)
         if value in self._exact or decision is None or decision.action == "offload":
             return 0

@@ -9,10 +9,10 @@ from jaxcomp.memory._tracing import CHECKPOINT_PRIMITIVES
 from jaxcomp.transform._program.builder import Builder
 from jaxcomp.transform._program.constants import constants
 from jaxcomp.transform._program.program import Program, variables
-from jaxcomp.transform._program.types import Equation, Renaming, is_variable
+from jaxcomp.transform._program.types import Atom, Equation, Renaming, Variable, is_variable
 
 
-def with_constants_inside(backward: Program, values: Sequence[Any], forward: Program) -> Program:
+def with_constants_inside(backward: Program, values: Sequence[Atom], forward: Program) -> Program:
     """A backward program, in which inner `jax.checkpoint`s make the constants that they read.
 
     They then tell which scores of an attention a mask hides, wherever the mask was made.
@@ -31,11 +31,11 @@ def with_constants_inside(backward: Program, values: Sequence[Any], forward: Pro
         return backward
     builder = Builder()
 
-    def step(equation: Equation, operands: list[Any]) -> list[Any]:
-        known = {i for i, v in enumerate(operands) if is_variable(v) and v in behind}
+    def step(equation: Equation, operands: list[Atom]) -> list[Variable]:
+        known = {i: behind[v] for i, v in enumerate(operands) if is_variable(v) and v in behind}
         if known and equation.primitive.name in CHECKPOINT_PRIMITIVES:
             inner = equation.params["jaxpr"]
-            of = {inner.invars[i]: behind[operands[i]] for i in known}
+            of = {inner.invars[i]: value for i, value in known.items()}
             program = _made_inside(inner, of, made_by)
             equation = equation.replace(params=equation.params | {"jaxpr": program.jaxpr})
             operands = [v for i, v in enumerate(operands) if i not in known]
@@ -46,12 +46,12 @@ def with_constants_inside(backward: Program, values: Sequence[Any], forward: Pro
     return builder.program(backward, arguments, results)
 
 
-def _made_inside(inner: Jaxpr, of: dict[Any, Any], made_by: dict[Any, Equation]) -> Program:
+def _made_inside(inner: Jaxpr, of: dict[Any, Any], made_by: dict[Variable, Equation]) -> Program:
     """A program, some of whose arguments are made in it by equations of another one."""
     builder = Builder()
     env: Renaming = {}
 
-    def make(value: Any) -> Any:
+    def make(value: Variable) -> Any:
         if value not in env:
             equation = made_by[value]
             for operand in equation.invars:

@@ -3,7 +3,6 @@
 import dataclasses
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
@@ -18,7 +17,7 @@ from jaxcomp.policies._value import Value, dtype_name
 from jaxcomp.transform._choice.context import Context
 from jaxcomp.transform._choice.graph import Graph, coded_nbytes, nbytes
 from jaxcomp.transform._program.origins import module_path
-from jaxcomp.transform._program.types import Equation
+from jaxcomp.transform._program.types import Equation, Variable
 
 Action = typing.Literal["either", "cheapest", "keep", "recompute", "offload"]
 
@@ -49,7 +48,9 @@ class Decision:
     is_named: bool = False
 
 
-def decide(graph: Graph, roles: Mapping[Any, str], context: Context) -> dict[Any, Decision]:
+def decide(
+    graph: Graph, roles: Mapping[Variable, str], context: Context
+) -> dict[Variable, Decision]:
     """The decision for every value that is not held; `context` takes note.
 
     Raises:

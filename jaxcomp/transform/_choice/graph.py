@@ -9,12 +9,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import ShapedArray
+from jax.typing import DTypeLike
 
 from jaxcomp.codecs import Codec, Packed
 from jaxcomp.codecs._codec import array_nbytes
+from jaxcomp.policies._value import Value
 from jaxcomp.transform._program.primitives import REDUCTIONS, is_affine, is_cheap
 from jaxcomp.transform._program.program import Program, variables
-from jaxcomp.transform._program.types import Equation
+from jaxcomp.transform._program.types import Atom, Equation, Variable
 
 OWN = "jaxcomp/"  # begins the names of what an operation, a loop or a conditional of ours stored
 NESTED = OWN + "part/"  # begins the names of what a loop or a conditional has stored
@@ -35,14 +38,14 @@ class Graph:
     held: Set[Any]
     same: Mapping[Any, Any] = dataclasses.field(default_factory=dict)
 
-    def defining_equation(self, value: Any) -> tuple[Equation, int] | None:
+    def defining_equation(self, value: Variable) -> tuple[Equation, int] | None:
         """The equation that computes a value again, and which of its results that is."""
         while value in self.same:
             value = self.same[value]
         equation = self.program.made_by.get(value)
         return None if equation is None else (equation, equation.outvars.index(value))
 
-    def operands(self, value: Any) -> list[Any]:
+    def operands(self, value: Variable) -> list[Any]:
         """The variables that a value is computed again from."""
         found = self.defining_equation(value)
         return variables(found[0].invars) if found else []
@@ -52,7 +55,7 @@ class Graph:
         """The values, each after those that it is computed again from."""
         position = {value: i for i, value in enumerate(self.program.made_by)}
 
-        def last(value: Any) -> int:
+        def last(value: Variable) -> int:
             defined = self.defining_equation(value)
             return position[value if defined is None else defined[0].outvars[defined[1]]]
 
@@ -95,15 +98,15 @@ class Graph:
                     found.setdefault(value, []).append(equation)
         return found
 
-    def names_of(self, value: Any) -> tuple[str, ...]:
+    def names_of(self, value: Variable) -> tuple[str, ...]:
         """The names of a value, by `checkpoint_name`."""
         return tuple(dict.fromkeys(str(e.params["name"]) for e in self.names.get(value, ())))
 
-    def is_own(self, value: Any) -> bool:
+    def is_own(self, value: Variable) -> bool:
         """Whether a value was stored by an operation or a part: no policy decides about it."""
         return any(name.startswith(OWN) for name in self.names_of(value))
 
-    def roles(self, uses: Mapping[Any, str]) -> dict[Any, str]:
+    def roles(self, uses: Mapping[Variable, str]) -> dict[Variable, str]:
         """The role of every value, from the roles of those that the backward pass reads.
 
         What these are affine in has their role, too.
@@ -130,11 +133,11 @@ class Graph:
         return found
 
 
-def _size(atom: Any) -> int:
+def _size(atom: Atom) -> int:
     return int(atom.aval.size)
 
 
-def nbytes(aval: Any) -> int:
+def nbytes(aval: ShapedArray | Value) -> int:
     """Bytes of a value stored exactly; a boolean takes a bit."""
     if aval.dtype == jnp.bool:
         return Packed(1).nbytes(aval.shape, aval.dtype)
@@ -142,12 +145,12 @@ def nbytes(aval: Any) -> int:
 
 
 @functools.lru_cache(4096)
-def coded_nbytes(codec: Codec, shape: tuple[int, ...], dtype: Any) -> int:
+def coded_nbytes(codec: Codec, shape: tuple[int, ...], dtype: DTypeLike) -> int:
     """`codec.nbytes`, which traces the codec, once for each shape."""
     return codec.nbytes(shape, dtype)
 
 
-def plain_nbytes(aval: Any) -> int:
+def plain_nbytes(aval: ShapedArray | Value) -> int:
     """Bytes of a value as JAX stores it."""
     if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
         return math.prod(aval.shape) * int(aval.dtype.itemsize)

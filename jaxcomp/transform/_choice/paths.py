@@ -10,7 +10,7 @@ import numpy as np
 from jaxcomp.transform._choice.graph import Graph
 from jaxcomp.transform._program.primitives import MOVES, SUMS, linear_uses
 from jaxcomp.transform._program.program import Program
-from jaxcomp.transform._program.types import Equation, is_variable
+from jaxcomp.transform._program.types import Atom, Equation, Variable, is_variable
 
 # A code that comes back after a mean of at least so many elements of independent noise and equal
 # weight is used again: what it then adds to the expected gradient is its variance divided by that
@@ -72,7 +72,7 @@ class Assignment:
     means: dict[Any, int]
 
 
-def assign(linear: Program, tangents: Set[Any], roots: Callable[[Any], Roots]) -> Assignment:
+def assign(linear: Program, tangents: Set[Variable], roots: Callable[[Atom], Roots]) -> Assignment:
     """Numbers the codes so that no path through a linear program holds the same one twice.
 
     A gradient is a sum over paths of products of coefficients. It is unbiased if each code appears
@@ -124,7 +124,7 @@ def assign(linear: Program, tangents: Set[Any], roots: Callable[[Any], Roots]) -
     return Assignment(uses, means)
 
 
-def _after(path: _Path, tangent: Any, equation: Equation) -> _Path:
+def _after(path: _Path, tangent: Atom, equation: Equation) -> _Path:
     """The path of a tangent after an equation that may be a part of a mean."""
     if not path.copies:
         return path
@@ -147,7 +147,7 @@ def _after(path: _Path, tangent: Any, equation: Equation) -> _Path:
     return _Path(mean=independent, before=max(path.copies, path.before))
 
 
-def coded_roots(graph: Graph, is_noisy: Mapping[Any, bool]) -> dict[Any, Roots]:
+def coded_roots(graph: Graph, is_noisy: Mapping[Variable, bool]) -> dict[Any, Roots]:
     """The codes that each value is rebuilt from.
 
     Args:
@@ -173,7 +173,7 @@ def coded_roots(graph: Graph, is_noisy: Mapping[Any, bool]) -> dict[Any, Roots]:
     return roots
 
 
-def _weighted(uneven: Axes, operand: Any, equation: Equation) -> Axes:
+def _weighted(uneven: Axes, operand: Atom, equation: Equation) -> Axes:
     """The uneven axes of a result that is affine in an operand."""
     name = equation.primitive.name
     if name in ("mul", "div"):
@@ -183,7 +183,7 @@ def _weighted(uneven: Axes, operand: Any, equation: Equation) -> Axes:
     return _moved(uneven, operand, equation) if name in _EVEN else None
 
 
-def _moved(uneven: Axes, operand: Any, equation: Equation) -> Axes:
+def _moved(uneven: Axes, operand: Atom, equation: Equation) -> Axes:
     """The uneven axes of an operand, as those of the result."""
     name, params = equation.primitive.name, equation.params
     if not uneven:
@@ -202,7 +202,7 @@ def _union(one: Axes, other: Axes) -> Axes:
     return None if one is None or other is None else one | other
 
 
-def _size(atom: Any) -> int:
+def _size(atom: Atom) -> int:
     return math.prod(atom.aval.shape)
 
 

@@ -5,14 +5,16 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
+from jaxtyping import Array
 
 from jaxcomp.transform._program.builder import Builder
 from jaxcomp.transform._program.custom_rules import is_of_jax
 from jaxcomp.transform._program.origins import located
 from jaxcomp.transform._program.primitives import is_cheap_rule
 from jaxcomp.transform._program.program import Program, avals
-from jaxcomp.transform._program.types import Equation, is_variable
+from jaxcomp.transform._program.types import Atom, Equation, is_variable
 
 _COMPARED = {"max": lax.gt_p, "min": lax.lt_p}
 
@@ -30,7 +32,7 @@ def with_rewrites(forward: Program) -> tuple[Program, dict[Any, Any]]:
     builder = Builder()
     same: dict[Any, Any] = {}
 
-    def step(equation: Equation, operands: list[Any]) -> list[Any]:
+    def step(equation: Equation, operands: list[Atom]) -> list[Any]:
         results = builder.add(equation, operands)
         if any(result in same for result in results):
             return results  # of an equal equation
@@ -51,12 +53,12 @@ def with_rewrites(forward: Program) -> tuple[Program, dict[Any, Any]]:
     return Program(traced.jaxpr.replace(outvars=results), traced.consts), same
 
 
-def _selected(compare: Primitive, kind: Any, *values: Any) -> list[Any]:
+def _selected(compare: Primitive, kind: ShapedArray, *values: Array) -> list[Array]:
     """The greater or the lesser of two values, selected by a mask."""
     one, other = (_broadcast(v, kind.shape) for v in values)
     return [lax.select_n(compare.bind(*values), other, one)]
 
 
-def _broadcast(value: Any, shape: tuple[int, ...]) -> Any:
+def _broadcast(value: Array, shape: tuple[int, ...]) -> Array:
     """A scalar or an array of as many axes, in a shape."""
     return lax.broadcast_in_dim(value, shape, range(len(shape) - jnp.ndim(value), len(shape)))

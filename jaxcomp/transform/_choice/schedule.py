@@ -34,7 +34,7 @@ from jaxcomp.transform._program.builder import Builder, flat
 from jaxcomp.transform._program.linearized import Linearized, linearize, transpose
 from jaxcomp.transform._program.primitives import tangents_of
 from jaxcomp.transform._program.program import Program
-from jaxcomp.transform._program.types import Variable, is_variable
+from jaxcomp.transform._program.types import Atom, Variable, is_variable
 
 _LARGER = "kept exactly: codes of all values take more bytes than what they follow from"
 
@@ -48,7 +48,7 @@ class Coefficient:
         codes: Which code of each stored value it is rebuilt from.
     """
 
-    value: Any
+    value: Atom
     codes: paths.Uses = ()
 
 
@@ -74,9 +74,9 @@ class Schedule:
     results: int
     active: tuple[int, ...]
     smooth: tuple[int, ...]
-    stored: dict[Any, Stored]
-    decisions: dict[Any, Decision]
-    roles: dict[Any, str]
+    stored: dict[Variable, Stored]
+    decisions: dict[Variable, Decision]
+    roles: dict[Variable, str]
     linear: Program
     coefficients: list[Coefficient]
     biased: bool
@@ -181,7 +181,7 @@ def _with_merged_derivatives(
     graph = _graph(linearized.forward, coded)
     exact = graph.free | graph.statistics
 
-    def is_costly(value: Any) -> bool:
+    def is_costly(value: Variable) -> bool:
         is_array = is_variable(value) and value not in exact and value.aval.size > 1
         return is_array and jnp.issubdtype(value.aval.dtype, jnp.floating)
 
@@ -191,10 +191,10 @@ def _with_merged_derivatives(
 def _complete(
     linearized: Linearized,
     graph: Graph,
-    chosen: dict[Any, Stored],
-    roles: Mapping[Any, str],
+    chosen: dict[Variable, Stored],
+    roles: Mapping[Variable, str],
     biased: bool,
-) -> tuple[dict[Any, Stored], Linearized, list[Coefficient]]:
+) -> tuple[dict[Variable, Stored], Linearized, list[Coefficient]]:
     """Gives each stored value as many codes as its uses need, and each use its code."""
     numbered, coefficients, copies, means = _number_codes(linearized, graph, chosen, biased)
     stored = dict(chosen)
@@ -224,7 +224,7 @@ def plain_bytes(program: Program, active: Sequence[int], coded: Collection[int])
 
 
 def _number_codes(
-    linearized: Linearized, graph: Graph, stored: dict[Any, Stored], biased: bool
+    linearized: Linearized, graph: Graph, stored: dict[Variable, Stored], biased: bool
 ) -> tuple[Linearized, list[Coefficient], dict[Any, int], dict[Any, int]]:
     """Gives each use of a coefficient its own input of the linear program, with its codes."""
     linear = linearized.linear
@@ -233,8 +233,8 @@ def _number_codes(
     tangents = tangents_of(linear.equations, linear.arguments[count:])
     roots = paths.coded_roots(graph, {v: storing.is_noisy for v, storing in stored.items()})
 
-    def roots_of(atom: Any) -> paths.Roots:
-        value: Any = behind.get(atom) if is_variable(atom) else None
+    def roots_of(atom: Atom) -> paths.Roots:
+        value = behind.get(atom) if is_variable(atom) else None
         return roots.get(value, {}) if is_variable(value) else {}
 
     assignment = paths.Assignment({}, {})
@@ -253,7 +253,7 @@ def _number_codes(
     tangent_inputs = linear.arguments[count:]
     env = builder.constants_of(linear) | {v: v for v in tangent_inputs}
 
-    def numbered(atom: Any, uses: paths.Uses = ()) -> Any:
+    def numbered(atom: Atom, uses: paths.Uses = ()) -> Any:
         if not is_variable(atom):
             return atom
         return variable_of[atom, uses] if atom in behind else env[atom]
@@ -274,7 +274,7 @@ def _number_codes(
     return dataclasses.replace(linearized, linear=split), coefficients, copies, assignment.means
 
 
-def _with_copies(value: Any, storing: Stored, copies: int, mean: int | None) -> Stored:
+def _with_copies(value: Variable, storing: Stored, copies: int, mean: int | None) -> Stored:
     several = dataclasses.replace(storing, copies=copies)
     if several.nbytes(value.aval) >= nbytes(value.aval):
         return Stored(note=f"kept exactly: {copies} codes take no fewer bytes")

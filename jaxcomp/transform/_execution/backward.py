@@ -4,20 +4,22 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jaxtyping import Array
+
 from jaxcomp._core import barriers, platforms
 from jaxcomp.transform._choice.schedule import Coefficient, Schedule
 from jaxcomp.transform._execution.rebuild import Rebuild, Residual
 from jaxcomp.transform._execution.waiting import apply_after
 from jaxcomp.transform._program.primitives import HEAVY, tangents_of
 from jaxcomp.transform._program.program import apply, needed, read, readers_of, variables
-from jaxcomp.transform._program.types import Equation, is_variable
+from jaxcomp.transform._program.types import Atom, Equation, Variable, is_variable
 
 _CONSTRAINT = "sharding_constraint"
 _MOVES = ("convert_element_type", "reshape", "transpose", _CONSTRAINT)
 
 
 def linear(
-    schedule: Schedule, stored: Residual, arguments: dict[int, Any], tangents: Sequence[Any]
+    schedule: Schedule, stored: Residual, arguments: dict[int, Array], tangents: Sequence[Array]
 ) -> list[Any]:
     """Runs the linear program.
 
@@ -36,7 +38,7 @@ def linear(
 
 
 def backward(
-    schedule: Schedule, stored: Residual, arguments: dict[int, Any], cotangents: Sequence[Any]
+    schedule: Schedule, stored: Residual, arguments: dict[int, Array], cotangents: Sequence[Array]
 ) -> list[Any]:
     """Runs the backward program.
 
@@ -55,7 +57,9 @@ def backward(
     coefficients = dict(zip(program.arguments, schedule.coefficients, strict=False))
     constants = dict(zip(program.constants, program.consts, strict=True))
     env = constants | dict(zip(program.arguments[count:], cotangents, strict=True))
-    late: dict[Any, Equation] = {}  # equations of coefficients alone, evaluated where they are used
+    late: dict[
+        Variable, Equation
+    ] = {}  # equations of coefficients alone, evaluated where they are used
     wanted = needed(program.equations, program.results)
     for equation in wanted:
         operands = variables(equation.invars)
@@ -64,7 +68,7 @@ def backward(
             late |= dict.fromkeys(equation.outvars, equation)
     equations = [e for e in wanted if not late.keys() & set(e.outvars)]
 
-    def evaluate(atom: Any, get: Callable[[Coefficient], Any]) -> Any:
+    def evaluate(atom: Atom, get: Callable[[Coefficient], Array]) -> Any:
         if is_variable(atom) and atom in coefficients:
             return get(coefficients[atom])
         if is_variable(atom) and atom in late:
@@ -73,7 +77,7 @@ def backward(
             return made[late[atom].outvars.index(atom)]
         return read(env, atom)
 
-    def is_rebuilt(atom: Any) -> bool:
+    def is_rebuilt(atom: Atom) -> bool:
         return is_variable(atom) and (
             atom in late or (atom in coefficients and rebuild.takes_steps(coefficients[atom]))
         )
@@ -129,7 +133,7 @@ def backward(
 
 
 def _sources_of(
-    atom: Any, coefficients: dict[Any, Coefficient], late: dict[Any, Equation]
+    atom: Atom, coefficients: dict[Variable, Coefficient], late: dict[Variable, Equation]
 ) -> list[Coefficient]:
     if not is_variable(atom):
         return []
@@ -138,12 +142,12 @@ def _sources_of(
     return [coefficients[atom]] if atom in coefficients else []
 
 
-def _largest(cotangents: list[Any]) -> Any:
+def _largest(cotangents: list[Variable]) -> Any:
     return max(cotangents, key=lambda v: v.aval.size, default=None)
 
 
 def _weights_first(
-    equations: list[Equation], is_rebuilt: Callable[[Any], bool], env: dict[Any, Any]
+    equations: list[Equation], is_rebuilt: Callable[[Atom], bool], env: dict[Variable, Array]
 ) -> list[Equation]:
     """Puts products with rebuilt values before other uses of the same cotangent.
 
@@ -173,7 +177,7 @@ def _weights_first(
     return order
 
 
-def _transposes(equations: list[Equation], results: Sequence[Any]) -> dict[Any, Equation]:
+def _transposes(equations: list[Equation], results: Sequence[Atom]) -> dict[Variable, Equation]:
     """The transpositions that alone read a value that is no result, by that value.
 
     XLA makes one of a product a part of the product, unless a barrier stands between them.
@@ -186,7 +190,7 @@ def _transposes(equations: list[Equation], results: Sequence[Any]) -> dict[Any, 
     }
 
 
-def _scattered(constraint: Equation, value: Any) -> Any:
+def _scattered(constraint: Equation, value: Array) -> Any:
     """The gradient of a gathered parameter, without the constraint that would gather it too.
 
     XLA for TPUs would then scatter it in a loop of small products, which takes longer.
@@ -194,7 +198,7 @@ def _scattered(constraint: Equation, value: Any) -> Any:
     return platforms.constrain_on_tpu(value, lambda value: apply(constraint, [value])[0])
 
 
-def _gathers(equations: list[Equation], results: Sequence[Any]) -> set[int]:
+def _gathers(equations: list[Equation], results: Sequence[Atom]) -> set[int]:
     """The `id` of sharding constraints on gradients of gathered parameters.
 
     They are the transposes of constraints that gather parameters. A gradient would be added up on

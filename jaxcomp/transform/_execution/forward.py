@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax.extend.core import DropVar
+from jaxtyping import Array, PyTree
 
 from jaxcomp._core import barriers
 from jaxcomp._core.shard_map import seed_like
@@ -23,10 +24,12 @@ from jaxcomp.transform._program.program import (
     scope_of,
     variables,
 )
-from jaxcomp.transform._program.types import Equation
+from jaxcomp.transform._program.types import Equation, Variable
 
 
-def forward(schedule: Schedule, seed: Seed, arguments: Sequence[Any]) -> tuple[list[Any], Residual]:
+def forward(
+    schedule: Schedule, seed: Seed, arguments: Sequence[Array]
+) -> tuple[list[Any], Residual]:
     """Runs the forward program.
 
     Args:
@@ -52,7 +55,7 @@ def forward(schedule: Schedule, seed: Seed, arguments: Sequence[Any]) -> tuple[l
     stored: Residual = {}
     waiting: dict[Any, list[Any]] = {}
 
-    def settle(value: Any) -> None:
+    def settle(value: Variable) -> None:
         if value in positions:
             storing = schedule.stored[value]
             if storing.codec is not None and carriers[value] is value:
@@ -144,12 +147,12 @@ def _carriers(schedule: Schedule, equations: Sequence[Equation]) -> dict[Any, An
     return carriers
 
 
-def _varying(value: Any) -> Any:
+def _varying(value: Variable) -> Any:
     """The manual mesh axes that a value varies over; a barrier would join those of two."""
     return value.aval.manual_axis_type.varying
 
 
-def _encode(storing: Stored, value: Any, seeds: list[Any]) -> Any:
+def _encode(storing: Stored, value: Array, seeds: list[Array]) -> PyTree:
     if storing.codec is None:
         return barriers.name_residual(value, Exact())
-    return tuple(storing.encode(value, seed) for seed in seeds or [None])
+    return tuple(storing.encode(value, seed) for seed in seeds or (None,))

@@ -6,6 +6,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import ShapedArray
+from jaxtyping import Array, PyTree
 
 from jaxcomp._core import barriers, platforms
 from jaxcomp._core.shard_map import varying_axes
@@ -14,10 +16,11 @@ from jaxcomp.transform._choice.graph import Graph
 from jaxcomp.transform._choice.schedule import Coefficient, Schedule
 from jaxcomp.transform._program.primitives import is_cheap, is_cheap_rule
 from jaxcomp.transform._program.program import apply, scope_of, variables
-from jaxcomp.transform._program.types import Equation, is_variable
+from jaxcomp.transform._program.types import Atom, Equation, Variable, is_variable
 
 Residual = dict[int, Any]
 Codes = tuple[tuple[int, int], ...]  # which code of each saved value, by the value's id
+Computed = dict[tuple[Variable, Codes], Array]  # coefficients, and steps towards them
 _SMALL = 4096  # elements that need not wait for a cotangent
 _PART = 256  # nor need what is so many times smaller than the largest saved value
 _LITTLE = 16  # what is so many times smaller than a cotangent need not wait for it
@@ -26,7 +29,7 @@ _LITTLE = 16  # what is so many times smaller than a cotangent need not wait for
 class Rebuild:
     """Makes coefficients of what is stored, when a cotangent asks for them."""
 
-    def __init__(self, schedule: Schedule, stored: Residual, arguments: dict[int, Any]) -> None:
+    def __init__(self, schedule: Schedule, stored: Residual, arguments: dict[int, Array]) -> None:
         self._scheme = schedule
         self._values = list(schedule.stored)
         self._position = {value: i for i, value in enumerate(self._values)}
@@ -43,7 +46,7 @@ class Rebuild:
         self._exact = {*self._held, *exact}
         self._find_exact()
         # Results, with their codes, of steps that are not taken twice.
-        self._shared: dict[tuple[Any, Codes], Any] = {}
+        self._shared: Computed = {}
 
     def takes_steps(self, coefficient: Coefficient) -> bool:
         """Whether a coefficient is computed or copied from the host, not just read."""
@@ -59,10 +62,10 @@ class Rebuild:
 
     def after(
         self,
-        cotangent: Any,
-        evaluate: Callable[[Callable[[Coefficient], Any]], Any],
+        cotangent: Array | None,
+        evaluate: Callable[[Callable[[Coefficient], Array]], Any],
         coefficients: list[Coefficient],
-        made: Any,
+        made: ShapedArray,
         *,
         is_fused: bool,
     ) -> Any:
@@ -70,14 +73,14 @@ class Rebuild:
 
         `made` is its shape and dtype.
         """
-        inputs: dict[Any, Any] = {}
+        inputs: dict[Variable, PyTree] = {}
         for coefficient in coefficients:
             inputs |= self._inputs(coefficient)
         waiting = {} if cotangent is None else _joining(cotangent, inputs)
 
-        def decode(values: list[Any]) -> Any:
+        def decode(values: list[Array]) -> Any:
             arrived = dict(zip(waiting, map(_differentiable, values), strict=True))
-            done: dict[Any, Any] = {}
+            done: Computed = {}
             given = inputs | arrived
             return evaluate(lambda coefficient: self._compute(coefficient, given, done))
 
@@ -97,12 +100,12 @@ class Rebuild:
             leaves, _ = barriers.barrier_together(leaves, cotangent)
         return decode(leaves)
 
-    def _stored_inputs(self, coefficient: Coefficient) -> dict[Any, Any]:
+    def _stored_inputs(self, coefficient: Coefficient) -> dict[Variable, PyTree]:
         return {k: v for k, v in self._inputs(coefficient).items() if k not in self._held}
 
-    def _inputs(self, coefficient: Coefficient) -> dict[Any, Any]:
+    def _inputs(self, coefficient: Coefficient) -> dict[Variable, PyTree]:
         """What is stored or held that a coefficient is computed from."""
-        found: dict[Any, Any] = {}
+        found: dict[Variable, PyTree] = {}
         numbers, codes = dict(coefficient.codes), _codes(coefficient)
         queue = [coefficient.value]
         seen = set()
@@ -122,7 +125,7 @@ class Rebuild:
         return found
 
     def _compute(
-        self, coefficient: Coefficient, given: dict[Any, Any], done: dict[Any, Any]
+        self, coefficient: Coefficient, given: dict[Variable, PyTree], done: Computed
     ) -> Any:
         """Computes a coefficient from saved values and arguments, step by step.
 
@@ -136,12 +139,12 @@ class Rebuild:
         codes = _codes(coefficient)
         segments = self._segments
 
-        def is_there(value: Any) -> bool:
+        def is_there(value: Variable) -> bool:
             if value in self._position or (value in self._held and value in given):
                 return True
             return (value, codes) in self._shared or (value, codes) in done
 
-        def read(atom: Any) -> Any:
+        def read(atom: Atom) -> Any:
             if not is_variable(atom):
                 return atom.val
             if atom in self._held and atom in given:
@@ -174,7 +177,7 @@ class Rebuild:
                 if not equation.effects and self._exact.issuperset(variables(equation.invars)):
                     self._exact.add(value)
 
-    def _defined(self, value: Any) -> tuple[Equation, int]:
+    def _defined(self, value: Variable) -> tuple[Equation, int]:
         """The equation that computes a value, and which of its results that is.
 
         Where its operands are exact it is the function's own, so that a second derivative follows
@@ -189,7 +192,7 @@ class Rebuild:
         assert defined is not None
         return defined
 
-    def _decode(self, value: Any, residual: Any) -> Any:
+    def _decode(self, value: Variable, residual: PyTree) -> Any:
         storing = self._scheme.stored[value]
         if storing.offload:
             return jax.device_put(residual, jax.memory.Space.Device)
@@ -201,7 +204,7 @@ class Rebuild:
             return storing.codec.decode(barriers.on_device(code))
 
 
-def _joining(cotangent: Any, inputs: dict[Any, Any]) -> dict[Any, Any]:
+def _joining(cotangent: Array | None, inputs: dict[Variable, PyTree]) -> dict[Variable, PyTree]:
     """The inputs that can share a barrier with a cotangent.
 
     What varies over fewer mesh axes, such as a parameter inside of `jax.shard_map`, would vary over
@@ -216,7 +219,7 @@ def _joining(cotangent: Any, inputs: dict[Any, Any]) -> dict[Any, Any]:
     }
 
 
-def _differentiable(value: Any) -> Any:
+def _differentiable(value: Array) -> Any:
     """What is saved, as it may be read where the backward pass is differentiated, too."""
     is_index = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.integer)
     return barriers.without_tangent(value) if is_index else value
@@ -242,7 +245,7 @@ class Segments:
         available: The values that are saved, held by the caller, or constant.
     """
 
-    def __init__(self, graph: Graph, available: Set[Any]) -> None:
+    def __init__(self, graph: Graph, available: Set[Variable]) -> None:
         distance: dict[Any, int] = dict.fromkeys(available, 0)
         for value in graph.order:
             if value not in distance:
@@ -256,10 +259,10 @@ class Segments:
                 later = (v for v in graph.operands(value) if self.number(v) < self.number(value))
                 self._crossing.update(later)
 
-    def number(self, value: Any) -> int:
+    def number(self, value: Variable) -> int:
         """The segment of a value; 0 is next to what is saved."""
         return self._number.get(value, 0)
 
-    def is_shared(self, value: Any, own: int) -> bool:
+    def is_shared(self, value: Variable, own: int) -> bool:
         """Whether a value is kept for other coefficients, once one of segment `own` needs it."""
         return self._are_long and (value in self._crossing or self.number(value) == own)

@@ -28,7 +28,7 @@ _LARGE = 2**14  # elements
 def evaluate_after(
     program: Program,
     cotangent: Array,
-    arguments: Sequence[Any],
+    arguments: Sequence[Array],
     limits: Limits,
 ) -> list[Any]:
     """Evaluates a backward program, whose large constant arrays wait for a cotangent.
@@ -44,7 +44,7 @@ def evaluate_after(
 
 
 def apply_after(
-    cotangent: Array | None, equation: Equation, values: list[Any], limits: Limits
+    cotangent: Array | None, equation: Equation, values: list[Array], limits: Limits
 ) -> list[Any]:
     """As `programs.apply`, but large constant arrays wait for a cotangent.
 

@@ -9,17 +9,22 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.core import ShapedArray
+from jaxtyping import Array, PyTree
 
 from jaxcomp._core.custom_derivative import Differentiable
 from jaxcomp._core.linear_map import ByPosition
 from jaxcomp._core.shard_map import filled
 from jaxcomp.codecs import noise
+from jaxcomp.codecs._codec import Seed
 from jaxcomp.transform._execution.backward import used_arguments
 from jaxcomp.transform._nested.scheduled import Nested, Outer, ScheduledProgram
 from jaxcomp.transform._program.program import Program, avals, is_of_collective
 from jaxcomp.transform._program.types import Equation
 
-Entries = dict[tuple[bool, int], Any]  # what a branch has stored, or its seed, by number
+Key = tuple[bool, int]  # whether it is what a branch has stored, or its seed; its number
+Entries = dict[Key, Any]
+Places = tuple[tuple[Key, int], ...]
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["places"])
@@ -33,7 +38,7 @@ class Kept:
     """
 
     arrays: list[Any]
-    places: tuple[tuple[tuple[tuple[bool, int], int], ...], ...]
+    places: tuple[Places, ...]
 
 
 def is_conditional(equation: Equation) -> bool:
@@ -68,12 +73,12 @@ class Conditional(Differentiable[Nested]):
         self._operands = range(len(equation.invars) - 1)
         self._coded = [i for i in self._operands if outer.encodes and not is_free[i + 1]]
 
-    def evaluate(self, seed: Any, arguments: list[Any]) -> list[Any]:
+    def evaluate(self, seed: Seed, arguments: list[Array]) -> list[Array]:
         """Returns the results of the stock conditional."""
         index, *operands = arguments
         return list(lax.switch(index, self._branches, *operands))
 
-    def choose(self, seed: Any, arguments: list[Any], differentiated: list[int]) -> Nested:
+    def choose(self, seed: Seed, arguments: list[Array], differentiated: list[int]) -> Nested:
         """Returns the schedules of the branches."""
         kinds = avals(self._equation.invars)
         active = [i - 1 for i in differentiated if jnp.issubdtype(kinds[i].dtype, jnp.inexact)]
@@ -83,13 +88,17 @@ class Conditional(Differentiable[Nested]):
         )
         return self._outer.noted(Nested(tuple(scheduled)))
 
-    def forward(self, choice: Nested, seed: Any, arguments: list[Any]) -> tuple[list[Any], Any]:
+    def forward(
+        self, choice: Nested, seed: Seed, arguments: list[Array]
+    ) -> tuple[list[Array], PyTree]:
         """Returns the results, the branch's number, and what the branch stored and reads again."""
         index, *operands = arguments
         branches = choice.programs
         of_branch = noise.folded(seed, self._number) if self._outer.encodes else None
 
-        def run(branch: ScheduledProgram, seed: Any, *operands: Any) -> tuple[list[Any], Entries]:
+        def run(
+            branch: ScheduledProgram, seed: Seed, *operands: Array
+        ) -> tuple[list[Array], Entries]:
             results, (stored, used) = branch.forward(seed, operands)
             outside = branch.stored_operands
             entries = {(True, i): value for i, value in stored.items() if i not in outside}
@@ -104,24 +113,24 @@ class Conditional(Differentiable[Nested]):
         used |= {i for b in branches for i in b.stored_operands.values()}
         return results, (index, kept, {i: operands[i] for i in self._operands if i in used})
 
-    def linear(self, choice: Nested, residual: Any, tangents: ByPosition) -> ByPosition:
+    def linear(self, choice: Nested, residual: PyTree, tangents: ByPosition) -> ByPosition:
         """Returns the tangents of results, by the branch that was taken."""
         moves = {i - 1: tangent for i, tangent in tangents.items()}
         return _in_branch(choice, residual, lambda branch, own: branch.linear(own, moves))
 
-    def backward(self, choice: Nested, residual: Any, cotangents: ByPosition) -> ByPosition:
+    def backward(self, choice: Nested, residual: PyTree, cotangents: ByPosition) -> ByPosition:
         """Returns the cotangents of operands, by the branch that was taken."""
         found = _in_branch(choice, residual, lambda branch, own: branch.backward(own, cotangents))
         return {i + 1: cotangent for i, cotangent in found.items()}
 
 
 def _in_branch(
-    choice: Nested, residual: Any, function: Callable[[ScheduledProgram, Any], ByPosition]
+    choice: Nested, residual: PyTree, function: Callable[[ScheduledProgram, PyTree], ByPosition]
 ) -> ByPosition:
     """Calls a function of the branch that was taken and of its residual."""
     index, kept, operands = residual
 
-    def run(branch: ScheduledProgram, places: tuple[Any, ...]) -> ByPosition:
+    def run(branch: ScheduledProgram, places: Places) -> ByPosition:
         entries = {key: kept.arrays[place] for key, place in places}
         stored, inside = (
             {i: entry for (is_stored, i), entry in entries.items() if is_stored == which}
@@ -136,7 +145,7 @@ def _in_branch(
 
 
 def _switch_with_entries(
-    index: Any, functions: Sequence[Callable[..., tuple[list[Any], Entries]]], *operands: Any
+    index: Array, functions: Sequence[Callable[..., tuple[list[Array], Entries]]], *operands: PyTree
 ) -> tuple[list[Any], Kept]:
     """Calls one of several functions that return results and entries of their own.
 
@@ -162,7 +171,7 @@ def _switch_with_entries(
                 free.remove(found)
             places[-1][key] = found
 
-    def run(number: int, *leaves: Any) -> tuple[list[Any], list[Any]]:
+    def run(number: int, *leaves: Array) -> tuple[list[Any], list[Any]]:
         results = Program.of(programs[number])(*leaves)
         tree: Any = jax.tree.structure(traced[number][1][1])
         entries = tree.unflatten(results[count:])
@@ -177,6 +186,6 @@ def _switch_with_entries(
     return results, Kept(kept, tuple(tuple(sorted(of_one.items())) for of_one in places))
 
 
-def _zero(kind: Any) -> Any:
+def _zero(kind: ShapedArray) -> Any:
     """A zero of a type, in the memory of that type."""
     return jax.device_put(filled(kind, 0.0), kind.memory_space)

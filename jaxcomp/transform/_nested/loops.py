@@ -7,16 +7,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, PyTree
 
 from jaxcomp._core.custom_derivative import Differentiable, undivided
 from jaxcomp._core.linear_map import ByPosition
 from jaxcomp._core.shard_map import filled
 from jaxcomp.codecs import noise
+from jaxcomp.codecs._codec import Seed
 from jaxcomp.transform._execution.backward import used_arguments
 from jaxcomp.transform._nested.scheduled import Nested, Outer, with_zeros
 from jaxcomp.transform._program.primitives import tangents_of
 from jaxcomp.transform._program.program import Program, avals, is_of_collective
-from jaxcomp.transform._program.types import Equation, is_variable
+from jaxcomp.transform._program.types import Atom, Equation, is_variable
 
 _SCAN = "scan"
 
@@ -54,32 +56,34 @@ class Loop(Differentiable[Nested]):
             i for i in range(self.consts, len(is_free)) if i < self.at_x or not is_free[i]
         ]
 
-    def evaluate(self, seed: Any, arguments: list[Any]) -> list[Any]:
+    def evaluate(self, seed: Seed, arguments: list[Array]) -> list[Array]:
         """Returns the results of the stock loop."""
         consts, start, xs = self._divided(arguments)
 
-        def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+        def step(carry: list[Array], x: list[Array]) -> tuple[list[Any], list[Any]]:
             results = self.body(*consts, *carry, *x)
             return results[: self.carries], results[self.carries :]
 
         final, ys = self._scan(step, start, xs)
         return [*final, *ys]
 
-    def choose(self, seed: Any, arguments: list[Any], differentiated: list[int]) -> Nested:
+    def choose(self, seed: Seed, arguments: list[Array], differentiated: list[int]) -> Nested:
         """Returns the schedule of the body."""
         length = self._equation.params["length"]
         active = _active(self.body, {*differentiated}, self.consts, self.carries)
         body = self._outer.scheduled(self.body, self._equation, active, self._coded, length)
         return self._outer.noted(Nested((body,), length))
 
-    def forward(self, choice: Nested, seed: Any, arguments: list[Any]) -> tuple[list[Any], Any]:
+    def forward(
+        self, choice: Nested, seed: Seed, arguments: list[Array]
+    ) -> tuple[list[Array], PyTree]:
         """Returns the results, and what iterations stored beside operands of the loop."""
         (body,) = choice.programs
 
-        def run(seed: Any, arguments: list[Any]) -> Any:
+        def run(seed: Seed, arguments: list[Array]) -> Any:
             consts, start, xs = self._divided(arguments)
 
-            def step(carry: Any, x: list[Any]) -> tuple[Any, Any]:
+            def step(carry: PyTree, x: list[Array]) -> tuple[Any, Any]:
                 index, state = carry
                 if self._outer.encodes:
                     of_iteration = noise.folded(noise.folded(seed, self._number), index)
@@ -99,7 +103,7 @@ class Loop(Differentiable[Nested]):
         operands = {i: arguments[i] for i in used if self._is_operand(i)}
         return [*final, *ys], (kept, operands)
 
-    def linear(self, choice: Nested, residual: Any, tangents: ByPosition) -> ByPosition:
+    def linear(self, choice: Nested, residual: PyTree, tangents: ByPosition) -> ByPosition:
         """Returns the tangents of results, by a loop in the same order."""
         (body,) = choice.programs
         kept, whole, stacked = self._split(residual)
@@ -111,7 +115,7 @@ class Loop(Differentiable[Nested]):
             if self.consts <= i < self.at_x
         }
 
-        def step(state: Any, x: Any) -> tuple[dict[int, Any], dict[int, Any]]:
+        def step(state: PyTree, x: PyTree) -> tuple[dict[int, Any], dict[int, Any]]:
             (stored, inside), operands, moving = x
             moves = fixed | state | moving
             results = body.linear((stored, inside | operands | whole), moves)
@@ -124,7 +128,7 @@ class Loop(Differentiable[Nested]):
         still = {i: filled(outputs[i], 0.0) for i in body.schedule.smooth}
         return still | {i - self.consts: move for i, move in final.items()} | ys
 
-    def backward(self, choice: Nested, residual: Any, cotangents: ByPosition) -> ByPosition:
+    def backward(self, choice: Nested, residual: PyTree, cotangents: ByPosition) -> ByPosition:
         """Returns the cotangents of operands, by a loop in the opposite order."""
         (body,) = choice.programs
         active, smooth = body.schedule.active, body.schedule.smooth
@@ -134,7 +138,7 @@ class Loop(Differentiable[Nested]):
         kept, whole, stacked = self._split(residual)
         arriving = with_zeros(cotangents, smooth, self._equation.outvars)
 
-        def step(carry: Any, x: Any) -> tuple[Any, dict[int, Any]]:
+        def step(carry: PyTree, x: PyTree) -> tuple[Any, dict[int, Any]]:
             sums, of_carry = carry
             (stored, inside), operands, of_ys = x
             of_results = {i - self.consts: c for i, c in of_carry.items()} | of_ys
@@ -151,14 +155,19 @@ class Loop(Differentiable[Nested]):
         return sums | first | of_xs
 
     def _scan(
-        self, step: Callable[..., Any], start: Any, xs: Any, *, backwards: bool = False
+        self,
+        step: Callable[..., tuple[PyTree, PyTree]],
+        start: PyTree,
+        xs: PyTree,
+        *,
+        backwards: bool = False,
     ) -> Any:
         """A `scan` like that of the equation, or in the opposite order."""
         params = self._equation.params
         options = {name: params[name] for name in ("length", "unroll")}
         return lax.scan(step, start, xs, reverse=params["reverse"] != backwards, **options)
 
-    def _divided(self, arguments: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    def _divided(self, arguments: list[Array]) -> tuple[list[Any], list[Any], list[Any]]:
         """Operands that stay the same, that iterations pass on, and that have a part for each."""
         return (
             arguments[: self.consts],
@@ -173,7 +182,7 @@ class Loop(Differentiable[Nested]):
         """
         return i < len(self._kinds)
 
-    def _split(self, residual: Any) -> tuple[Any, ByPosition, ByPosition]:
+    def _split(self, residual: PyTree) -> tuple[Any, ByPosition, ByPosition]:
         """What iterations stored, and the operands of all and of each."""
         kept, operands = residual
         whole = {i: value for i, value in operands.items() if i < self.at_x}
@@ -187,7 +196,7 @@ def _counts(equation: Equation, body: Program) -> tuple[int, int]:
     What is looped over, and what each iteration gives, has an axis more than in the body.
     """
 
-    def same_rank(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+    def same_rank(outside: Sequence[Atom], inside: Sequence[Atom]) -> int:
         pairs = zip(avals(outside), avals(inside), strict=True)
         return sum(one.ndim == other.ndim for one, other in pairs)
 

@@ -1,7 +1,6 @@
 """Programs whose loops and conditionals store what the policy says of the values in them."""
 
 from collections.abc import Collection, Sequence
-from typing import Any
 
 from jaxcomp.transform._choice.context import Context
 from jaxcomp.transform._choice.graph import Graph
@@ -12,7 +11,7 @@ from jaxcomp.transform._nested.scheduled import Outer, ScheduledProgram
 from jaxcomp.transform._program.builder import Builder, flat
 from jaxcomp.transform._program.primitives import tangents_of
 from jaxcomp.transform._program.program import Program, variables
-from jaxcomp.transform._program.types import Equation, is_variable
+from jaxcomp.transform._program.types import Atom, Equation, is_variable
 from jaxcomp.transform._recognition.layer_scale import LayerScale
 from jaxcomp.transform._recognition.recognize import recognize
 from jaxcomp.transform._recognition.substitute import with_units
@@ -64,7 +63,7 @@ def _with_nested(
     builder = Builder()
     *_, seed = arguments = program.arguments
 
-    def step(equation: Equation, operands: list[Any]) -> list[Any]:
+    def step(equation: Equation, operands: list[Atom]) -> Sequence[Atom]:
         if reached.isdisjoint(variables(equation.invars)):
             return builder.add(equation, operands)
         is_free = [not is_variable(v) or v in free for v in equation.invars]

@@ -3,9 +3,9 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
 import jax.numpy as jnp
+from jaxtyping import Array, PyTree
 
 from jaxcomp._core.custom_derivative import reverse_mode_only
 from jaxcomp._core.linear_map import ByPosition
@@ -17,7 +17,7 @@ from jaxcomp.transform._choice.schedule import Schedule
 from jaxcomp.transform._execution import backward, forward
 from jaxcomp.transform._program.builder import Builder
 from jaxcomp.transform._program.program import Program
-from jaxcomp.transform._program.types import Equation
+from jaxcomp.transform._program.types import Atom, Equation
 from jaxcomp.transform._recognition.unit import Recognized
 
 _numbers = itertools.count()
@@ -66,7 +66,7 @@ class ScheduledProgram:
             if v in positions and how.codec is None and not how.offload
         }
 
-    def forward(self, seed: Seed, arguments: Sequence[Any]) -> tuple[list[Any], Any]:
+    def forward(self, seed: Seed, arguments: Sequence[Array]) -> tuple[list[Array], PyTree]:
         """As `_forward.forward`; saved values come with the arguments that are read again."""
         if self.takes_seed:
             own = jnp.asarray(0 if seed is None else seed).astype(jnp.uint32)
@@ -74,7 +74,7 @@ class ScheduledProgram:
         made, stored = forward.forward(self.schedule, seed, arguments)
         return made, (stored, {i: arguments[i] for i in backward.used_arguments(self.schedule)})
 
-    def linear(self, residual: Any, tangents: ByPosition) -> ByPosition:
+    def linear(self, residual: PyTree, tangents: ByPosition) -> ByPosition:
         """The tangents of the results in `schedule.smooth`, from those of the active arguments.
 
         Raises:
@@ -87,7 +87,7 @@ class ScheduledProgram:
         made = backward.linear(self.schedule, stored, used, of_active)
         return dict(zip(self.schedule.smooth, made, strict=True))
 
-    def backward(self, residual: Any, cotangents: ByPosition) -> ByPosition:
+    def backward(self, residual: PyTree, cotangents: ByPosition) -> ByPosition:
         """The cotangents of the active arguments, from those of the results."""
         arriving = with_zeros(cotangents, self.schedule.smooth, self.schedule.graph.program.results)
         stored, used = residual
@@ -134,7 +134,9 @@ class Outer:
         return nested
 
 
-def with_zeros(cotangents: ByPosition, smooth: Sequence[int], results: Sequence[Any]) -> ByPosition:
+def with_zeros(
+    cotangents: ByPosition, smooth: Sequence[int], results: Sequence[Atom]
+) -> ByPosition:
     """The cotangents of the results that have one, with zeros as arrays.
 
     `jax.vjp` also takes a Python scalar for one.
