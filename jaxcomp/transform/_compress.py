@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 import jax
 from flax import nnx
+from jaxtyping import Array, PyTree
 
 from jaxcomp._core.module_scopes import with_module_scopes
 from jaxcomp._core.modules import derived, set_class, split_model, stock_class
@@ -137,7 +138,7 @@ def is_compressed(model: nnx.Module) -> bool:
 
 
 def traced_call(
-    model: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    model: nnx.Module, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
 ) -> tuple[Checkpointed, Any] | None:
     """The call of a compressed model as a function of arrays, and these; None if not traced."""
     call: Callable[..., Any] | None = getattr(type(model), "compressed_call", None)
@@ -153,13 +154,13 @@ def compressed_methods(
     if policy is None:
         return {"compressed_call": None}
 
-    def compressed_call(self: nnx.Module, args: Any, kwargs: Any) -> tuple[Checkpointed, Any]:
+    def compressed_call(self: nnx.Module, args: PyTree, kwargs: PyTree) -> tuple[Checkpointed, Any]:
         _check_arguments((args, kwargs))
         graphdef, params, rest = split_model(self)
         leaves, tree = jax.tree.flatten((args, kwargs))
         arrays = {i: leaf for i, leaf in enumerate(leaves) if _is_array(leaf)}
 
-        def run(params: Any, rest: Any, arrays: dict[int, Any]) -> Any:
+        def run(params: nnx.State, rest: nnx.State, arrays: dict[int, Array]) -> Any:
             copy = nnx.merge(graphdef, params, rest, copy=True)
             set_class(copy, kind)
             copy = with_module_scopes(copy, {})
@@ -200,7 +201,7 @@ def _is_array(leaf: object) -> bool:
     return hasattr(leaf, "dtype") and hasattr(leaf, "shape") and not isinstance(leaf, type)
 
 
-def _check_arguments(given: Any) -> None:
+def _check_arguments(given: PyTree) -> None:
     """Raises a TypeError for an argument with state of its own, which the call could not update."""
 
     def has_state(leaf: object) -> bool:
@@ -214,7 +215,7 @@ def _check_arguments(given: Any) -> None:
             )
 
 
-def _changed(before: Any, after: Any) -> dict[int, Any]:
+def _changed(before: nnx.State, after: nnx.State) -> dict[int, Any]:
     """The parameters that a call has written, by position."""
     pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
     return {i: new for i, (old, new) in enumerate(pairs) if new is not old}

@@ -18,7 +18,7 @@ from jaxcomp.transform._choice.schedule import Schedule
 from jaxcomp.transform._nested.scheduled import Nested, ScheduledProgram
 from jaxcomp.transform._program.origins import module_path
 from jaxcomp.transform._program.primitives import rounds_coarsely
-from jaxcomp.transform._program.types import is_variable
+from jaxcomp.transform._program.types import Variable, is_variable
 from jaxcomp.transform._recognition.bias import bias_of_norm, positions
 from jaxcomp.transform._recognition.unit import NormAct, Recognized
 
@@ -184,7 +184,7 @@ def _all(whole: ScheduledProgram) -> Iterator[ScheduledProgram]:
             yield from _all(program)
 
 
-def _planned(whole: ScheduledProgram, outside: Collection[Any] = ()) -> Iterator[SavedValue]:
+def _planned(whole: ScheduledProgram, outside: Collection[Variable] = ()) -> Iterator[SavedValue]:
     """What a function saves, and what the iterations of its loops and its branches save."""
     schedule = whole.schedule
     readers = Readers(schedule)
@@ -324,17 +324,17 @@ class Readers:
                 for operand in schedule.graph.operands(value):
                     self._all.setdefault(operand, {}).update(self._all[value])
 
-    def line_of_first(self, value: Any) -> str:
+    def line_of_first(self, value: Variable) -> str:
         """The source line of the first reader, or ""."""
         return next((line for _, line in self._direct.get(value, ())), "")
 
-    def all_of(self, value: Any) -> str:
+    def all_of(self, value: Variable) -> str:
         """The user's calls that read a value, or what is computed from it; "" if there are none."""
         found = list(self._all.get(value, ()))
         more = [f"{len(found) - _NAMED} more"] if len(found) > _NAMED else []
         return " and ".join([*map(_described, found[:_NAMED]), *more])
 
-    def first_of(self, value: Any) -> str:
+    def first_of(self, value: Variable) -> str:
         """The first user's call that reads a value; "" if there is none."""
         found = {**self._direct.get(value, {}), **self._all.get(value, {})}
         return next(map(_described, found), "")
