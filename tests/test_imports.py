@@ -48,6 +48,7 @@ COVERED_BY = {
     "_program.origins": "test_plan.py",
     "_program.primitives": "choice/test_rewrites.py",
     "_program.program": "test_jax_features.py",
+    "_program.types": "choice/test_choice.py",
     "_program.without_codes": "program/test_custom_rules.py",
     "_recognition.batch_norms": "recognition/test_recognize.py",
     "_recognition.layer_scale": "recognition/test_attention.py",

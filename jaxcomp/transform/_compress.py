@@ -160,7 +160,7 @@ def compressed_methods(
         leaves, tree = jax.tree.flatten((args, kwargs))
         arrays = {i: leaf for i, leaf in enumerate(leaves) if _is_array(leaf)}
 
-        def run(params: nnx.State, rest: nnx.State, arrays: dict[int, Array]) -> Any:
+        def run(params: PyTree, rest: PyTree, arrays: dict[int, Array]) -> Any:
             copy = nnx.merge(graphdef, params, rest, copy=True)
             set_class(copy, kind)
             copy = with_module_scopes(copy, {})
@@ -215,7 +215,7 @@ def _check_arguments(given: PyTree) -> None:
             )
 
 
-def _changed(before: nnx.State, after: nnx.State) -> dict[int, Any]:
+def _changed(before: PyTree, after: PyTree) -> dict[int, Any]:
     """The parameters that a call has written, by position."""
     pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
     return {i: new for i, (old, new) in enumerate(pairs) if new is not old}
