@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -35,8 +35,13 @@ from jaxcomp.transform._recognition.unit import (
     Unit,
 )
 
+# What finds operations that save no code.
+CODELESS: dict[type[Codeless], Callable[[Pattern], Iterable[Codeless]]] = {
+    Attention: attentions,
+    LayerScale: layer_scales,
+}
 # Of these kinds a policy's rules with `op` match stock operations, too.
-KINDS = ("norm_act", "max_pool")
+KINDS = (NormAct.kind, MaxPool.kind, *(unit.kind for unit in CODELESS))
 _LARGEST_WINDOW = 256
 
 
@@ -123,8 +128,7 @@ def _without_cycles(program: Program, found: list[Recognized]) -> list[Recognize
 def is_for_units(rule: Rule) -> bool:
     """Whether a rule names stock operations that are recognized."""
     anywhere = dataclasses.replace(rule, path="")
-    kinds = (*KINDS, Attention.kind, LayerScale.kind)
-    return bool(rule.op) and any(anywhere.matches_layer("", kind) for kind in kinds)
+    return bool(rule.op) and any(anywhere.matches_layer("", kind) for kind in KINDS)
 
 
 def _fits(unit: Unit, codec: Codec) -> bool:
@@ -157,7 +161,7 @@ def _units(pattern: Pattern) -> list[Unit]:
             if pool is not None:
                 found.append(MaxPool(pool, equation, feature))
                 break
-    return [*found, *attentions(pattern), *layer_scales(pattern)]
+    return [*found, *(unit for find in CODELESS.values() for unit in find(pattern))]
 
 
 def _unit(pattern: Pattern, norm: BatchNorm, norms: dict[Variable, BatchNorm]) -> NormAct:
