@@ -46,7 +46,6 @@ COVERED_BY = {
     "_program.keyed": "program/test_custom_rules.py",
     "_program.linearized": "test_checkpoint.py",
     "_program.origins": "test_plan.py",
-    "_program.primitives": "choice/test_rewrites.py",
     "_program.program": "test_jax_features.py",
     "_program.types": "choice/test_choice.py",
     "_program.without_codes": "program/test_custom_rules.py",

@@ -1,68 +1,167 @@
-"""What each primitive does to values: moves them, is elementwise, or affine in some operands."""
+"""What the engine knows of each primitive of JAX: one row in one table."""
 
+import dataclasses
 import operator
 from collections.abc import Callable, Sequence, Set
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 
 from jaxcomp.transform._program.types import Atom, Equation, Variable, is_variable
 
-# Results that are their first operand's values in another place, shape or precision.
-MOVES = {
-    "broadcast_in_dim",
-    "convert_element_type",
-    "copy",
-    "expand_dims",
-    "name",
-    "reduce_precision",
-    "reshape",
-    "rev",
-    "sharding_constraint",
-    "slice",
-    "squeeze",
-    "split",
-    "stop_gradient",
-    "transpose",
-    "unstack",
+
+@dataclasses.dataclass(frozen=True)
+class Primitive:
+    """What a primitive does to values.
+
+    Attributes:
+        affine_in: The operands in which it is affine: "all" of them together, any "one" alone, the
+            "first" alone, or the "cases" of a selection together; None: it is nonlinear, or makes
+            no floating-point numbers.
+        is_pointwise: Whether it acts on each element by itself.
+        is_move: Whether results are the first operand's values in another place, shape or
+            precision.
+        cost: "cheap": results may be computed a second time at little more than the cost of
+            reading; a "product" or convolution; or a "reduction".
+    """
+
+    affine_in: Literal["all", "one", "first", "cases"] | None = None
+    is_pointwise: bool = False
+    is_move: bool = False
+    cost: Literal["cheap", "product", "reduction"] = "cheap"
+
+
+_MOVE = Primitive("all", is_move=True)
+_CAST = Primitive("all", is_pointwise=True, is_move=True)
+_SUM = Primitive("all", is_pointwise=True)
+_NONLINEAR = Primitive(is_pointwise=True)
+_PRODUCT = Primitive(cost="product")
+_REDUCTION = Primitive(cost="reduction")
+
+# A primitive that is not here is never computed a second time, and what it reads is exact.
+PRIMITIVES = {
+    "abs": _NONLINEAR,
+    "acos": _NONLINEAR,
+    "acosh": _NONLINEAR,
+    "add": _SUM,
+    "add_any": _SUM,
+    "and": _NONLINEAR,
+    "argmax": _REDUCTION,
+    "argmin": _REDUCTION,
+    "asin": _NONLINEAR,
+    "asinh": _NONLINEAR,
+    "atan": _NONLINEAR,
+    "atan2": _NONLINEAR,
+    "atanh": _NONLINEAR,
+    "bitcast_convert_type": _NONLINEAR,
+    "broadcast_in_dim": _MOVE,
+    "cbrt": _NONLINEAR,
+    "ceil": _NONLINEAR,
+    "clamp": _NONLINEAR,
+    "complex": _SUM,
+    "concatenate": Primitive("all"),
+    "conj": _SUM,
+    "conv_general_dilated": _PRODUCT,
+    "convert_element_type": _CAST,
+    "copy": _CAST,
+    "cos": _NONLINEAR,
+    "cosh": _NONLINEAR,
+    "digamma": _NONLINEAR,
+    "div": Primitive("first", is_pointwise=True),
+    "dot_general": _PRODUCT,
+    "dynamic_slice": Primitive("first"),
+    "empty": Primitive(),
+    "empty2": Primitive(),
+    "eq": _NONLINEAR,
+    "erf": _NONLINEAR,
+    "erf_inv": _NONLINEAR,
+    "erfc": _NONLINEAR,
+    "exp": _NONLINEAR,
+    "exp2": _NONLINEAR,
+    "expand_dims": _MOVE,
+    "expm1": _NONLINEAR,
+    "floor": _NONLINEAR,
+    "gather": Primitive("first"),
+    "ge": _NONLINEAR,
+    "gt": _NONLINEAR,
+    "imag": _SUM,
+    "integer_pow": _NONLINEAR,
+    "iota": Primitive(),
+    "is_finite": _NONLINEAR,
+    "le": _NONLINEAR,
+    "lgamma": _NONLINEAR,
+    "log": _NONLINEAR,
+    "log1p": _NONLINEAR,
+    "logistic": _NONLINEAR,
+    "lt": _NONLINEAR,
+    "max": _NONLINEAR,
+    "min": _NONLINEAR,
+    "mul": Primitive("one", is_pointwise=True),
+    "name": _CAST,
+    "ne": _NONLINEAR,
+    "neg": _SUM,
+    "nextafter": _NONLINEAR,
+    "not": _NONLINEAR,
+    "one_minus_square": _NONLINEAR,
+    "or": _NONLINEAR,
+    "pad": Primitive("first"),
+    "polynomial": _NONLINEAR,
+    "pow": _NONLINEAR,
+    "ragged_dot_general": _PRODUCT,
+    "real": _SUM,
+    "reduce": _REDUCTION,
+    "reduce_and": _REDUCTION,
+    "reduce_max": _REDUCTION,
+    "reduce_min": _REDUCTION,
+    "reduce_or": _REDUCTION,
+    "reduce_precision": _MOVE,
+    "reduce_prod": _REDUCTION,
+    "reduce_sum": _REDUCTION,
+    "rem": _NONLINEAR,
+    "reshape": _MOVE,
+    "rev": _MOVE,
+    "round": _NONLINEAR,
+    "rsqrt": _NONLINEAR,
+    "select_n": Primitive("cases", is_pointwise=True),
+    "sharding_constraint": _CAST,
+    "shift_left": _NONLINEAR,
+    "shift_right_arithmetic": _NONLINEAR,
+    "shift_right_logical": _NONLINEAR,
+    "sign": _NONLINEAR,
+    "sin": _NONLINEAR,
+    "sinh": _NONLINEAR,
+    "slice": _MOVE,
+    "split": _MOVE,
+    "sqrt": _NONLINEAR,
+    "square": _NONLINEAR,
+    "squeeze": _MOVE,
+    "stack": Primitive("all"),
+    "stop_gradient": _CAST,
+    "sub": _SUM,
+    "tan": _NONLINEAR,
+    "tanh": _NONLINEAR,
+    "transpose": _MOVE,
+    "unstack": _MOVE,
+    "xor": _NONLINEAR,
 }
-SUMS = {
-    "add", "add_any", "sub", "neg", "concatenate", "stack", "real", "imag", "conj", "complex",
-}  # fmt: skip
-_INDEXED = {"dynamic_slice", "gather"}
-_NONLINEAR = {
-    "abs", "acos", "acosh", "and", "asin", "asinh", "atan", "atan2", "atanh",
-    "bitcast_convert_type", "cbrt", "ceil", "clamp", "cos", "cosh", "digamma", "empty", "empty2",
-    "eq", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "integer_pow",
-    "iota", "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt", "max", "min", "ne",
-    "nextafter", "not", "one_minus_square", "or", "polynomial", "pow", "rem", "round", "rsqrt",
-    "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt",
-    "square", "tan", "tanh", "xor",
-}  # fmt: skip
-_PRODUCTS = {"mul", "div", "select_n", "pad"}
-CHEAP = MOVES | SUMS | _INDEXED | _NONLINEAR | _PRODUCTS
 
-# Equations that act on each element by itself.
-POINTWISE = (
-    SUMS
-    | _NONLINEAR
-    | _PRODUCTS
-    | {"convert_element_type", "copy", "name", "sharding_constraint", "stop_gradient"}
-) - {"concatenate", "stack", "empty", "empty2", "iota", "pad"}
 
-_COARSEST = 5, 7  # bits of float16's exponent and of bfloat16's mantissa
+def _names(of: Callable[[Primitive], bool]) -> frozenset[str]:
+    return frozenset(name for name, primitive in PRIMITIVES.items() if of(primitive))
 
-HEAVY = {"dot_general", "ragged_dot_general", "conv_general_dilated"}
-REDUCTIONS = {
-    "argmax", "argmin", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod",
-    "reduce_sum", "reduce",
-}  # fmt: skip
 
+MOVES = _names(lambda p: p.is_move)
+SUMS = _names(lambda p: p.affine_in == "all" and not p.is_move)
+CHEAP = _names(lambda p: p.cost == "cheap")
+POINTWISE = _names(lambda p: p.is_pointwise)
+HEAVY = _names(lambda p: p.cost == "product")
+REDUCTIONS = _names(lambda p: p.cost == "reduction")
 # Of a linear program: equations that act on each element by itself, of tangents in their shape.
-ELEMENTWISE = {
-    "add", "add_any", "convert_element_type", "copy", "div", "mul", "neg", "select_n",
-    "sharding_constraint", "sub",
-}  # fmt: skip
+ELEMENTWISE = _names(lambda p: p.is_pointwise and p.affine_in is not None) - {
+    "name",
+    "stop_gradient",
+}
+_COARSEST = 5, 7  # bits of float16's exponent and of bfloat16's mantissa
 
 
 def is_cheap(equation: Equation) -> bool:
@@ -84,18 +183,20 @@ def is_cheap_rule(equation: Equation) -> bool:
 
 def is_affine(equation: Equation, lossy: Callable[[Any], bool]) -> bool:
     """Whether a cheap equation is affine in its lossy operands, taken together."""
-    name = equation.primitive.name
+    primitive = PRIMITIVES.get(equation.primitive.name, _NONLINEAR)
     at = [i for i, atom in enumerate(equation.invars) if lossy(atom)]
-    results: list[Any] = list(equation.outvars)
-    if not all(jnp.issubdtype(out.aval.dtype, jnp.inexact) for out in results):
+    if not all(jnp.issubdtype(out.aval.dtype, jnp.inexact) for out in equation.outvars):
         return False
-    if name in MOVES | SUMS:
-        return not rounds_coarsely(equation)
-    if name == "mul":
-        return len(at) == 1
-    if name in {"div", "pad"} | _INDEXED:
-        return at == [0]
-    return name == "select_n" and 0 not in at
+    match primitive.affine_in:
+        case "all":
+            return not rounds_coarsely(equation)
+        case "one":
+            return len(at) == 1
+        case "first":
+            return at == [0]
+        case "cases":
+            return 0 not in at
+    return False
 
 
 def rounds_coarsely(equation: Equation) -> bool:
