@@ -5,16 +5,16 @@ may be an absent device: the program is then compiled ahead of time for a GPU or
 attached.
 """
 
-from ._analyze import analyze as analyze
-from ._batch import max_batch as max_batch
-from ._compiling import CompileError as CompileError
-from ._declared import Residual as Residual
-from ._declared import declared_residual_bytes as declared_residual_bytes
-from ._declared import declared_residuals as declared_residuals
-from ._live_bytes import Timeline as Timeline
-from ._live_bytes import timeline as timeline
-from ._options import compiler_options as compiler_options
-from ._report import MemoryReport as MemoryReport
-from ._targets import mesh as mesh
-from ._targets import targets as targets
-from ._timeline_draw import draw_html as draw_html
+from jaxcomp.memory._analyze import analyze as analyze
+from jaxcomp.memory._batch import max_batch as max_batch
+from jaxcomp.memory._compiling import CompileError as CompileError
+from jaxcomp.memory._declared import Residual as Residual
+from jaxcomp.memory._declared import declared_residual_bytes as declared_residual_bytes
+from jaxcomp.memory._declared import declared_residuals as declared_residuals
+from jaxcomp.memory._live_bytes import Timeline as Timeline
+from jaxcomp.memory._live_bytes import timeline as timeline
+from jaxcomp.memory._options import compiler_options as compiler_options
+from jaxcomp.memory._report import MemoryReport as MemoryReport
+from jaxcomp.memory._targets import mesh as mesh
+from jaxcomp.memory._targets import targets as targets
+from jaxcomp.memory._timeline_draw import draw_html as draw_html

@@ -5,18 +5,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
 
-from ._collectives import collective_traffic
-from ._compiling import CompiledStep, CompileError, compile_step
-from ._declared import NotDifferentiableError, declared_residuals
-from ._estimate import estimated_seconds
-from ._flops import jaxpr_flops
-from ._kernels import kernels
-from ._live_bytes import Timeline, compile_with_timeline
-from ._report import MemoryReport
-from ._targets import Target, resolve
-from ._tracing import TracedStep, trace
-from ._traffic import estimated_cycles, hbm_traffic, host_traffic
-from ._vector import vector_operations
+from jaxcomp.memory._collectives import collective_traffic
+from jaxcomp.memory._compiling import CompiledStep, CompileError, compile_step
+from jaxcomp.memory._declared import NotDifferentiableError, declared_residuals
+from jaxcomp.memory._estimate import estimated_seconds
+from jaxcomp.memory._flops import jaxpr_flops
+from jaxcomp.memory._kernels import kernels
+from jaxcomp.memory._live_bytes import Timeline, compile_with_timeline
+from jaxcomp.memory._report import MemoryReport
+from jaxcomp.memory._targets import Target, resolve
+from jaxcomp.memory._tracing import TracedStep, trace
+from jaxcomp.memory._traffic import estimated_cycles, hbm_traffic, host_traffic
+from jaxcomp.memory._vector import vector_operations
 
 # The TPU compiler's error for a program that does not fit. Other compilers do not raise one.
 _OUT_OF_HBM = "CompileTimeHbmOom"

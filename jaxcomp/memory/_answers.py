@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from ._targets import is_installed
+from jaxcomp.memory._targets import is_installed
 
 _WHEELS = ("jaxlib", "libtpu", "jax-cuda13-pjrt", "jax-cuda12-pjrt")
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")

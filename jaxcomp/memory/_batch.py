@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from ._analyze import analyze
-from ._report import MemoryReport
+from jaxcomp.memory._analyze import analyze
+from jaxcomp.memory._report import MemoryReport
 
 _FIRST = 8  # The first size, in units of `multiple`.
 _STEPS = 4  # After this many sizes with equal memory, the step does not depend on the batch.

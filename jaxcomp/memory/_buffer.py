@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ._origin import Origin
+from jaxcomp.memory._origin import Origin
 
 UNKNOWN = Origin(scope="", operation="made by XLA", phase="other", source="")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from ._hlo import in_hbm
+from jaxcomp.memory._hlo import in_hbm
 
 Value = tuple[str, str]  # The instruction and the tuple index, for example ("while.3", "{2}").
 

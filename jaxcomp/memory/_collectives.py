@@ -2,8 +2,8 @@
 
 import re
 
-from ._hlo import Instruction, Module, parse
-from ._traffic import total_over
+from jaxcomp.memory._hlo import Instruction, Module, parse
+from jaxcomp.memory._traffic import total_over
 
 _COLLECTIVES = {
     "all-reduce",

@@ -25,12 +25,12 @@ from jax import export
 from jax.extend.core import Jaxpr
 from jax.sharding import AbstractMesh, NamedSharding
 
-from . import _answers as answers
-from . import _compile_worker as compile_worker
-from ._buffer_assignment import dump_options, no_compilation_cache, read_dump
-from ._options import compiler_options
-from ._targets import Target
-from ._tracing import TracedStep, inner_jaxprs
+from jaxcomp.memory import _answers as answers
+from jaxcomp.memory import _compile_worker as compile_worker
+from jaxcomp.memory._buffer_assignment import dump_options, no_compilation_cache, read_dump
+from jaxcomp.memory._options import compiler_options
+from jaxcomp.memory._targets import Target
+from jaxcomp.memory._tracing import TracedStep, inner_jaxprs
 
 # For an absent GPU, XLA takes the first tile sizes of its list for each matrix product and raises
 # this error if they do not fit. With the first flag it takes the best that fit by its cost model,

@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ._hlo import Computation, Instruction, Module, parse
-from ._kernels import is_kernel
-from ._loops import trip_count
-from ._traffic import CALLS, cycles_of, in_hbm, on_host, traffic_of
-from ._vector import operations_of
+from jaxcomp.memory._hlo import Computation, Instruction, Module, parse
+from jaxcomp.memory._kernels import is_kernel
+from jaxcomp.memory._loops import trip_count
+from jaxcomp.memory._traffic import CALLS, cycles_of, in_hbm, on_host, traffic_of
+from jaxcomp.memory._vector import operations_of
 
 
 class Cost(NamedTuple):

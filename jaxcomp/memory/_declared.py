@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from ._origin import scopes_of
-from ._source_line import is_of_library, source_line
-from ._tracing import inner_jaxprs, open_jaxpr, trace
+from jaxcomp.memory._origin import scopes_of
+from jaxcomp.memory._source_line import is_of_library, source_line
+from jaxcomp.memory._tracing import inner_jaxprs, open_jaxpr, trace
 
 # Call primitives whose body is inlined, and the parameter that holds the called jaxpr.
 _CALLS = {

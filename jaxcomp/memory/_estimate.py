@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ._targets import Target
+from jaxcomp.memory._targets import Target
 
 _KERNEL_SECONDS = 2e-6
 

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from ._tracing import inner_jaxprs
+from jaxcomp.memory._tracing import inner_jaxprs
 
 
 def flops(fn: Callable[..., object], *args: object) -> int | None:

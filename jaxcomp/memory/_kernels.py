@@ -1,7 +1,7 @@
 """Counts the kernels of a compiled program from the text of its HLO module."""
 
-from ._hlo import Instruction, parse
-from ._traffic import is_free, total_over
+from jaxcomp.memory._hlo import Instruction, parse
+from jaxcomp.memory._traffic import is_free, total_over
 
 
 def kernels(hlo_text: str) -> int | None:

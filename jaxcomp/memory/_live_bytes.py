@@ -8,19 +8,19 @@ from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 
-from ._buffer import UNKNOWN, Buffer, group
-from ._buffer_assignment import (
+from jaxcomp.memory._buffer import UNKNOWN, Buffer, group
+from jaxcomp.memory._buffer_assignment import (
     one_file,
     read_places,
     read_ranges,
     read_values,
 )
-from ._compiling import CompiledStep, compile_step
-from ._hlo import Instruction, Module, parse
-from ._origin import Origins
-from ._passes import backward_start, phase
-from ._targets import Target, resolve
-from ._tracing import TracedStep, trace
+from jaxcomp.memory._compiling import CompiledStep, compile_step
+from jaxcomp.memory._hlo import Instruction, Module, parse
+from jaxcomp.memory._origin import Origins
+from jaxcomp.memory._passes import backward_start, phase
+from jaxcomp.memory._targets import Target, resolve
+from jaxcomp.memory._tracing import TracedStep, trace
 
 
 @dataclass(frozen=True)

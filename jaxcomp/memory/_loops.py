@@ -2,7 +2,7 @@
 
 import re
 
-from ._hlo import Computation, Instruction, Module
+from jaxcomp.memory._hlo import Computation, Instruction, Module
 
 
 def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:

@@ -9,8 +9,8 @@ from typing import Any
 
 from jax.extend.source_info_util import new_name_stack
 
-from ._hlo import Computation, Instruction, Module
-from ._passes import phase
+from jaxcomp.memory._hlo import Computation, Instruction, Module
+from jaxcomp.memory._passes import phase
 
 _MOVES = {"copy", "bitcast", "copy-start", "copy-done", "opt-barrier"}
 _MACHINERY = re.compile(

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ._hlo import Module
+from jaxcomp.memory._hlo import Module
 
 _NEARLY = 0.9
 

@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ._live_bytes import format_bytes
+from jaxcomp.memory._live_bytes import format_bytes
 
 NOT_GIVEN = "not given by this backend"
 

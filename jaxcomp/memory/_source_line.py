@@ -13,7 +13,7 @@ import jax
 import jaxtyping
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from ._tracing import CHECKPOINT_PRIMITIVES
+from jaxcomp.memory._tracing import CHECKPOINT_PRIMITIVES
 
 _LONG = 40  # characters of an expression
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

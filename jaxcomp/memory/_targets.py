@@ -12,7 +12,7 @@ from importlib import metadata
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from ._gpus import GPUS, Gpu, target_config
+from jaxcomp.memory._gpus import GPUS, Gpu, target_config
 
 # The fraction of GPU memory that JAX preallocates if XLA_CLIENT_MEM_FRACTION is not set.
 _GPU_FRACTION = 0.75

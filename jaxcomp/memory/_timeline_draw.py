@@ -8,8 +8,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ._buffer import Buffer
-from ._live_bytes import Timeline
+from jaxcomp.memory._buffer import Buffer
+from jaxcomp.memory._live_bytes import Timeline
 
 # The colors are Paul Tol's "bright" and "muted" sets, which are safe for color-blind readers.
 PHASES = {

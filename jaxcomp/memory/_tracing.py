@@ -11,8 +11,8 @@ from flax import nnx
 from jax.extend.core import Jaxpr, JaxprEqn
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding
 
-from ._argument_names import argument_names, is_object
-from ._targets import Target
+from jaxcomp.memory._argument_names import argument_names, is_object
+from jaxcomp.memory._targets import Target
 
 CHECKPOINT_PRIMITIVES = {"checkpoint", "remat", "remat2"}
 """Names of `jax.checkpoint` in a traced program."""

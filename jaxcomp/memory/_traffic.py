@@ -3,8 +3,8 @@
 import re
 from collections.abc import Callable
 
-from ._hlo import Array, Computation, Instruction, Module, parse
-from ._loops import trip_count
+from jaxcomp.memory._hlo import Array, Computation, Instruction, Module, parse
+from jaxcomp.memory._loops import trip_count
 
 Count = Callable[[Computation, Instruction], int | None]
 _NO_ESTIMATE = 2**63 - 1  # what XLA writes where it has none

@@ -1,7 +1,7 @@
 """Counts the elementwise operations of a compiled program from the text of its HLO module."""
 
-from ._hlo import Computation, Instruction, Module, parse
-from ._traffic import ARITHMETIC, total_over
+from jaxcomp.memory._hlo import Computation, Instruction, Module, parse
+from jaxcomp.memory._traffic import ARITHMETIC, total_over
 
 _ELEMENTWISE = {
     *ARITHMETIC,
