@@ -24,8 +24,7 @@ from experiments.training.monitor import Monitor
 from experiments.training.run import build, evaluate, learning_rate
 from experiments.training.train import train
 from jaxcomp.models import training
-
-from .conftest import make_dataset
+from tests.experiments.conftest import make_dataset
 
 CONFIG = TrainConfig(model="tiny", dataset="tiny", epochs=2, batch=16, lr=0.05)
 
