@@ -82,6 +82,6 @@ def sum_as_one_on_gpu(operands: tuple[typing.Any, ...], as_one: Form[T], apart: 
 
 
 def interpret_but_on_tpu(operands: tuple[typing.Any, ...], run: Form[T]) -> T:
-    """Runs a Pallas kernel, `run(interpret, *operands)`, on a TPU and in an interpreter elsewhere."""
+    """Runs the kernel `run(interpret, *operands)` on a TPU, and interprets it elsewhere."""
     kernel, interpreted = functools.partial(run, False), functools.partial(run, True)
     return lax.platform_dependent(*operands, tpu=kernel, default=interpreted)
