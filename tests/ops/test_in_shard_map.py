@@ -178,14 +178,6 @@ def test_a_device_s_own_dropout_of_what_all_devices_have():
     assert_close(found(X), jax.jit(lanes)(X, keys).sum(0))
 
 
-def test_branches_in_turn():
-    def turn(x, scale):
-        first, second = ops.in_turn(x, scale)
-        return first * second[None, None, None]
-
-    check(turn, SCALE)
-
-
 def test_the_kernel_of_blocks_is_lowered():
     """Of a device that is there; elsewhere Pallas interprets it, which checks no types."""
     codec = BlockSparse((8, 8), 0.5, product="tpu")
