@@ -39,8 +39,11 @@ class Keyed:
         if program.jaxpr.effects or program.consts:
             return None
         try:
-            # jax_enable_x64 changes the last of these.
-            key = _key_of_jaxpr(program.jaxpr), rest, jnp.result_type(float)
+            key = (
+                _key_of_jaxpr(program.jaxpr),
+                rest,
+                jnp.result_type(float),
+            )  # which jax_enable_x64 changes
             hash(key)
         except TypeError:  # raised by `_key`, or of an unhashable parameter
             return None
