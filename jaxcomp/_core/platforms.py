@@ -81,18 +81,7 @@ def sum_as_one_on_gpu(operands: tuple[typing.Any, ...], as_one: Form[T], apart: 
     return lax.platform_dependent(*operands, cuda=as_one, default=apart)
 
 
-def kernel_or_interpreter(
-    platform: typing.Literal["cuda", "tpu"], operands: tuple[typing.Any, ...], run: Form[T]
-) -> T:
-    """Runs a Pallas kernel on its platform, and Pallas' interpreter elsewhere.
-
-    Args:
-        platform: Platform of the kernel.
-        operands: Operands of the kernel.
-        run: Function `run(interpret, *operands)` that calls the kernel.
-
-    Returns:
-        The result of `run`.
-    """
-    forms = {platform: functools.partial(run, False), "default": functools.partial(run, True)}
-    return lax.platform_dependent(*operands, **forms)
+def interpret_but_on_tpu(operands: tuple[typing.Any, ...], run: Form[T]) -> T:
+    """Runs the kernel `run(interpret, *operands)` on a TPU, and interprets it elsewhere."""
+    kernel, interpreted = functools.partial(run, False), functools.partial(run, True)
+    return lax.platform_dependent(*operands, tpu=kernel, default=interpreted)

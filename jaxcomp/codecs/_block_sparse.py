@@ -14,7 +14,7 @@ from jaxcomp.codecs._codec import Codec, Encoded, Exact, Seed, array_nbytes
 from jaxcomp.codecs._offload import inner_codec
 
 Block = int | tuple[int, int]
-Product = typing.Literal["auto", "dense", "rows", "triton", "tpu"]
+Product = typing.Literal["auto", "dense", "rows", "tpu"]
 _EXACT = Exact()
 
 
@@ -83,12 +83,10 @@ class BlockSparse(Codec):
         values: Codec for the values of the kept blocks.
         product: How a linear layer computes its weight gradient from the kept blocks. "dense"
             multiplies the decoded matrix. "rows" multiplies the kept blocks alone, for each row of
-            blocks. "triton" is a CUDA kernel that decodes on the chip; both sides of a block must
-            be powers of two. "tpu" is a TPU kernel that sums the products of "rows" on the chip;
-            the width of a block must be a multiple of 8. Both kernels are for one device or the
-            inside of `jax.shard_map`. "auto" is the TPU kernel on one TPU if it supports the
-            blocks; otherwise "rows" if its products take less memory than the decoded matrix;
-            otherwise "dense".
+            blocks. "tpu" is a TPU kernel that sums the products of "rows" on the chip, for one
+            device or the inside of `jax.shard_map`; the width of a block must be a multiple of 8.
+            "auto" is the TPU kernel on one TPU if it supports the blocks; otherwise "rows" if its
+            products take less memory than the decoded matrix; otherwise "dense".
 
     Raises:
         TypeError: If `values` is not a codec.

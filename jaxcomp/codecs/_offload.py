@@ -20,14 +20,9 @@ class Offload(Codec):
 
     Attributes:
         codec: Codec that encodes the array.
-        in_turn: Whether the backward pass of a block's own norm starts only after that of the norm
-            on its skip connection (`ops.in_turn`). Then the cotangents of both branches are never
-            in memory at once, which lowers peak memory if the peak is there. Only `residual_norm`
-            of `nn.NormAct` reads this option.
 
     Raises:
         TypeError: If `codec` is not a codec, or is an `Offload` itself.
-        ValueError: If `in_turn` is not a bool.
 
     Example:
         >>> from jaxcomp import Quantize
@@ -36,15 +31,12 @@ class Offload(Codec):
     """
 
     codec: Codec
-    in_turn: bool = False
     name: typing.ClassVar[str] = "offload"
     on_host = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.codec, Codec) or isinstance(self.codec, Offload):
             raise TypeError(f"codec={self.codec!r}: expected a codec such as Quantize(bits=4)")
-        if type(self.in_turn) is not bool:
-            raise ValueError(f"in_turn={self.in_turn!r}: expected True or False")
 
     @property
     def kinds(self) -> tuple[str, ...]:  # type: ignore[override]
@@ -111,6 +103,6 @@ def placed_like(other: Codec, codec: Codec) -> Codec:
     Example:
         >>> from jaxcomp import Quantize
         >>> placed_like(Offload(Quantize(bits=4)), Quantize(bits=2))
-        Offload(codec=Quantize(bits=2, group='channel', rounding='stochastic'), in_turn=False)
+        Offload(codec=Quantize(bits=2, group='channel', rounding='stochastic'))
     """
-    return dataclasses.replace(other, codec=codec) if isinstance(other, Offload) else codec
+    return Offload(codec) if isinstance(other, Offload) else codec

@@ -1,8 +1,6 @@
 """Norm, addition and ReLU as one layer, alone or after a convolution."""
 
-import dataclasses
 import typing
-from collections.abc import Callable
 
 import jax
 from flax import nnx
@@ -16,7 +14,6 @@ from jaxcomp.nn._linear import Conv
 from jaxcomp.nn._norm import BatchNorm
 
 Features = Float[Array, "batch ..."] | ops.CodedArray
-Shortcut = Callable[[Features], Features]
 
 
 class Clipped(nnx.Variable[Array]):
@@ -86,14 +83,12 @@ class NormAct(Coded, nnx.Module):
 
         Raises:
             TypeError: If `codec` is not a codec.
-            ValueError: If the codec is for other operations or has `in_turn`; if a norm has no
-                scale or bias, or another axis than -1; or if the options of both norms differ.
+            ValueError: If the codec is for other operations; if a norm has no scale or bias, or
+                another axis than -1; or if the options of both norms differ.
         """
         super().check_codec(codec)
         if codec is None or isinstance(codec, Exact):
             return
-        if isinstance(codec, Offload) and codec.in_turn:
-            raise ValueError(f"codec={codec}: expected in_turn=False, as the norms share a code")
         norms = self.norm, self.residual_norm or self.norm
         if not all(norm.scale and norm.bias and norm.axis == -1 for norm in norms):
             raise ValueError(f"codec={codec}: expected a norm with scale and bias, and axis=-1")
@@ -103,14 +98,6 @@ class NormAct(Coded, nnx.Module):
         if of_residual != options:
             raise ValueError(f"residual_norm with {of_residual}: expected {options}, as norm")
 
-    @property
-    def in_turn(self) -> bool:
-        """Whether the norm's backward pass starts after that of `residual_norm` (`Offload`)."""
-        norm = self.residual_norm
-        if self.codec is not None or norm is None or norm.use_running_average:
-            return False
-        return isinstance(norm.codec, Offload) and norm.codec.in_turn
-
     def saved_elements(self, args: tuple[typing.Any, ...], result: typing.Any) -> int:
         """Returns the number of elements that a call saves.
 
@@ -119,30 +106,21 @@ class NormAct(Coded, nnx.Module):
         count = count_elements(result) * (1 if self.residual_norm is None else 2)
         return count + (0 if self.pool is None else count_elements(args[:1]))
 
-    def __call__(
-        self,
-        x: Float[Array, "batch ..."],
-        residual: Features | None = None,
-        shortcut: Shortcut | None = None,
-    ) -> Features:
+    def __call__(self, x: Float[Array, "batch ..."], residual: Features | None = None) -> Features:
         """Returns the result: an `ops.CodedArray` in training with a codec, else an array.
 
         Args:
             x: Input of the norm, (batch, ..., features).
             residual: Skip connection that is added before the ReLU.
-            shortcut: Function that is applied to the skip connection first, such as a convolution.
 
         Raises:
-            ValueError: If `residual` is None and there is a `residual_norm` or a `shortcut`.
+            ValueError: If `residual` is None and there is a `residual_norm`.
         """
         norm, residual_norm = self.norm, self.residual_norm
-        for name, given in ("residual_norm", residual_norm), ("shortcut", shortcut):
-            if given is not None and residual is None:
-                raise ValueError(f"residual=None: expected an array, which {name} is for")
+        if residual_norm is not None and residual is None:
+            raise ValueError("residual=None: expected an array, which residual_norm is for")
         if self.codec is None or norm.use_running_average:
-            return self._separately(x, residual, shortcut)
-        if residual is not None and shortcut is not None:
-            residual = shortcut(residual)
+            return self._separately(x, residual)
         norms, normed, of_residual = [norm], None, None
         if residual is not None and residual_norm is not None:
             if residual_norm.use_running_average:
@@ -172,25 +150,15 @@ class NormAct(Coded, nnx.Module):
             self.clipped.set_value(jax.lax.stop_gradient(share))
         return coded
 
-    def _separately(
-        self, x: Array, residual: Features | None, shortcut: Shortcut | None
-    ) -> Features:
+    def _separately(self, x: Array, residual: Features | None) -> Features:
         """Runs the modules one by one."""
         y = self.norm(x)
         if residual is not None:
-            if self.in_turn:
-                first, y = ops.in_turn(ops.value(residual), y)
-                residual = _with_value(residual, first)
-            residual = residual if shortcut is None else shortcut(residual)
             if self.residual_norm is not None:
                 residual = self.residual_norm(ops.value(residual))
             y = y + ops.value(residual)
         y = y if self.relu is None else self.relu(y)
         return y if self.pool is None else self.pool(y)
-
-
-def _with_value(x: Features, value: Array) -> Features:
-    return dataclasses.replace(x, value=value) if isinstance(x, ops.CodedArray) else value
 
 
 def _affine(norm: BatchNorm) -> tuple[Array, Array]:
@@ -251,20 +219,14 @@ class ConvNormAct(NormAct):
         self.conv = conv
         super().__init__(norm, relu=relu, residual_norm=residual_norm, codec=codec)
 
-    def __call__(
-        self,
-        x: Features,
-        residual: Features | None = None,
-        shortcut: Shortcut | None = None,
-    ) -> Features:
+    def __call__(self, x: Features, residual: Features | None = None) -> Features:
         """Returns the result: an `ops.CodedArray` in training with a codec, else an array.
 
         Args:
             x: Input of the convolution.
             residual: As in `NormAct`.
-            shortcut: As in `NormAct`.
 
         Raises:
             ValueError: As in `NormAct`.
         """
-        return super().__call__(self.conv(x), residual, shortcut)
+        return super().__call__(self.conv(x), residual)

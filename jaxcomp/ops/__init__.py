@@ -10,7 +10,6 @@ from jaxcomp.ops._coded_array import encode_activation as encode_activation
 from jaxcomp.ops._coded_array import value as value
 from jaxcomp.ops._conv import conv_general_dilated as conv_general_dilated
 from jaxcomp.ops._conv import conv_transpose as conv_transpose
-from jaxcomp.ops._in_turn import in_turn as in_turn
 from jaxcomp.ops._linear import dot_general as dot_general
 from jaxcomp.ops._linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from jaxcomp.ops._norm import batch_norm as batch_norm

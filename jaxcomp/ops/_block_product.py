@@ -12,9 +12,6 @@ from jaxcomp._core.one_device import on_one
 from jaxcomp.codecs import BlockSparse, Codec, Encoded
 from jaxcomp.codecs._block_sparse import Product
 from jaxcomp.ops import _block_tpu as block_tpu
-from jaxcomp.ops import _block_triton as block_triton
-
-KERNELS = {"triton": block_triton, "tpu": block_tpu}
 
 
 def by_dense(
@@ -81,12 +78,7 @@ def by_rows(
     return sums.reshape(-1, columns)[: grid.width]
 
 
-GRADIENTS = {
-    "dense": by_dense,
-    "rows": by_rows,
-    "triton": block_triton.by_triton,
-    "tpu": block_tpu.by_tpu,
-}
+GRADIENTS = {"dense": by_dense, "rows": by_rows, "tpu": block_tpu.by_tpu}
 """The function that computes the weight gradient, for each value of `BlockSparse.product`."""
 
 
@@ -136,7 +128,7 @@ def gradient(
         A function of the encoded left operand and the cotangent.
 
     Raises:
-        ValueError: If the product is a kernel that does not support blocks of this size.
+        ValueError: If the product is the kernel and it does not support blocks of this size.
     """
 
     def by(product: Product) -> Callable[[Encoded, Array], Array]:
@@ -145,10 +137,10 @@ def gradient(
 
         return of
 
+    refusal = block_tpu.refusal(codec, x.shape)
     if codec.product == "auto":
         portable = by(choose(codec, x.shape, columns, x.dtype.itemsize))
-        return portable if block_tpu.refusal(codec, x.shape) else on_one("tpu", by("tpu"), portable)
-    kernel = KERNELS.get(codec.product)
-    if kernel is not None and (refusal := kernel.refusal(codec, x.shape)):
-        raise ValueError(f"product={codec.product!r}: {refusal}")
+        return portable if refusal else on_one("tpu", by("tpu"), portable)
+    if codec.product == "tpu" and refusal:
+        raise ValueError(f"product='tpu': {refusal}")
     return by(codec.product)

@@ -80,8 +80,8 @@ def by_tpu(
         )(*args)
 
     dtype = jnp.promote_types(data.dtype, g.dtype)
-    sums = platforms.kernel_or_interpreter(
-        "tpu", match_varying((indices, data.astype(dtype), g.astype(dtype))), run
+    sums = platforms.interpret_but_on_tpu(
+        match_varying((indices, data.astype(dtype), g.astype(dtype))), run
     )
     return sums[: grid.width]
 

@@ -86,14 +86,11 @@ class Policy:
         rules = tuple(dataclasses.replace(rule, path=path) for rule in self.rules)
         return Policy(rules, self.lossy_recomputation)
 
-    def offloaded(self, in_turn: bool = False) -> "Policy":
+    def offloaded(self) -> "Policy":
         """The same rules with all codes in the host's pinned memory.
 
         On a GPU the forward pass waits for each copy. A backend without such memory raises an error
         when the step is compiled.
-
-        Args:
-            in_turn: As `Offload` takes it. A codec that has it already keeps it.
 
         Example:
             >>> from jaxcomp import Quantize
@@ -105,9 +102,7 @@ class Policy:
             codec = rule.action
             if not isinstance(codec, Codec) or isinstance(codec, Exact):
                 return rule
-            in_turn_already = isinstance(codec, Offload) and codec.in_turn
-            action = Offload(inner_codec(codec), in_turn or in_turn_already)
-            return dataclasses.replace(rule, action=action)
+            return dataclasses.replace(rule, action=Offload(inner_codec(codec)))
 
         return Policy(tuple(map(moved, self.rules)), self.lossy_recomputation)
 

@@ -303,9 +303,7 @@ def actnn(level: Level = "L3") -> Policy:
     - L3: everything in 2 bits on average. The policy starts with 2 bits everywhere;
       `jaxcomp.diagnostics.BitPlanner` then gives each layer and rank of samples its own bits.
     - L4: as L3, with the codes in the host's memory (`.offloaded()`).
-    - L5: as L4, with a smaller working set where a skip connection has a norm
-      (`.offloaded(in_turn=True)`). It stands for the paper's memory allocator: XLA lays out memory
-      when it compiles.
+    - L5: as L4. The paper adds a memory allocator: XLA lays out memory when it compiles.
 
     Masks and indices are exact and packed from L2 on.
 
@@ -329,7 +327,7 @@ def actnn(level: Level = "L3") -> Policy:
     if level == "L1":
         return Policy((Rule(Quantize(bits=4), op="conv"),))
     policy = everywhere(Quantize(bits=4 if level == "L2" else 2))
-    return policy.offloaded(in_turn=level == "L5") if level in ("L4", "L5") else policy
+    return policy.offloaded() if level in ("L4", "L5") else policy
 
 
 def __dir__() -> tuple[str, ...]:

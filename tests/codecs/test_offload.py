@@ -17,7 +17,7 @@ from jaxcomp import (
     ops,
     recipes,
 )
-from jaxcomp.codecs._offload import inner_codec, placed_like
+from jaxcomp.codecs._offload import inner_codec
 from jaxcomp.diagnostics import BitPlanner
 from jaxcomp.memory import analyze
 from jaxcomp.nn._coded import coded_modules
@@ -149,12 +149,3 @@ def test_exact_rules_stay_on_the_device():
 def test_what_is_no_codec_is_an_error(codec):
     with without_type_checks(), pytest.raises(TypeError, match="codec="):
         Offload(codec)
-
-
-def test_a_turn_that_is_no_bool_is_an_error():
-    with without_type_checks(), pytest.raises(ValueError, match="in_turn=1: expected True or Fal"):
-        Offload(Quantize(2), in_turn=1)
-
-
-def test_a_codec_in_another_s_place_keeps_its_turn():
-    assert placed_like(Offload(Quantize(4), in_turn=True), Quantize(2)).in_turn

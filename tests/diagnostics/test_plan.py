@@ -88,17 +88,6 @@ def test_elements_of_a_unit_are_those_that_it_has_codes_for():
     assert found.saved_bytes == pytest.approx(3 * 16 * 8 * 8 * 8 / 2, rel=0.05)
 
 
-def test_elements_of_a_residuals_norm_are_those_that_its_shortcut_makes():
-    rngs = nnx.Rngs(0)
-    norms = [jc.nn.BatchNorm(16, rngs=rngs) for _ in range(2)]
-    unit = jc.nn.NormAct(norms[0], residual_norm=norms[1], codec=jc.SignAware(4))
-    shortcut = jc.nn.Conv(8, 16, (1, 1), strides=2, rngs=rngs)
-    x, residual = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((16, 4, 4, 16), (16, 8, 8, 8)))
-    (found,) = (m for m in jc.plan(unit, x, residual, shortcut).values if m.op == "norm_act")
-    assert found.elements == 2 * 16 * 4 * 4 * 16
-    assert found.saved_bytes == pytest.approx(3 * 16 * 4 * 4 * 16 / 2, rel=0.05)
-
-
 def test_a_layer_of_flax_is_listed_as_exact_with_its_source_line():
     x = jax.ShapeDtypeStruct((2, 8, 8, 4), jnp.float32)
     found = jc.plan(Mixed(), x)

@@ -1,17 +1,13 @@
 """What the codecs promise is what XLA's buffer assignment comes to; nothing is run."""
 
-import functools
 import typing
 
-import jax
 import jax.numpy as jnp
 import pytest
-from flax import nnx
 
 import jaxcomp as jc
 from experiments.bench.stage import step_factory
 from jaxcomp.memory import MemoryReport, analyze
-from jaxcomp.models.resnet import Bottleneck, Layers
 from jaxcomp.planning import Strategy
 
 
@@ -81,30 +77,6 @@ def _saves_half_a_result(
             f"a block's result {value / 2**20:.1f}"
         )
     assert second < first - value / 2
-
-
-@pytest.mark.aot
-def test_norms_in_turn_need_less(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a block with a projection, whose two norms' cotangents are then not there at once."""
-    pytest.importorskip("jax_cuda13_plugin")
-    shape = 16, 56, 56, 64
-
-    def report(level: jc.recipes.Level) -> MemoryReport:
-        layers = functools.partial(Layers, jnp.bfloat16)
-        block = nnx.eval_shape(lambda: Bottleneck(layers(nnx.Rngs(0)), 64, 64, 1, "projection"))
-        jc.compress(block, jc.Policy(tuple(r for r in jc.recipes.actnn(level).rules if r.required)))
-        graphdef, state = nnx.split(block)
-
-        def loss(state: nnx.State, x: jax.Array) -> jax.Array:
-            y = nnx.merge(graphdef, state)(4 * x)
-            return jnp.sin(jc.ops.value(y).astype(jnp.float32)).mean()
-
-        gradient = jax.grad(loss, (0, 1), allow_int=True)
-        x = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-        return analyze(gradient, state, x, target="h100", xla_remat=False)
-
-    reports = {"actnn:level=L4": report("L4"), "in turn (L5)": report("L5")}
-    _saves_half_a_result("a block with a projection", reports, capsys)
 
 
 @pytest.mark.aot

@@ -129,61 +129,6 @@ def test_a_residuals_norm_without_a_residual_is_an_error():
             block(codec)[1](normal((4, 6, 6, 8)))
 
 
-@pytest.mark.parametrize("codec", [jc.SignAware(4), None], ids=str)
-def test_a_shortcut_comes_before_its_norm(codec):
-    (_, one), (_, other) = block(codec), block(codec)
-    x = normal((4, 6, 6, 8))
-    assert_same_bits(
-        jc.ops.value(one(x, 2 * x, lambda x: x + 1)), jc.ops.value(other(x, 2 * x + 1))
-    )
-    assert_same_bits(nnx.state(one), nnx.state(other))
-    with pytest.raises(ValueError, match="residual=None: expected an array, which shortcut is for"):
-        unit(codec)(X, None, lambda x: x)
-
-
-@pytest.mark.parametrize("coded_input", [False, True])
-def test_norms_in_turn_compute_what_they_do_at_once(coded_input):
-    def block_of(in_turn):
-        first, last = unit(jc.SignAware(4) if coded_input else None, cin=8), block(None)[1]
-        for norm in (last.norm, last.residual_norm):
-            norm.codec = jc.Offload(jc.Quantize(2), in_turn=in_turn)
-        conv = jc.nn.Conv(8, 8, (1, 1), codec=jc.Quantize(2), rngs=nnx.Rngs(1))
-        return nnx.List([first, conv, last])
-
-    def run(in_turn):
-        graphdef, state = nnx.split(block_of(in_turn))
-
-        @jax.jit
-        def gradient(state, x):
-            def loss(state, x):
-                first, conv, last = nnx.merge(graphdef, state)
-                h = first(x)
-                return jnp.sin(last(jc.ops.value(h) ** 2, h, conv)).sum()
-
-            return jax.value_and_grad(loss, (0, 1), allow_int=True)(state, x)
-
-        x = normal((4, 6, 6, 8))
-        return gradient(state, x), str(jax.make_jaxpr(gradient)(state, x)).count("tion_barrier")
-
-    (found, barriers), (expected, fewer) = run(True), run(False)
-    assert_same_bits(found, expected)
-    assert barriers == fewer + 1
-
-
-def test_a_residuals_norm_that_uses_averages_has_no_turn():
-    _, unit = block(None)
-    unit.residual_norm.codec = jc.Offload(jc.Quantize(2), in_turn=True)
-    assert unit.in_turn
-    unit.eval()
-    x = normal((4, 6, 6, 8))
-    jax.jvp(lambda x: unit(x, x), (x,), (x,))
-
-
-def test_units_of_one_code_have_no_turns():
-    with pytest.raises(ValueError, match="expected in_turn=False, as the norms share a code"):
-        block(jc.Offload(jc.SignAware(2), in_turn=True))
-
-
 def test_a_norm_that_has_lost_its_scale_is_an_error():
     module = jc.nn.NormAct(jc.nn.BatchNorm(8, rngs=nnx.Rngs(0)), codec=jc.SignAware(4))
     module.norm.scale = None

@@ -20,16 +20,13 @@ from tests.helpers import (
     without_type_checks,
 )
 
-pytestmark = pytest.mark.filterwarnings(  # where a GPU is attached
-    "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
-)
 CASES = {  # shape, columns, block
     "blocks that do not fit": ((3, 20, 36), 24, 8),
     "no tokens": ((5, 64), 7, (8, 16)),
     "a map": ((2, 3, 5, 16), 70, (4, 2)),
     "more than a tile": ((2, 50, 80), 96, 16),
 }
-SMALL = {"rows": 4, "triton": 4, "tpu": (4, 8)}  # a small block for each product
+SMALL = {"rows": 4, "tpu": (4, 8)}  # a small block for each product
 
 
 def linear(x, w, codec):
@@ -75,10 +72,9 @@ def test_precision_is_the_products_own(product):
     assert text.count("dot_general[") == text.count("Precision.HIGHEST, Precision.HIGHEST") > 1
 
 
-@pytest.mark.parametrize("product", ["triton", "tpu"])
-def test_kernels_have_no_derivative(product):
+def test_the_kernel_has_no_derivative():
     x, w = normal((2, 8, 16)), normal((16, 5), seed=1)
-    codec = BlockSparse(SMALL[product], 0.5, product=product)
+    codec = BlockSparse(SMALL["tpu"], 0.5, product="tpu")
     gradient = jax.grad(lambda w: (linear(x, w, codec) ** 2).sum())
     with pytest.raises(NotImplementedError, match="second derivatives"):
         jax.jvp(gradient, (w,), (w,))
@@ -115,20 +111,16 @@ def test_tall_blocks_are_multiplied_as_they_are():
     assert str(dense).count("f32[2,64,256]") > text.count("f32[2,64,256]")
 
 
-@pytest.mark.parametrize(
-    ("product", "target", "less", "dense"),
-    [("triton", "h100", "hbm_traffic_bytes", "h100"), ("tpu", "v5e", "flops", "cpu")],
-)
-def test_kernels_compile_for_absent_devices(product, target, less, dense):
-    """They take less of something than the product of the decoded matrix, compiled for `dense`."""
+def test_the_kernel_compiles_for_an_absent_tpu():
+    """It takes fewer FLOPs than the product of the decoded matrix, compiled for a CPU."""
     x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in [(4, 64, 128), (128, 64)])
 
-    def count(product, target):
+    def flops(product, target):
         codec = BlockSparse(8, 0.25, product=product)
         gradient = jax.grad(lambda w, x: jnp.sin(linear(x, w, codec).astype(jnp.float32)).sum())
-        return getattr(memory.analyze(gradient, w, x, target=target), less)
+        return memory.analyze(gradient, w, x, target=target).flops
 
-    assert count(product, target) < count("dense", dense)
+    assert flops("tpu", "v5e") < flops("dense", "cpu")
 
 
 def test_vmap_of_grad_equals_a_loop():
@@ -217,15 +209,13 @@ def test_a_tpu_takes_its_kernel_with_numbers_of_64_bits():
 
 def test_kernel_that_cannot_be_is_an_error():
     x, w = normal((2, 12, 16)), normal((16, 5), seed=1)
-    with pytest.raises(ValueError, match=r"product='triton': expected block sides .* got \(6, 4\)"):
-        linear(x, w, BlockSparse((6, 4), 0.5, product="triton"))
     with pytest.raises(ValueError, match=r"product='tpu': expected blocks whose width .* \(8, 4\)"):
         linear(x, w, BlockSparse((8, 4), 0.5, product="tpu"))
     x, w = (jax.ShapeDtypeStruct(s, jnp.float32) for s in [(2, 64, 16384), (16384, 8)])
     with pytest.raises(ValueError, match=r"product='tpu': x of shape \(2, 64, 16384\) needs"):
         jax.eval_shape(lambda x, w: linear(x, w, BlockSparse((64, 8), 0.25, product="tpu")), x, w)
-    with without_type_checks(), pytest.raises(ValueError, match="product='cuda': expected one of"):
-        BlockSparse(product="cuda")
+    with without_type_checks(), pytest.raises(ValueError, match="product='triton': expected"):
+        BlockSparse(product="triton")
 
 
 def test_a_map_that_is_too_large_for_the_chip_is_told_its_bytes():

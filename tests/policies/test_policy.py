@@ -16,7 +16,7 @@ POLICIES = [
     jc.recipes.fused(bits=3, scale_source="range"),
     jc.recipes.transformer(bits=2),
     jc.recipes.boundary(jc.Cast("float8_e4m3fn")),
-    jc.recipes.division().offloaded(in_turn=True),
+    jc.recipes.division().offloaded(),
     jc.recipes.pruning(block=(8, 16), rest_bits=4),
     jc.Policy((jc.Rule(jc.PerSample((4, 2)), op="conv"), jc.Rule("offload", names=("a", "b")))),
     from_spec("pooling:window=4 @ blocks/[01]/.* + pooling:window=2"),

@@ -8,7 +8,7 @@ import jax
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from jaxcomp.codecs import Codec, Offload, Quantize
+from jaxcomp.codecs import Codec, Quantize
 from jaxcomp.codecs._codec import FLOATS
 from jaxcomp.codecs._offload import inner_codec
 from jaxcomp.memory._source_line import source_line
@@ -218,5 +218,4 @@ def channel_axis(convolution: Equation) -> int | None:
 
 def _serves(codec: Codec) -> bool:
     by = inner_codec(codec)
-    in_turn = isinstance(codec, Offload) and codec.in_turn
-    return isinstance(by, Quantize) and by.unbiased and by.bits > 2 and not in_turn
+    return isinstance(by, Quantize) and by.unbiased and by.bits > 2

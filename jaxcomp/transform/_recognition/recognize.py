@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxcomp.codecs import Codec, Offload, Packed, SignAware
+from jaxcomp.codecs import Codec, Packed, SignAware
 from jaxcomp.codecs._offload import inner_codec
 from jaxcomp.policies._policy import Policy
 from jaxcomp.policies._rule import Rule
@@ -135,7 +135,7 @@ def _fits(unit: Unit, codec: Codec) -> bool:
     by = inner_codec(codec)
     if unit.kind == "max_pool":
         return isinstance(by, Packed)
-    if not isinstance(by, SignAware) or (isinstance(codec, Offload) and codec.in_turn):
+    if not isinstance(by, SignAware):
         return False
     smooth = isinstance(unit, NormAct) and unit.activation is not None
     ranges = smooth or by.scale_source == "range"
