@@ -67,12 +67,12 @@ class Checkpointed:
         def run(program: Program, *arguments: Array) -> list[Array]:
             return self._run(program, coded, arguments)
 
-        given = [*map(_array, constants), *map(_array, leaves)]
+        operands = [*map(_array, constants), *map(_array, leaves)]
         if explicit_axes():
-            made = run_over_automatic_axes(program, run, given)
+            results = run_over_automatic_axes(program, run, operands)
         else:
-            made = run(program, *given)
-        return jax.tree.unflatten(tree, made)
+            results = run(program, *operands)
+        return jax.tree.unflatten(tree, results)
 
     def _run(self, program: Program, coded: list[int], arguments: Sequence[Array]) -> list[Array]:
         """The results of the traced function."""
@@ -103,9 +103,9 @@ class Checkpointed:
         with automatic(program) as program:
             chosen, context = _scheduled(program, active, coded, self._policy, current_limits())
             exact = without_codes(program) if has_codes(program) else program
-            found = Plan.of_program(chosen, plain_bytes(exact, active, coded))
+            plan = Plan.of_program(chosen, plain_bytes(exact, active, coded))
         small = tuple(f"every value is too small for {rule}" for rule in context.too_large())
-        return dataclasses.replace(found, notes=(*found.notes, *small))
+        return dataclasses.replace(plan, notes=(*plan.notes, *small))
 
     def _trace(
         self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
@@ -165,8 +165,8 @@ def _check_unchanged(
     before: list[tuple[tuple[Any, ...], object]], after: list[tuple[tuple[Any, ...], object]]
 ) -> None:
     """Raises a ValueError if a call has changed its arguments, such as a Flax NNX module."""
-    kept = dict(before)
-    changed = [path for path, leaf in after if path not in kept or kept[path] is not leaf]
+    leaf_at = dict(before)
+    changed = [path for path, leaf in after if path not in leaf_at or leaf_at[path] is not leaf]
     if changed or len(after) != len(before):
         names = ", ".join(jax.tree_util.keystr(path[1:]) for path in changed[:3])
         raise ValueError(
@@ -384,25 +384,29 @@ def checkpoint(
     return Checkpointed(fn, policy_for_function(policy), coded, static, names, seed)
 
 
-def _named(fn: Callable[..., Any], given: str | Sequence[str]) -> dict[str, int | None]:
+def _named(fn: Callable[..., Any], argument: str | Sequence[str]) -> dict[str, int | None]:
     """The static arguments' names, each with its position; None where it is not known."""
-    names = (given,) if isinstance(given, str) else tuple(given)
+    names = (argument,) if isinstance(argument, str) else tuple(argument)
     if not names:
         return {}
     try:
         parameters = inspect.signature(fn).parameters
     except (TypeError, ValueError):
         return dict.fromkeys(names)
-    kinds = [one.kind for one in parameters.values()]
+    kinds = [parameter.kind for parameter in parameters.values()]
     if inspect.Parameter.VAR_KEYWORD not in kinds and not set(names) <= parameters.keys():
-        raise ValueError(f"static_argnames={given!r}: expected names among {[*parameters]}")
+        raise ValueError(f"static_argnames={argument!r}: expected names among {[*parameters]}")
     by_position = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-    positional = [name for name, one in parameters.items() if one.kind in by_position]
+    positional = [name for name, parameter in parameters.items() if parameter.kind in by_position]
     return {name: positional.index(name) if name in positional else None for name in names}
 
 
-def _numbers(name: str, given: int | Sequence[int]) -> tuple[int, ...]:
+def _numbers(name: str, argument: int | Sequence[int]) -> tuple[int, ...]:
     try:
-        return tuple(map(operator.index, given if isinstance(given, Sequence) else (given,)))
+        return tuple(
+            map(operator.index, argument if isinstance(argument, Sequence) else (argument,))
+        )
     except TypeError as error:
-        raise TypeError(f"{name}={given!r}: expected an integer or a sequence of them") from error
+        raise TypeError(
+            f"{name}={argument!r}: expected an integer or a sequence of them"
+        ) from error

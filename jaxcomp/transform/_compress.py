@@ -164,8 +164,8 @@ def compressed_methods(
             copy = nnx.merge(graphdef, params, rest, copy=True)
             set_class(copy, kind)
             copy = with_module_scopes(copy, {})
-            given = [arrays.get(i, leaf) for i, leaf in enumerate(leaves)]
-            args, kwargs = jax.tree.unflatten(tree, given)
+            traced_leaves = [arrays.get(i, leaf) for i, leaf in enumerate(leaves)]
+            args, kwargs = jax.tree.unflatten(tree, traced_leaves)
             before = attributes(copy)
             result = without_others(copy(*args, **kwargs))
             changed = Static(changes(before, copy))
@@ -201,13 +201,13 @@ def _is_array(leaf: object) -> bool:
     return hasattr(leaf, "dtype") and hasattr(leaf, "shape") and not isinstance(leaf, type)
 
 
-def _check_arguments(given: PyTree) -> None:
+def _check_arguments(arguments: PyTree) -> None:
     """Raises a TypeError for an argument with state of its own, which the call could not update."""
 
     def has_state(leaf: object) -> bool:
         return isinstance(leaf, nnx.Pytree | nnx.Variable)
 
-    for leaf in jax.tree.leaves(given, is_leaf=has_state):
+    for leaf in jax.tree.leaves(arguments, is_leaf=has_state):
         if has_state(leaf):
             raise TypeError(
                 f"argument of type {type(leaf).__name__}: a compressed model cannot update its "

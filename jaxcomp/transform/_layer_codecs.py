@@ -40,7 +40,7 @@ class LayerCodecs:
         """
         modules = coded_modules(model)
         matched: set[int] = set()
-        found: dict[str, Codec] = {}
+        codecs: dict[str, Codec] = {}
         covered: set[str] = set()
         for path in sorted(modules, key=lambda path: path.count("/")):  # from outside in
             if path in covered:
@@ -55,12 +55,12 @@ class LayerCodecs:
                         module.check_codec(codec)
                     except ValueError as error:
                         raise ValueError(f"{rule} matches {path}: {error}") from error
-                    found[path] = codec
+                    codecs[path] = codec
                     break
             if not isinstance(codec, Exact | None):
                 covered |= covered_paths(path, module)
         unmatched = (rule for i, rule in enumerate(policy.rules) if i not in matched)
-        return cls(found, tuple(unmatched))
+        return cls(codecs, tuple(unmatched))
 
     def rules_for_call(self) -> tuple[Rule, ...] | None:
         """The rules for a model's call as a whole; None if there is no need to trace it.

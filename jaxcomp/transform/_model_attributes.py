@@ -28,7 +28,7 @@ def changes(before: dict[Path, dict[str, Any]], model: nnx.Module) -> dict[tuple
     Raises:
         TypeError: If an attribute was deleted, or set to what would have to be an `nnx.Variable`.
     """
-    found = {}
+    changed = {}
     for path, now in attributes(model).items():
         old = before.get(path, now)
         for name in dict.fromkeys((*old, *now)):
@@ -47,8 +47,8 @@ def changes(before: dict[Path, dict[str, Any]], model: nnx.Module) -> dict[tuple
                     f"attribute {where}: the call of a compressed model {does}; expected a call "
                     "that sets values without arrays and nnx.Variables alone"
                 )
-            found[path, name] = value
-    return found
+            changed[path, name] = value
+    return changed
 
 
 def change(model: nnx.Module, changed: dict[tuple[Path, str], Any]) -> None:

@@ -86,8 +86,8 @@ class Plan:
     @classmethod
     def of_program(cls, whole: ScheduledProgram, exact_bytes: int) -> "Plan":
         """The plan of a traced function: of its schedule, and of those inside of it."""
-        schedules = [each.schedule for each in _all(whole)]
-        of_units = [unit.codec for each in _all(whole) for unit in each.units]
+        schedules = [part.schedule for part in _all(whole)]
+        of_units = [unit.codec for part in _all(whole) for unit in part.units]
         asked = any(d.codec is not None for s in schedules for d in s.decisions.values())
         codes = any(stored.is_noisy for s in schedules for stored in s.stored.values())
         codes = codes or any(codec is not None for codec in of_units)
@@ -101,7 +101,7 @@ class Plan:
             notes.append(f"codecs encode nothing: {why}")
         if asked and any(_has_shard_map(s) for s in schedules):
             notes.append("what jax.shard_map reads is exact: call jc.checkpoint inside of it")
-        codecs = [*(s.codec for each in schedules for s in each.stored.values()), *of_units]
+        codecs = [*(s.codec for part in schedules for s in part.stored.values()), *of_units]
         biased = {str(codec) for codec in codecs if _is_biased(codec)}
         notes += [f"biased: {codec} is a biased codec" for codec in sorted(biased)]
         if whole.schedule.biased and codes:
@@ -191,16 +191,16 @@ def _planned(whole: ScheduledProgram, outside: Collection[Variable] = ()) -> Ite
     names: set[str] = set()
     of_units = {(unit.path, unit.source): 0 for unit in whole.units}
     for variable, stored in schedule.stored.items():
-        found = {nested.name for nested in whole.nested}.intersection(
+        nested_names = {nested.name for nested in whole.nested}.intersection(
             schedule.graph.names_of(variable)
         )
-        names |= found
+        names |= nested_names
         equation = schedule.graph.program.made_by.get(variable)
         origin = module_path(equation), source_line(equation)
         if schedule.graph.is_own(variable) and origin in of_units:
             of_units[origin] += stored.nbytes(variable.aval)
             continue
-        if found or variable in outside:
+        if nested_names or variable in outside:
             continue
         if schedule.graph.is_own(variable):  # of a layer of jaxcomp.nn, or an inner `checkpoint`
             nbytes = stored.nbytes(variable.aval)
@@ -250,9 +250,9 @@ def _notes_of_units(units: Sequence[Recognized]) -> list[str]:
     """How many operations share a row, and the largest bias of their norms."""
     notes = [] if len(units) == 1 else [f"{len(units)} operations"]
     of_norms = [
-        (bias_of_norm(each.unit, each.codec), positions(each.unit))
-        for each in units
-        if isinstance(each.unit, NormAct) and each.codec is not None
+        (bias_of_norm(unit.unit, unit.codec), positions(unit.unit))
+        for unit in units
+        if isinstance(unit.unit, NormAct) and unit.codec is not None
     ]
     bias, count = max(of_norms, default=(0.0, 0))
     if bias > _NOTED:
@@ -284,18 +284,18 @@ def _of_branches(branches: Sequence[ScheduledProgram]) -> Iterator[SavedValue]:
     for number, branch in enumerate(branches):
         invars = branch.schedule.graph.program.arguments
         outside = {invars[position] for position in branch.stored_operands.values()}
-        own: collections.Counter[tuple[object, ...]] = collections.Counter()
+        of_branch: collections.Counter[tuple[object, ...]] = collections.Counter()
         for value in _planned(branch, outside):
             key = value.op, value.shape, value.dtype, value.decision
-            own[key] += 1
-            is_shared = own[key] <= taken[key]
+            of_branch[key] += 1
+            is_shared = of_branch[key] <= taken[key]
             notes = f"branches[{number}]", "in another branch's memory" * is_shared, value.note
             yield dataclasses.replace(
                 value,
                 saved_bytes=0 if is_shared else value.saved_bytes,
                 note="; ".join(filter(None, notes)),
             )
-        taken |= own
+        taken |= of_branch
 
 
 _NAMED = 2
@@ -318,7 +318,7 @@ class Readers:
                 if coefficient is not None and is_variable(coefficient.value):
                     where = source_call(equation), source_line(equation)
                     self._direct.setdefault(coefficient.value, {})[where] = None
-        self._all = {value: dict(found) for value, found in self._direct.items()}
+        self._all = {value: dict(calls) for value, calls in self._direct.items()}
         for value in reversed(schedule.graph.order):
             if value in self._all and value not in schedule.stored:
                 for operand in schedule.graph.operands(value):
@@ -330,14 +330,14 @@ class Readers:
 
     def all_of(self, value: Variable) -> str:
         """The user's calls that read a value, or what is computed from it; "" if there are none."""
-        found = list(self._all.get(value, ()))
-        more = [f"{len(found) - _NAMED} more"] if len(found) > _NAMED else []
-        return " and ".join([*map(_described, found[:_NAMED]), *more])
+        calls = list(self._all.get(value, ()))
+        more = [f"{len(calls) - _NAMED} more"] if len(calls) > _NAMED else []
+        return " and ".join([*map(_described, calls[:_NAMED]), *more])
 
     def first_of(self, value: Variable) -> str:
         """The first user's call that reads a value; "" if there is none."""
-        found = {**self._direct.get(value, {}), **self._all.get(value, {})}
-        return next(map(_described, found), "")
+        calls = {**self._direct.get(value, {}), **self._all.get(value, {})}
+        return next(map(_described, calls), "")
 
 
 def _described(where: tuple[str, str]) -> str:

@@ -39,16 +39,16 @@ def bounds(graph: Graph, value: Variable) -> tuple[float, float] | None:
     with jax.ensure_compile_time_eval():
         numbers = lax.bitcast_convert_type(jnp.arange(2**16, dtype=jnp.uint16), source.aval.dtype)
         numbers = jnp.where(jnp.isfinite(numbers), numbers, 0)
-        found = np.asarray(search.evaluate(value, source, numbers), np.float64)
-        usual = found[np.abs(np.asarray(numbers, np.float64)) <= _USUAL]
+        results = np.asarray(search.evaluate(value, source, numbers), np.float64)
+        usual = results[np.abs(np.asarray(numbers, np.float64)) <= _USUAL]
     if not np.all(np.isfinite(usual)):
         return None
-    found = found[np.isfinite(found)]
-    span = np.ptp(found)
+    results = results[np.isfinite(results)]
+    span = np.ptp(results)
     if span > (1 + _BEYOND) * np.ptp(usual):
         return None
     margin = span * float(jnp.finfo(value.aval.dtype).eps)
-    return float(found.min() - margin), float(found.max() + margin)
+    return float(results.min() - margin), float(results.max() + margin)
 
 
 class _Search:
@@ -96,20 +96,20 @@ class _Search:
 
     def evaluate(self, value: Variable, source: Any, numbers: Any) -> Any:
         """A value as a function of the array, at each of some numbers."""
-        made = {source: numbers}
+        env = {source: numbers}
         stack = [value]
         while stack:
             equation = self._graph.program.made_by[stack[-1]]
-            missing = [v for v in variables(equation.invars) if v not in made]
+            missing = [v for v in variables(equation.invars) if v not in env]
             if missing:
                 stack += missing
                 continue
             stack.pop()
-            given = [read(made, atom) for atom in equation.invars]
+            operands = [read(env, atom) for atom in equation.invars]
             if equation.primitive.name == "broadcast_in_dim":
-                made[equation.outvars[0]] = jnp.ravel(given[0])[0]
+                env[equation.outvars[0]] = jnp.ravel(operands[0])[0]
             else:
-                wide = [jnp.broadcast_to(a, numbers.shape) for a in given]
+                wide = [jnp.broadcast_to(a, numbers.shape) for a in operands]
                 # Not `apply`: these arrays have another shape than the program's.
-                made[equation.outvars[0]] = equation.primitive.bind(*wide, **equation.params)
-        return made[value]
+                env[equation.outvars[0]] = equation.primitive.bind(*wide, **equation.params)
+        return env[value]

@@ -25,7 +25,9 @@ def with_constants_inside(backward: Program, values: Sequence[Atom], forward: Pr
     fixed = constants(forward)
     made_by = {v: e for v, e in forward.made_by.items() if v in fixed}
     pairs = zip(backward.arguments, values, strict=False)
-    behind = {given: value for given, value in pairs if is_variable(value) and value in made_by}
+    behind = {
+        argument: value for argument, value in pairs if is_variable(value) and value in made_by
+    }
     checkpoints = [e for e in backward.equations if e.primitive.name in CHECKPOINT_PRIMITIVES]
     if all(behind.keys().isdisjoint(variables(e.invars)) for e in checkpoints):
         return backward

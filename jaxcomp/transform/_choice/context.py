@@ -81,8 +81,8 @@ def _unmatched(rule: Rule, values: Sequence[Value]) -> str:
             "The policy automatic is for any model"
         )
     names, primitives, roles, dtypes, paths = (
-        ", ".join(sorted(found)) or "none"
-        for found in (
+        ", ".join(sorted(names_of_kind)) or "none"
+        for names_of_kind in (
             {name for value in values for name in value.names},
             {value.primitive for value in values if value.primitive},
             {value.role for value in values},

@@ -102,12 +102,12 @@ def _decide(
         if not rule.is_for_values_alone and all(r.action == "keep" for r in policy.rules):
             return Decision()
         return _by_rule(rule, value)
-    found = [
+    answers = [
         _by_answer(policy(e.primitive, *[a.aval for a in e.invars], **e.params), value)
         for e in ([equation] if equation is not None else []) + named
     ]
     for action in ("offload", "keep", "either", "recompute"):
-        for decision in found:
+        for decision in answers:
             if decision.action == action:
                 return decision
     return Decision()
@@ -122,8 +122,10 @@ def codec_in_roles(
     """
     assert isinstance(context.policy, Policy)
     values = [dataclasses.replace(value, role=role) for role in roles]
-    found = [next((r for r in context.policy.rules if r.matches_value(v)), None) for v in values]
-    rules = [rule for rule in found if rule is not None]
+    first_rules = [
+        next((r for r in context.policy.rules if r.matches_value(v)), None) for v in values
+    ]
+    rules = [rule for rule in first_rules if rule is not None]
     if len(rules) < len(values) or len({rule.action for rule in rules}) > 1:
         return None
     action = rules[0].action
@@ -183,6 +185,6 @@ def _by_answer(answer: object, value: Value) -> Decision:
 def describe(value: Value) -> str:
     """A value in words."""
     name = f" named {', '.join(value.names)}" if value.names else ""
-    made = f" of {value.primitive}" if value.primitive else ""
+    maker = f" of {value.primitive}" if value.primitive else ""
     where = f" at {value.source}" if value.source else ""
-    return f"{dtype_name(value.dtype)}{list(value.shape)}{name}{made}{where}"
+    return f"{dtype_name(value.dtype)}{list(value.shape)}{name}{maker}{where}"

@@ -193,13 +193,13 @@ def _moved(uneven: Axes, operand: Atom, equation: Equation) -> Axes:
     if name == "transpose":
         return frozenset(params["permutation"].index(axis) for axis in uneven)
     if name == "reduce_sum":
-        kept = [axis for axis in range(operand.aval.ndim) if axis not in params["axes"]]
-        return frozenset(map(kept.index, uneven)) if uneven.issubset(kept) else None
+        remaining = [axis for axis in range(operand.aval.ndim) if axis not in params["axes"]]
+        return frozenset(map(remaining.index, uneven)) if uneven.issubset(remaining) else None
     return None if name in ("expand_dims", "reshape", "squeeze", "unstack") else uneven
 
 
-def _union(one: Axes, other: Axes) -> Axes:
-    return None if one is None or other is None else one | other
+def _union(axes: Axes, other: Axes) -> Axes:
+    return None if axes is None or other is None else axes | other
 
 
 def _size(atom: Atom) -> int:

@@ -55,8 +55,8 @@ def with_rewrites(forward: Program) -> tuple[Program, dict[Any, Any]]:
 
 def _selected(compare: Primitive, kind: ShapedArray, *values: Array) -> list[Array]:
     """The greater or the lesser of two values, selected by a mask."""
-    one, other = (_broadcast(v, kind.shape) for v in values)
-    return [lax.select_n(compare.bind(*values), other, one)]
+    first, second = (_broadcast(v, kind.shape) for v in values)
+    return [lax.select_n(compare.bind(*values), second, first)]
 
 
 def _broadcast(value: Array, shape: tuple[int, ...]) -> Array:

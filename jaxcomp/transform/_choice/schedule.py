@@ -96,8 +96,10 @@ class Schedule:
         rules of transposition, too.
         """
         with remat3.traced_without():
-            made = transpose(self.linear, len(self.active))
-        return with_constants_inside(made, [c.value for c in self.coefficients], self.graph.program)
+            backward = transpose(self.linear, len(self.active))
+        return with_constants_inside(
+            backward, [c.value for c in self.coefficients], self.graph.program
+        )
 
 
 def schedule(

@@ -60,21 +60,21 @@ def backward(
     late: dict[
         Variable, Equation
     ] = {}  # equations of coefficients alone, evaluated where they are used
-    wanted = needed(program.equations, program.results)
-    for equation in wanted:
+    needed_equations = needed(program.equations, program.results)
+    for equation in needed_equations:
         operands = variables(equation.invars)
         is_late = all(v in coefficients or v in late for v in operands)
         if operands and is_late and not equation.effects:
             late |= dict.fromkeys(equation.outvars, equation)
-    equations = [e for e in wanted if not late.keys() & set(e.outvars)]
+    equations = [e for e in needed_equations if not late.keys() & set(e.outvars)]
 
     def evaluate(atom: Atom, get: Callable[[Coefficient], Array]) -> Any:
         if is_variable(atom) and atom in coefficients:
             return get(coefficients[atom])
         if is_variable(atom) and atom in late:
             values = [evaluate(a, get) for a in late[atom].invars]
-            made = apply(late[atom], values)
-            return made[late[atom].outvars.index(atom)]
+            results = apply(late[atom], values)
+            return results[late[atom].outvars.index(atom)]
         return read(env, atom)
 
     def is_rebuilt(atom: Atom) -> bool:
@@ -113,7 +113,7 @@ def backward(
             for atom in equation.invars
         ]
         cotangent = None if after is None else env[after]
-        made = apply_after(cotangent, equation, values, schedule.limits)
+        results = apply_after(cotangent, equation, values, schedule.limits)
         for atom in variables(equation.invars):
             uses[atom] -= 1
         if in_time and equation.primitive.name == "reduce_sum":
@@ -122,13 +122,13 @@ def backward(
         if decodes and after is not None and uses[after]:
             if equation.outvars[0] in transposes:
                 equation = transposes[equation.outvars[0]]
-                made = apply(equation, made)
+                results = apply(equation, results)
             # Where XLA waits for copies, it leaves the sums that are gradients for the end.
             early = [env[value] for value in sums]
-            (made, early), env[after] = barriers.gradient_before((made, early), env[after])
+            (results, early), env[after] = barriers.gradient_before((results, early), env[after])
             env |= dict(zip(sums, early, strict=True))
             sums = []
-        env |= dict(zip(equation.outvars, made, strict=True))
+        env |= dict(zip(equation.outvars, results, strict=True))
     return [evaluate(atom, rebuild.plain) for atom in program.results]
 
 
@@ -157,7 +157,7 @@ def _weights_first(
     readers = readers_of(
         e for e in equations if e.primitive.name in HEAVY and any(map(is_rebuilt, e.invars))
     )
-    made = set(env)
+    available = set(env)
     done: set[int] = set()
     order: list[Equation] = []
 
@@ -165,13 +165,13 @@ def _weights_first(
         if id(equation) not in done:
             done.add(id(equation))
             order.append(equation)
-            made.update(equation.outvars)
+            available.update(equation.outvars)
 
     for equation in equations:
         for atom in variables(equation.invars):
-            for reader in readers.get(atom, ()) if atom in made else ():
+            for reader in readers.get(atom, ()) if atom in available else ():
                 rest = [v for v in variables(reader.invars) if not is_rebuilt(v)]
-                if made.issuperset(rest):
+                if available.issuperset(rest):
                     add(reader)
         add(equation)
     return order
@@ -182,11 +182,11 @@ def _transposes(equations: list[Equation], results: Sequence[Atom]) -> dict[Vari
 
     XLA makes one of a product a part of the product, unless a barrier stands between them.
     """
-    kept = set(variables(results))
+    outputs = set(variables(results))
     return {
         value: reading[0]
         for value, reading in readers_of(equations).items()
-        if len(reading) == 1 and reading[0].primitive.name == "transpose" and value not in kept
+        if len(reading) == 1 and reading[0].primitive.name == "transpose" and value not in outputs
     }
 
 
@@ -204,19 +204,19 @@ def _gathers(equations: list[Equation], results: Sequence[Atom]) -> set[int]:
     They are the transposes of constraints that gather parameters. A gradient would be added up on
     all devices, of which each needs a part.
     """
-    found: set[int] = set()
-    made = {v: e for e in equations for v in e.outvars}
+    constraint_ids: set[int] = set()
+    made_by = {v: e for e in equations for v in e.outvars}
     for atom in results:
         constraints: set[int] = set()
-        while (equation := made.get(atom) if is_variable(atom) else None) is not None:
+        while (equation := made_by.get(atom) if is_variable(atom) else None) is not None:
             if equation.primitive.name in HEAVY:
-                found |= constraints
+                constraint_ids |= constraints
             if equation.primitive.name not in _MOVES:
                 break
             if equation.primitive.name == _CONSTRAINT:
                 constraints.add(id(equation))
             atom = equation.invars[0]
-    return found
+    return constraint_ids
 
 
 def used_arguments(schedule: Schedule) -> list[int]:

@@ -61,9 +61,9 @@ def forward(
             if storing.codec is not None and carriers[value] is value:
                 env[value] = barriers.materialize(env[value])
             number = positions[value]
-            own = seeds[first[number] : first[number] + counts[number]]
-            own = [seed_like(each, env[value]) for each in own]
-            stored[number] = _encode(storing, env[value], own)
+            value_seeds = seeds[first[number] : first[number] + counts[number]]
+            value_seeds = [seed_like(each, env[value]) for each in value_seeds]
+            stored[number] = _encode(storing, env[value], value_seeds)
             waiting.setdefault(carriers[value], []).append(value)
         for other in waiting.pop(value, ()):
             storing, index = schedule.stored[other], positions[other]
@@ -90,8 +90,8 @@ def _stored_early(equations: Sequence[Equation], of_results: Sequence[Equation])
 
     They come last in the program: nothing would make what they store be stored before that.
     """
-    wanted = set(map(id, of_results))
-    extra = [e for e in equations if id(e) not in wanted]
+    result_ids = set(map(id, of_results))
+    extra = [e for e in equations if id(e) not in result_ids]
     made_by_these = {v for e in equations for v in e.outvars}
     missing = {id(e): len(made_by_these.intersection(variables(e.invars))) for e in extra}
     readers = readers_of(extra)

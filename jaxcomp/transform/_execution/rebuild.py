@@ -81,8 +81,8 @@ class Rebuild:
         def decode(values: list[Array]) -> Any:
             arrived = dict(zip(waiting, map(_differentiable, values), strict=True))
             done: Computed = {}
-            given = inputs | arrived
-            return evaluate(lambda coefficient: self._compute(coefficient, given, done))
+            available = inputs | arrived
+            return evaluate(lambda coefficient: self._compute(coefficient, available, done))
 
         leaves = list(waiting.values())
         if cotangent is None or not leaves:
@@ -90,9 +90,9 @@ class Rebuild:
         size = max(made.size, sum(jnp.size(leaf) for leaf in jax.tree.leaves(leaves)))
         if size <= self._small or (is_fused and size * _LITTLE <= cotangent.size):
             return decode(leaves)
-        alike = cotangent.ndim == made.ndim > 0 and made.shape[0] == cotangent.shape[0]
+        same_batch = cotangent.ndim == made.ndim > 0 and made.shape[0] == cotangent.shape[0]
         real = not any(jnp.issubdtype(a.dtype, jnp.complexfloating) for a in (made, cotangent))
-        if is_fused and alike and real:
+        if is_fused and same_batch and real:
             return barriers.decode_after(cotangent, leaves, decode)
         if self._held.keys() >= waiting.keys():
             leaves, _ = platforms.no_barrier_on_tpu((leaves, cotangent))
@@ -105,7 +105,7 @@ class Rebuild:
 
     def _inputs(self, coefficient: Coefficient) -> dict[Variable, PyTree]:
         """What is stored or held that a coefficient is computed from."""
-        found: dict[Variable, PyTree] = {}
+        inputs: dict[Variable, PyTree] = {}
         numbers, codes = dict(coefficient.codes), _codes(coefficient)
         queue = [coefficient.value]
         seen = set()
@@ -115,23 +115,23 @@ class Rebuild:
                 continue
             seen.add(value)
             if value in self._held:
-                found[value] = self._held[value]
+                inputs[value] = self._held[value]
             elif value in self._position:
                 residual = self._stored[self._position[value]]
                 coded = self._scheme.stored[value].codec is not None
-                found[value] = residual[numbers.get(value, 0)] if coded else residual
+                inputs[value] = residual[numbers.get(value, 0)] if coded else residual
             elif (value, codes) not in self._shared:
                 queue += variables(self._defined(value)[0].invars)
-        return found
+        return inputs
 
     def _compute(
-        self, coefficient: Coefficient, given: dict[Variable, PyTree], done: Computed
+        self, coefficient: Coefficient, available: dict[Variable, PyTree], done: Computed
     ) -> Any:
         """Computes a coefficient from saved values and arguments, step by step.
 
         Args:
             coefficient: The coefficient.
-            given: Saved values and arguments, as they came out of a barrier.
+            available: Saved values and arguments, as they came out of a barrier.
             done: Takes what is computed, for other coefficients of the same barrier.
         """
         if not is_variable(coefficient.value):
@@ -140,21 +140,21 @@ class Rebuild:
         segments = self._segments
 
         def is_there(value: Variable) -> bool:
-            if value in self._position or (value in self._held and value in given):
+            if value in self._position or (value in self._held and value in available):
                 return True
             return (value, codes) in self._shared or (value, codes) in done
 
         def read(atom: Atom) -> Any:
             if not is_variable(atom):
                 return atom.val
-            if atom in self._held and atom in given:
-                return given[atom]
+            if atom in self._held and atom in available:
+                return available[atom]
             if atom in self._position:
-                return self._decode(atom, given[atom])
+                return self._decode(atom, available[atom])
             shared = self._shared.get((atom, codes))
             return done[atom, codes] if shared is None else shared
 
-        own = segments.number(coefficient.value)
+        segment = segments.number(coefficient.value)
         stack = [] if is_there(coefficient.value) else [coefficient.value]
         while stack:
             equation, index = self._defined(stack[-1])
@@ -163,10 +163,10 @@ class Rebuild:
                 stack.append(missing)
                 continue
             value = stack.pop()
-            made = apply(equation, list(map(read, equation.invars)))[index]
-            done[value, codes] = made
-            if not is_cheap(equation) or segments.is_shared(value, own):
-                self._shared[value, codes] = made
+            result = apply(equation, list(map(read, equation.invars)))[index]
+            done[value, codes] = result
+            if not is_cheap(equation) or segments.is_shared(value, segment):
+                self._shared[value, codes] = result
         return read(coefficient.value)
 
     def _find_exact(self) -> None:
@@ -184,10 +184,10 @@ class Rebuild:
         the rule of a `jax.custom_jvp` function, and JAX's own at ties.
         """
         graph = self._scheme.graph
-        own = graph.program.made_by.get(value)
-        is_own = own is not None and self._exact.issuperset(variables(own.invars))
-        if own is not None and is_own and (is_cheap(own) or is_cheap_rule(own)):
-            return own, own.outvars.index(value)
+        equation = graph.program.made_by.get(value)
+        is_own = equation is not None and self._exact.issuperset(variables(equation.invars))
+        if equation is not None and is_own and (is_cheap(equation) or is_cheap_rule(equation)):
+            return equation, equation.outvars.index(value)
         defined = graph.defining_equation(value)
         assert defined is not None
         return defined
@@ -263,6 +263,6 @@ class Segments:
         """The segment of a value; 0 is next to what is saved."""
         return self._number.get(value, 0)
 
-    def is_shared(self, value: Variable, own: int) -> bool:
-        """Whether a value is kept for other coefficients, once one of segment `own` needs it."""
-        return self._are_long and (value in self._crossing or self.number(value) == own)
+    def is_shared(self, value: Variable, segment: int) -> bool:
+        """Whether a value is kept for other coefficients, once one of this segment needs it."""
+        return self._are_long and (value in self._crossing or self.number(value) == segment)

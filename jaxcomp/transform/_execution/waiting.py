@@ -72,6 +72,6 @@ def _waits(equation: Equation, cotangent: Array) -> bool:
         return False
     kind: Any = equation.outvars[0].aval
     large = kind.size >= _LARGE and cotangent.size > 0
-    alike = large and kind.shape[0] == cotangent.shape[0]
+    same_batch = large and kind.shape[0] == cotangent.shape[0]
     real = all(jnp.issubdtype(a.dtype, jnp.floating) for a in (kind, cotangent))
-    return alike and real and not jax.typeof(cotangent).manual_axis_type.varying
+    return same_batch and real and not jax.typeof(cotangent).manual_axis_type.varying

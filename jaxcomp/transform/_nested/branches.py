@@ -106,32 +106,40 @@ class Conditional(Differentiable[Nested]):
             return results, entries | inside
 
         functions = [functools.partial(run, branch) for branch in branches]
-        results, kept = _switch_with_entries(index, functions, of_branch, *operands)
+        results, saved = _switch_with_entries(index, functions, of_branch, *operands)
         # No policy decides about values that are ours by this name.
-        kept = jax.tree.map(lambda leaf: checkpoint_name(leaf, choice.name), kept)
+        saved = jax.tree.map(lambda leaf: checkpoint_name(leaf, choice.name), saved)
         used = {i for b in branches for i in used_arguments(b.schedule)}
         used |= {i for b in branches for i in b.stored_operands.values()}
-        return results, (index, kept, {i: operands[i] for i in self._operands if i in used})
+        return results, (index, saved, {i: operands[i] for i in self._operands if i in used})
 
     def linear(self, choice: Nested, residual: PyTree, tangents: ByPosition) -> ByPosition:
         """Returns the tangents of results, by the branch that was taken."""
         moves = {i - 1: tangent for i, tangent in tangents.items()}
-        return _in_branch(choice, residual, lambda branch, own: branch.linear(own, moves))
+        return _in_branch(
+            choice,
+            residual,
+            lambda branch, residual_of_branch: branch.linear(residual_of_branch, moves),
+        )
 
     def backward(self, choice: Nested, residual: PyTree, cotangents: ByPosition) -> ByPosition:
         """Returns the cotangents of operands, by the branch that was taken."""
-        found = _in_branch(choice, residual, lambda branch, own: branch.backward(own, cotangents))
-        return {i + 1: cotangent for i, cotangent in found.items()}
+        of_operands = _in_branch(
+            choice,
+            residual,
+            lambda branch, residual_of_branch: branch.backward(residual_of_branch, cotangents),
+        )
+        return {i + 1: cotangent for i, cotangent in of_operands.items()}
 
 
 def _in_branch(
     choice: Nested, residual: PyTree, function: Callable[[ScheduledProgram, PyTree], ByPosition]
 ) -> ByPosition:
     """Calls a function of the branch that was taken and of its residual."""
-    index, kept, operands = residual
+    index, saved, operands = residual
 
     def run(branch: ScheduledProgram, places: Places) -> ByPosition:
-        entries = {key: kept.arrays[place] for key, place in places}
+        entries = {key: saved.arrays[place] for key, place in places}
         stored, inside = (
             {i: entry for (is_stored, i), entry in entries.items() if is_stored == which}
             for which in (True, False)
@@ -139,9 +147,9 @@ def _in_branch(
         stored |= {number: operands[i] for number, i in branch.stored_operands.items()}
         return function(branch, (stored, inside | operands))
 
-    pairs = zip(choice.programs, kept.places, strict=True)
-    found: ByPosition = lax.switch(index, [functools.partial(run, *pair) for pair in pairs])
-    return found
+    pairs = zip(choice.programs, saved.places, strict=True)
+    of_branch: ByPosition = lax.switch(index, [functools.partial(run, *pair) for pair in pairs])
+    return of_branch
 
 
 def _switch_with_entries(
@@ -159,31 +167,31 @@ def _switch_with_entries(
     places: list[dict[Any, int]] = []
     for program, (_, entries) in traced:
         tree: Any = jax.tree.structure(entries)
-        own = tree.unflatten(program.out_avals[count:])
+        kinds_by_key = tree.unflatten(program.out_avals[count:])
         free = list(range(len(kinds)))
         places.append({})
-        for key, kind in own.items():
-            found = next((place for place in free if kinds[place] == kind), None)
-            if found is None:
-                found = len(kinds)
+        for key, kind in kinds_by_key.items():
+            shared = next((place for place in free if kinds[place] == kind), None)
+            if shared is None:
+                shared = len(kinds)
                 kinds.append(kind)
             else:
-                free.remove(found)
-            places[-1][key] = found
+                free.remove(shared)
+            places[-1][key] = shared
 
     def run(number: int, *leaves: Array) -> tuple[list[Any], list[Any]]:
         results = Program.of(programs[number])(*leaves)
         tree: Any = jax.tree.structure(traced[number][1][1])
         entries = tree.unflatten(results[count:])
-        made = {place: entries[key] for key, place in places[number].items()}
+        by_place = {place: entries[key] for key, place in places[number].items()}
         return results[:count], [
-            made[place] if place in made else jax.tree.map(_zero, kind)
+            by_place[place] if place in by_place else jax.tree.map(_zero, kind)
             for place, kind in enumerate(kinds)
         ]
 
     runs = [functools.partial(run, number) for number in range(len(functions))]
-    results, kept = lax.switch(index, runs, *jax.tree.leaves(operands))
-    return results, Kept(kept, tuple(tuple(sorted(of_one.items())) for of_one in places))
+    results, saved = lax.switch(index, runs, *jax.tree.leaves(operands))
+    return results, Kept(saved, tuple(tuple(sorted(of_one.items())) for of_one in places))
 
 
 def _zero(kind: ShapedArray) -> Any:

@@ -96,17 +96,17 @@ class Loop(Differentiable[Nested]):
 
             return self._scan(step, (jnp.uint32(0), start), xs)
 
-        (count, final), (ys, kept) = undivided(run, seed, arguments)
+        (count, final), (ys, saved) = undivided(run, seed, arguments)
         # No policy decides about values that are ours by this name, such as the iteration count.
-        kept, _ = jax.tree.map(lambda leaf: checkpoint_name(leaf, choice.name), (kept, count))
+        saved, _ = jax.tree.map(lambda leaf: checkpoint_name(leaf, choice.name), (saved, count))
         used = used_arguments(body.schedule)
         operands = {i: arguments[i] for i in used if self._is_operand(i)}
-        return [*final, *ys], (kept, operands)
+        return [*final, *ys], (saved, operands)
 
     def linear(self, choice: Nested, residual: PyTree, tangents: ByPosition) -> ByPosition:
         """Returns the tangents of results, by a loop in the same order."""
         (body,) = choice.programs
-        kept, whole, stacked = self._split(residual)
+        saved, whole, stacked = self._split(residual)
         fixed = {i: move for i, move in tangents.items() if i < self.consts}
         along = {i: move for i, move in tangents.items() if i >= self.at_x}
         start = {
@@ -123,7 +123,7 @@ class Loop(Differentiable[Nested]):
                 i: move for i, move in results.items() if i >= self.carries
             }
 
-        final, ys = self._scan(step, start, (kept, stacked, along))
+        final, ys = self._scan(step, start, (saved, stacked, along))
         outputs = avals(self._equation.outvars)
         still = {i: filled(outputs[i], 0.0) for i in body.schedule.smooth}
         return still | {i - self.consts: move for i, move in final.items()} | ys
@@ -135,22 +135,24 @@ class Loop(Differentiable[Nested]):
         summed = [i for i in active if i < self.consts]
         carried = [i for i in active if self.consts <= i < self.at_x]
         along = [i for i in active if i >= self.at_x]
-        kept, whole, stacked = self._split(residual)
+        saved, whole, stacked = self._split(residual)
         arriving = with_zeros(cotangents, smooth, self._equation.outvars)
 
         def step(carry: PyTree, x: PyTree) -> tuple[Any, dict[int, Any]]:
             sums, of_carry = carry
             (stored, inside), operands, of_ys = x
             of_results = {i - self.consts: c for i, c in of_carry.items()} | of_ys
-            found = body.backward((stored, inside | operands | whole), of_results)
-            sums = {i: sums[i] + found[i] for i in summed}
-            return (sums, {i: found[i] for i in carried}), {i: found[i] for i in along}
+            of_arguments = body.backward((stored, inside | operands | whole), of_results)
+            sums = {i: sums[i] + of_arguments[i] for i in summed}
+            return (sums, {i: of_arguments[i] for i in carried}), {
+                i: of_arguments[i] for i in along
+            }
 
         start = (
             {i: filled(self._kinds[i], 0.0) for i in summed},
             {i: arriving[i - self.consts] for i in carried},
         )
-        xs = kept, stacked, {i: c for i, c in arriving.items() if i >= self.carries}
+        xs = saved, stacked, {i: c for i, c in arriving.items() if i >= self.carries}
         (sums, first), of_xs = self._scan(step, start, xs, backwards=True)
         return sums | first | of_xs
 
@@ -184,10 +186,10 @@ class Loop(Differentiable[Nested]):
 
     def _split(self, residual: PyTree) -> tuple[Any, ByPosition, ByPosition]:
         """What iterations stored, and the operands of all and of each."""
-        kept, operands = residual
+        saved, operands = residual
         whole = {i: value for i, value in operands.items() if i < self.at_x}
         stacked = {i: value for i, value in operands.items() if i >= self.at_x}
-        return kept, whole, stacked
+        return saved, whole, stacked
 
 
 def _counts(equation: Equation, body: Program) -> tuple[int, int]:
@@ -198,7 +200,7 @@ def _counts(equation: Equation, body: Program) -> tuple[int, int]:
 
     def same_rank(outside: Sequence[Atom], inside: Sequence[Atom]) -> int:
         pairs = zip(avals(outside), avals(inside), strict=True)
-        return sum(one.ndim == other.ndim for one, other in pairs)
+        return sum(outer.ndim == inner.ndim for outer, inner in pairs)
 
     carries = same_rank(equation.outvars, body.results)
     return same_rank(equation.invars, body.arguments) - carries, carries
@@ -206,13 +208,13 @@ def _counts(equation: Equation, body: Program) -> tuple[int, int]:
 
 def _active(body: Program, perturbed: set[int], consts: int, carries: int) -> list[int]:
     """The floating-point arguments of a loop's body that depend on those that are perturbed."""
-    found = set(perturbed)
+    active = set(perturbed)
     while True:
-        reached = tangents_of(body.equations, [body.arguments[i] for i in found])
+        reached = tangents_of(body.equations, [body.arguments[i] for i in active])
         outs = body.results[:carries]
         further = {consts + i for i, v in enumerate(outs) if is_variable(v) and v in reached}
-        if further <= found:
+        if further <= active:
             break
-        found |= further
+        active |= further
     kinds = avals(body.arguments)
-    return [i for i in sorted(found) if jnp.issubdtype(kinds[i].dtype, jnp.inexact)]
+    return [i for i in sorted(active) if jnp.issubdtype(kinds[i].dtype, jnp.inexact)]

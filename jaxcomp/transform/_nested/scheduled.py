@@ -69,10 +69,10 @@ class ScheduledProgram:
     def forward(self, seed: Seed, arguments: Sequence[Array]) -> tuple[list[Array], PyTree]:
         """As `_forward.forward`; saved values come with the arguments that are read again."""
         if self.takes_seed:
-            own = jnp.asarray(0 if seed is None else seed).astype(jnp.uint32)
-            arguments = [*arguments, vary_like(own, arguments)]
-        made, stored = forward.forward(self.schedule, seed, arguments)
-        return made, (stored, {i: arguments[i] for i in backward.used_arguments(self.schedule)})
+            seed_argument = jnp.asarray(0 if seed is None else seed).astype(jnp.uint32)
+            arguments = [*arguments, vary_like(seed_argument, arguments)]
+        results, stored = forward.forward(self.schedule, seed, arguments)
+        return results, (stored, {i: arguments[i] for i in backward.used_arguments(self.schedule)})
 
     def linear(self, residual: PyTree, tangents: ByPosition) -> ByPosition:
         """The tangents of the results in `schedule.smooth`, from those of the active arguments.
@@ -84,15 +84,15 @@ class ScheduledProgram:
             raise reverse_mode_only()
         stored, used = residual
         of_active = [tangents[i] for i in self.schedule.active]
-        made = backward.linear(self.schedule, stored, used, of_active)
-        return dict(zip(self.schedule.smooth, made, strict=True))
+        of_results = backward.linear(self.schedule, stored, used, of_active)
+        return dict(zip(self.schedule.smooth, of_results, strict=True))
 
     def backward(self, residual: PyTree, cotangents: ByPosition) -> ByPosition:
         """The cotangents of the active arguments, from those of the results."""
         arriving = with_zeros(cotangents, self.schedule.smooth, self.schedule.graph.program.results)
         stored, used = residual
-        made = backward.backward(self.schedule, stored, used, list(arriving.values()))
-        return dict(zip(self.schedule.active, made, strict=True))
+        of_arguments = backward.backward(self.schedule, stored, used, list(arriving.values()))
+        return dict(zip(self.schedule.active, of_arguments, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)

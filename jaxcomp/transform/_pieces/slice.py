@@ -61,8 +61,8 @@ class Part:
         key = atom, axis
         if key not in self._parts:
             equation = self._made_by.get(atom)
-            found = None if equation is None else self._step(equation, atom, axis)
-            self._parts[key] = self._slice(atom, axis) if found is None else found
+            computed = None if equation is None else self._step(equation, atom, axis)
+            self._parts[key] = self._slice(atom, axis) if computed is None else computed
         return self._parts[key]
 
     def total(self, atom: Any) -> Array:
@@ -95,8 +95,8 @@ class Part:
         else:
             raise WholeError(f"{name} of a sum")
         with scope_of(equation):
-            made: Array = equation.primitive.bind(*values, **params)
-        return made.astype(wide(made.dtype))
+            result: Array = equation.primitive.bind(*values, **params)
+        return result.astype(wide(result.dtype))
 
     def _largest(self, x: Any, axes: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
         """The largest axis of an operand that has parts, with those of others; None without one."""
@@ -120,8 +120,8 @@ class Part:
             is_costly = atom.aval.size > self._most or any(inner_jaxprs(equation))
             if is_costly and atom not in self._constants:
                 raise WholeError(f"{equation.primitive} of shape {atom.aval.shape}")
-            made = apply(equation, [self._all(v) for v in equation.invars])
-            self._whole |= dict(zip(equation.outvars, made, strict=True))
+            results = apply(equation, [self._all(v) for v in equation.invars])
+            self._whole |= dict(zip(equation.outvars, results, strict=True))
         return read(self._whole, atom)
 
     def _step(self, equation: Equation, result: Any, axis: int) -> Array | None:
@@ -171,10 +171,10 @@ class Part:
             for v, at in zip(operands, axes, strict=True)
         ]
         with scope_of(equation):
-            made = equation.primitive.bind(*values, **params)
+            results = equation.primitive.bind(*values, **params)
         if not equation.primitive.multiple_results:
-            return made
-        return made[equation.outvars.index(result)]
+            return results
+        return results[equation.outvars.index(result)]
 
 
 def _product(operands: list[Array], params: dict[str, Any], dtype: Any) -> Array:

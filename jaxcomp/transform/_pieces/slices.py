@@ -81,17 +81,17 @@ def _traced(program: Program, division: _Division, limits: Limits) -> Evaluate:
     """
     copied: set[Any] = set()
     run = functools.partial(_run, program, division, copied)
-    made = Program.trace(run, avals(program.arguments))
+    traced = Program.trace(run, avals(program.arguments))
     if _of_products(program) < limits.ratio * sum(v.aval.size for v in copied):
         raise WholeError("arguments are large")
-    if _flops(made) > limits.work * _flops(program):
+    if _flops(traced) > limits.work * _flops(program):
         raise WholeError("each part takes products of the whole")
-    return lambda _, arguments: made(*arguments)
+    return lambda _, arguments: traced(*arguments)
 
 
 def _flops(program: Program) -> float:
-    found = jaxpr_flops(program.jaxpr, "cuda")
-    return math.inf if found is None else found
+    flops = jaxpr_flops(program.jaxpr, "cuda")
+    return math.inf if flops is None else flops
 
 
 def _of_products(program: Program) -> int:
@@ -114,18 +114,18 @@ def _divisions(program: Program, count: int, limits: Limits) -> list[_Division]:
         return []
     largest = max(results, key=lambda kind: kind.size)
     most = limits.sums * largest_size(program)
-    found = []
+    divisions = []
     for axis, size in enumerate(largest.shape):
         limit = min(size, limits.excess * count)
         divisors = [n for n in range(1, limit + 1) if size % n == 0]
         number = min((n for n in divisors if n >= count), default=max(divisors, default=0))
-        alike = [axis < kind.ndim and kind.shape[axis] == size for kind in results]
+        same_size = [axis < kind.ndim and kind.shape[axis] == size for kind in results]
         large = [kind.size > min(most, largest.size - 1) for kind in results]
-        for cut in dict.fromkeys([tuple(alike), tuple(map(operator.and_, alike, large))]):
+        for cut in dict.fromkeys([tuple(same_size), tuple(map(operator.and_, same_size, large))]):
             sums = sum(kind.size for kind, part in zip(results, cut, strict=True) if not part)
             if number > 1 and sums <= most:
-                found.append(_Division(axis, number, cut))
-    return sorted(found, key=lambda division: -min(2 * division.parts, count))
+                divisions.append(_Division(axis, number, cut))
+    return sorted(divisions, key=lambda division: -min(2 * division.parts, count))
 
 
 def _run(
@@ -141,20 +141,20 @@ def _run(
     results = avals(program.results)
     axis, count, is_cut = division
 
-    def step(made: list[Array], number: Array) -> tuple[list[Array], None]:
+    def step(totals: list[Array], number: Array) -> tuple[list[Array], None]:
         parts = Part(program, arguments, count, number, copied)
-        pairs = zip(made, program.results, is_cut, strict=True)
+        pairs = zip(totals, program.results, is_cut, strict=True)
         return [
             _written(whole, parts.part(v, axis), number, axis) if part else whole + parts.total(v)
             for whole, v, part in pairs
         ], None
 
-    made = [
+    totals = [
         jnp.full(kind.shape, zero, kind.dtype if part else wide(kind.dtype))
         for kind, part in zip(results, is_cut, strict=True)
     ]
-    made = lax.scan(step, made, jnp.arange(count))[0]
-    return [x.astype(kind.dtype) for x, kind in zip(made, results, strict=True)]
+    totals = lax.scan(step, totals, jnp.arange(count))[0]
+    return [x.astype(kind.dtype) for x, kind in zip(totals, results, strict=True)]
 
 
 def _written(whole: Array, part: Array, number: Array, axis: int) -> Array:

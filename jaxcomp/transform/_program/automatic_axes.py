@@ -115,8 +115,8 @@ class _Rewriter:
         if "bwd" in params:
             params["bwd"] = self._backward(equation)
         rewritten = equation.replace(params=params, ctx=self._context)
-        made = apply(rewritten, values)
-        return [_constrained(value, asked) for value in made] if asked else made
+        results = apply(rewritten, values)
+        return [_constrained(value, asked) for value in results] if asked else results
 
     def _rewritten(self, name: str, parameter: Any) -> Any:
         if name in _SHARDINGS:
@@ -145,14 +145,14 @@ class _Rewriter:
     def _backward(self, equation: Equation) -> Any:
         """The backward rule of a `jax.custom_vjp`; it runs over explicit axes."""
         rule, forward = equation.params["bwd"], equation.params["fwd_jaxpr_thunk"]
-        given = [atom.aval for atom in equation.invars]
+        operands = [atom.aval for atom in equation.invars]
 
         def of_values(*values: Array) -> Any:
             with jax.sharding.use_abstract_mesh(self.explicit):
-                jaxpr, *_ = forward.call_wrapped(*[True] * len(given))
-                made = iter(atom.aval for atom in jaxpr.outvars)
+                jaxpr, *_ = forward.call_wrapped(*[True] * len(operands))
+                outputs = iter(atom.aval for atom in jaxpr.outvars)
                 forwarded = equation.params["out_trees"]()[2]
-                residuals = [next(made) if i is None else given[i] for i in forwarded]
+                residuals = [next(outputs) if i is None else operands[i] for i in forwarded]
                 results = [variable.aval for variable in equation.outvars]
                 program, shape = jax.make_jaxpr(rule.call_wrapped, return_shape=True)(
                     *map(_struct, (*residuals, *results))

@@ -29,19 +29,21 @@ def rule_of(equation: Equation) -> tuple[Any, ...] | None:
         The functions that the rule consists of and their static arguments; None if it is unknown.
     """
     pending = [equation.params[name] for name in _TRACED_BY.get(equation.primitive.name, ())]
-    found: list[Any] = []
+    parts: list[Any] = []
     while pending:
         value = pending.pop()
         inside = list(_closed_over(value.f if isinstance(value, WrappedFun) else value))
         traced = [v for v in inside if isinstance(v, WrappedFun)]
         if isinstance(value, WrappedFun):
-            given = [argument for _, arguments in value.transforms for argument in arguments]
-            found += [argument.val for argument in given if hasattr(argument, "val")]
+            static_arguments = [
+                argument for _, arguments in value.transforms for argument in arguments
+            ]
+            parts += [argument.val for argument in static_arguments if hasattr(argument, "val")]
             if value.transforms and not traced:
-                found.append(value.f)
+                parts.append(value.f)
                 continue
         pending += traced or [v for v in inside if isinstance(v, FunctionType)]
-    return tuple(found) or None
+    return tuple(parts) or None
 
 
 def is_of_jax(equation: Equation) -> bool:

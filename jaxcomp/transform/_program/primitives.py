@@ -252,8 +252,8 @@ def _in(atom: Atom, tangents: Set[Variable]) -> bool:
 
 def tangents_of(equations: Sequence[Equation], tangents: Sequence[Variable]) -> set[Variable]:
     """The variables of a program that depend on these ones, such as a linear one's tangents."""
-    found = set(tangents)
+    reached = set(tangents)
     for equation in equations:
-        if any(_in(atom, found) for atom in equation.invars):
-            found.update(equation.outvars)
-    return found
+        if any(_in(atom, reached) for atom in equation.invars):
+            reached.update(equation.outvars)
+    return reached

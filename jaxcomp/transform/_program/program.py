@@ -155,8 +155,8 @@ def apply(equation: Equation, operands: Sequence[Array]) -> list[Array]:
         eqns=[equation],
         effects=equation.effects,
     )
-    made = dict(zip(alone.outvars, Program(alone)(*values.values()), strict=True))
-    return [cast(Array, made.get(variable)) for variable in equation.outvars]
+    result_of = dict(zip(alone.outvars, Program(alone)(*values.values()), strict=True))
+    return [cast(Array, result_of.get(variable)) for variable in equation.outvars]
 
 
 @functools.cache
@@ -221,15 +221,15 @@ def with_bodies(equation: Equation, name: str, change: Callable[[Any], Any]) -> 
     return equation.replace(params=equation.params | {name: changed})
 
 
-def needed(equations: Sequence[Equation], wanted: Sequence[Atom]) -> list[Equation]:
+def needed(equations: Sequence[Equation], results: Sequence[Atom]) -> list[Equation]:
     """The equations that the wanted values take, and those with effects, in order."""
-    live = set(variables(wanted))
-    kept = []
+    live = set(variables(results))
+    needed_equations = []
     for equation in reversed(equations):
         if equation.effects or live.intersection(equation.outvars):
             live.update(variables(equation.invars))
-            kept.append(equation)
-    return kept[::-1]
+            needed_equations.append(equation)
+    return needed_equations[::-1]
 
 
 def readers_of(equations: Iterable[Equation]) -> dict[Variable, list[Equation]]:

@@ -47,9 +47,9 @@ def attentions(pattern: Pattern) -> Iterator[Attention]:
     fixed = constants(pattern.program)
     for equation in pattern.program.equations:
         if _is_batched(equation):
-            found = _attention(pattern, equation, fixed)
-            if found is not None:
-                yield found
+            attention = _attention(pattern, equation, fixed)
+            if attention is not None:
+                yield attention
 
 
 def _is_batched(equation: Equation) -> bool:
@@ -61,7 +61,7 @@ def _is_batched(equation: Equation) -> bool:
 
 def _attention(pattern: Pattern, first: Equation, fixed: set[Variable]) -> Attention | None:
     """The attention that begins by a product of queries and keys."""
-    made: set[Any] = set(first.outvars)
+    inside: set[Any] = set(first.outvars)
     last: Equation | None = None
     steps = {id(first): first}
     queue: list[Any] = list(first.outvars)
@@ -79,14 +79,14 @@ def _attention(pattern: Pattern, first: Equation, fixed: set[Variable]) -> Atten
             elif id(reader) not in steps:
                 steps[id(reader)] = reader
                 outs = [v for v in reader.outvars if not isinstance(v, DropVar)]
-                made.update(outs)
+                inside.update(outs)
                 queue += outs
     if last is None or not any(map(_is_exp, steps.values())):
         return None
     steps[id(last)] = last
     read = [v for step in steps.values() for v in variables(step.invars)]
-    operands = [v for v in dict.fromkeys(read) if v not in made and v not in fixed]
-    ends = {v for step in (first, last) for v in variables(step.invars)} - made
+    operands = [v for v in dict.fromkeys(read) if v not in inside and v not in fixed]
+    ends = {v for step in (first, last) for v in variables(step.invars)} - inside
     (scores,) = first.outvars
     if scores.aval.size <= sum(v.aval.size for v in ends):
         return None

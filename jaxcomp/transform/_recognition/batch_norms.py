@@ -51,8 +51,8 @@ class TracedNorm(Norm):
     ) -> Array:
         """Returns the normalised array."""
         affine: Any = zip((scale, bias), self.scaled_by, strict=True)
-        given = [a for a, taken in affine if taken]
-        of_x = [a.reshape(s) for a, s in zip((mean, var, *given), self.shapes, strict=True)]
+        parameters = [a for a, taken in affine if taken]
+        of_x = [a.reshape(s) for a, s in zip((mean, var, *parameters), self.shapes, strict=True)]
         (y,) = _evaluated(self.of_result, [jnp.moveaxis(x, -1, self.feature), *of_x])
         return jnp.moveaxis(y, self.feature, -1)
 
@@ -223,21 +223,25 @@ def batch_norm(pattern: Pattern, equation: Equation) -> BatchNorm | None:
     y, factors, bias = scaled
     if not {a.aval.dtype.name for a in (x, out, y)}.issubset(FLOATS):
         return None  # the backward pass is in float32
-    found = [(factor, search.deviation(factor)) for factor in factors]
-    variances = [d for _, d in found if d is not None]
-    scales = [atom for (atom, exponent), d in found if d is None and exponent == 1]
-    if len(variances) != 1 or len(scales) + 1 != len(found) or len(scales) > 1:
+    deviations = [(factor, search.deviation(factor)) for factor in factors]
+    variances = [d for _, d in deviations if d is not None]
+    scales = [atom for (atom, exponent), d in deviations if d is None and exponent == 1]
+    if len(variances) != 1 or len(scales) + 1 != len(deviations) or len(scales) > 1:
         return None
     variance, epsilon = variances[0]
     of_x = search.of_features(mean), variance
     scale = search.of_features(scales[0]) if scales else None
     bias = None if bias is None else search.of_features(bias)
-    given = [a for a in (scale, bias) if a is not None]
-    if any(a.aval.size != shape[feature] for a in (*of_x, *given)):
+    parameters = [a for a in (scale, bias) if a is not None]
+    if any(a.aval.size != shape[feature] for a in (*of_x, *parameters)):
         return None
     of_statistics = pattern.slice([x], of_x)
-    of_result = pattern.slice([x, *of_x, *given], [y])
-    if of_statistics is None or of_result is None or len({x, *of_x, *given}) < 3 + len(given):
+    of_result = pattern.slice([x, *of_x, *parameters], [y])
+    if (
+        of_statistics is None
+        or of_result is None
+        or len({x, *of_x, *parameters}) < 3 + len(parameters)
+    ):
         return None
     axes = tuple(range(len(shape) - 1))
     norm = TracedNorm(
@@ -250,7 +254,7 @@ def batch_norm(pattern: Pattern, equation: Equation) -> BatchNorm | None:
         feature=feature,
         of_statistics=of_statistics,
         of_result=of_result,
-        shapes=tuple(a.aval.shape for a in (*of_x, *given)),
+        shapes=tuple(a.aval.shape for a in (*of_x, *parameters)),
         scaled_by=(scale is not None, bias is not None),
     )
     return BatchNorm(x, *of_x, scale, bias, y, norm)

@@ -73,9 +73,9 @@ def layer_scales(pattern: Pattern) -> Iterator[LayerScale]:
     """The products of which every feature is scaled, and nothing else reads."""
     for equation in pattern.program.equations:
         if _has_features_last(equation):
-            found = _layer_scale(pattern, equation)
-            if found is not None:
-                yield found
+            layer_scale = _layer_scale(pattern, equation)
+            if layer_scale is not None:
+                yield layer_scale
 
 
 def _has_features_last(equation: Equation) -> bool:
@@ -90,7 +90,7 @@ def _has_features_last(equation: Equation) -> bool:
 
 def _layer_scale(pattern: Pattern, product: Equation) -> LayerScale | None:
     (value,) = product.outvars
-    given: list[Any] = []
+    features: list[Any] = []
     while (reader := pattern.only_reader(value)) is not None:
         name = reader.primitive.name
         if name == "convert_element_type":
@@ -98,13 +98,13 @@ def _layer_scale(pattern: Pattern, product: Equation) -> LayerScale | None:
                 return None
         elif name in ("add", "mul"):
             feature = _of_features(pattern, reader, value)
-            if feature is None or (name == "add" and given):
+            if feature is None or (name == "add" and features):
                 return None
-            given.append(feature)
+            features.append(feature)
         else:
             return None
         if name == "mul":
-            operands = [*product.invars, *given]
+            operands = [*product.invars, *features]
             if not all(map(is_variable, operands)) or len({*operands}) < len(operands):
                 return None
             program = pattern.slice(operands, reader.outvars, scoped=True)
@@ -121,6 +121,6 @@ def _of_features(pattern: Pattern, reader: Equation, value: Variable) -> Any:
     shape = value.aval.shape
     if pattern.feature_axis(others[0], shape) != len(shape) - 1 or shape[-1] == 1:
         return None
-    found = pattern.of_features(others[0], shape[-1])
-    real = jnp.issubdtype(found.aval.dtype, jnp.floating)
-    return found if real and found.aval.size == shape[-1] else None
+    variable = pattern.of_features(others[0], shape[-1])
+    real = jnp.issubdtype(variable.aval.dtype, jnp.floating)
+    return variable if real and variable.aval.size == shape[-1] else None

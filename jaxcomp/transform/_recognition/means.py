@@ -103,14 +103,14 @@ class Means:
         root = self._squared(self.pattern.through(atom, *LAYOUT))
         return None if root is None else self.mean(root)
 
-    def _same(self, one: Mean | None, other: Mean | None) -> Mean | None:
+    def _same(self, first: Mean | None, second: Mean | None) -> Mean | None:
         """A mean, if another is of the same array."""
-        if one is None or other is None:
+        if first is None or second is None:
             return None
-        one, other = (
-            dataclasses.replace(m, of=self.pattern.before_casts(m.of)) for m in (one, other)
+        first, second = (
+            dataclasses.replace(m, of=self.pattern.before_casts(m.of)) for m in (first, second)
         )
-        return one if one == other else None
+        return first if first == second else None
 
     def _squared(self, atom: Atom) -> Any:
         """What an atom is the square of; None if it is no square."""
@@ -189,8 +189,8 @@ class Means:
         features = self.shape[self.feature]
         if labels is None or replicas is None or count * features != math.prod(self.shape):
             return None
-        (made,) = avals(steps[-1][0].outvars[:1])
-        left = [label for label, n in zip(labels, made.shape, strict=True) if n != 1]
+        (result,) = avals(steps[-1][0].outvars[:1])
+        left = [label for label, n in zip(labels, result.shape, strict=True) if n != 1]
         if left != [self.feature] * (features != 1):
             return None
         if not math.isclose(divisor, count * replicas, rel_tol=1e-6):
@@ -198,8 +198,8 @@ class Means:
         return Mean(of, tuple(names), groups[0] if groups else None)
 
     def _constant_of(self, equation: Equation) -> float:
-        found = [self.pattern.constant(a) for a in equation.invars]
-        (number,) = [a for a in found if a is not None]
+        numbers = [self.pattern.constant(a) for a in equation.invars]
+        (number,) = [a for a in numbers if a is not None]
         return number
 
 

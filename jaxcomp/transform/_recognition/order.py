@@ -10,20 +10,20 @@ from jaxcomp.transform._program.program import Program, variables
 from jaxcomp.transform._recognition.unit import Recognized
 
 
-def ordered(program: Program, found: Sequence[Recognized]) -> list[Any] | None:
+def ordered(program: Program, units: Sequence[Recognized]) -> list[Any] | None:
     """Units and the equations that are needed besides, each after those that it reads.
 
     None if there is no such order, because a unit reads what depends on its results. The order is
     that of the program, as far as possible. Without units it is the program's.
     """
-    made_by_units = {v for r in found for v in r.unit.results}
+    made_by_units = {v for r in units for v in r.unit.results}
     position = {id(e): i for i, e in enumerate(program.equations)}
     steps: list[tuple[int, Any, list[Any], list[Any]]] = [
         (i, e, variables(e.invars), [v for v in e.outvars if not isinstance(v, DropVar)])
         for i, e in enumerate(program.equations)
         if not made_by_units.intersection(e.outvars)
     ]
-    steps += [(position[id(r.unit.equation)], r, r.unit.operands, r.unit.results) for r in found]
+    steps += [(position[id(r.unit.equation)], r, r.unit.operands, r.unit.results) for r in units]
     maker: dict[Any, Any] = {v: step for step in steps for v in step[3]}
     # What is needed.
     live, pending = set[int](), list(variables(program.results))

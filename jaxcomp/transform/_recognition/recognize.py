@@ -62,7 +62,7 @@ def recognize(program: Program, active: Sequence[int], context: Context) -> list
         return []
     pattern = Pattern(program)
     reached = tangents_of(program.equations, [program.arguments[i] for i in active])
-    found: list[Recognized] = []
+    units: list[Recognized] = []
     rules: dict[Recognized, Rule] = {}
     for unit in _units(pattern):
         if reached.isdisjoint(unit.operands):
@@ -81,48 +81,48 @@ def recognize(program: Program, active: Sequence[int], context: Context) -> list
         )
         if codeless:
             if rule is None:
-                found.append(Recognized(unit, None))
+                units.append(Recognized(unit, None))
             else:
                 context.notes.matched.add(rule)
         elif rule is not None and isinstance(rule.action, Codec) and _fits(unit, rule.action):
-            found.append(Recognized(unit, rule.action))
-            rules[found[-1]] = rule
-    taken = {id(one.unit.equation) for one in found}
+            units.append(Recognized(unit, rule.action))
+            rules[units[-1]] = rule
+    taken = {id(recognized.unit.equation) for recognized in units}
     for activation, codec in coded_activations(pattern, reached, context):
         if id(activation.equation) not in taken:
             taken.add(id(activation.equation))  # silu(a) * gelu(b) is a gate of each
-            found.append(Recognized(activation, codec))
-    found = _without_cycles(program, found)
-    found = _with_gates(program, found)
-    context.notes.matched.update(rules[one] for one in found if one in rules)
-    return found
+            units.append(Recognized(activation, codec))
+    units = _without_cycles(program, units)
+    units = _with_gates(program, units)
+    context.notes.matched.update(rules[recognized] for recognized in units if recognized in rules)
+    return units
 
 
-def _with_gates(program: Program, found: list[Recognized]) -> list[Recognized]:
+def _with_gates(program: Program, units: list[Recognized]) -> list[Recognized]:
     """The units and the gates of what they encode."""
     coded = [
-        (one.unit, one.codec)
-        for one in found
-        if isinstance(one.unit, NormAct) and one.unit.is_coded
+        (recognized.unit, recognized.codec)
+        for recognized in units
+        if isinstance(recognized.unit, NormAct) and recognized.unit.is_coded
     ]
     by = {unit.equation.outvars[0]: codec for unit, codec in coded}
     features = {unit.equation.outvars[0]: unit.feature for unit, _ in coded}
     gates = [g for e in program.equations if (g := gate_of(e, features)) is not None]
-    return [*found, *(Recognized(g, by[g.x]) for g in gates)]
+    return [*units, *(Recognized(g, by[g.x]) for g in gates)]
 
 
-def _without_cycles(program: Program, found: list[Recognized]) -> list[Recognized]:
+def _without_cycles(program: Program, units: list[Recognized]) -> list[Recognized]:
     """The units but for those that read what is computed from their own results.
 
     An example is a skip connection that is scaled by the norm's variance.
     """
-    if ordered(program, found) is not None:
-        return found
-    kept: list[Recognized] = []
-    for one in found:
-        if ordered(program, [*kept, one]) is not None:
-            kept.append(one)
-    return kept
+    if ordered(program, units) is not None:
+        return units
+    acyclic: list[Recognized] = []
+    for recognized in units:
+        if ordered(program, [*acyclic, recognized]) is not None:
+            acyclic.append(recognized)
+    return acyclic
 
 
 def is_for_units(rule: Rule) -> bool:
@@ -146,22 +146,22 @@ def _units(pattern: Pattern) -> list[Unit]:
     norms = [n for e in pattern.program.equations if (n := batch_norm(pattern, e)) is not None]
     by_result = {n.y: n for n in norms}
     done: set[Any] = set()
-    found: list[Unit] = []
+    units: list[Unit] = []
     for norm in norms:
         if norm.y not in done:
             unit = _unit(pattern, norm, by_result)
             done.update(n.y for n in unit.norms)
-            found.append(unit)
-    taken = {id(unit.pooled_by) for unit in found if isinstance(unit, NormAct)}
+            units.append(unit)
+    taken = {id(unit.pooled_by) for unit in units if isinstance(unit, NormAct)}
     pools = [e for e in pattern.program.equations if e.primitive.name == "reduce_window_max"]
     for equation in pools:
         axes: Labels = list(range(len(equation.params["window_dimensions"])))
         for feature in (len(axes) - 1, 1):
             pool = None if id(equation) in taken else _pool(equation, axes, feature)
             if pool is not None:
-                found.append(MaxPool(pool, equation, feature))
+                units.append(MaxPool(pool, equation, feature))
                 break
-    return [*found, *(unit for find in CODELESS.values() for unit in find(pattern))]
+    return [*units, *(unit for find in CODELESS.values() for unit in find(pattern))]
 
 
 def _unit(pattern: Pattern, norm: BatchNorm, norms: dict[Variable, BatchNorm]) -> NormAct:
@@ -193,10 +193,10 @@ def _unit(pattern: Pattern, norm: BatchNorm, norms: dict[Variable, BatchNorm]) -
     return NormAct((norm,), other, True, None, relu, origin)
 
 
-def _alike(one: TracedNorm, other: TracedNorm) -> bool:
+def _alike(first: TracedNorm, second: TracedNorm) -> bool:
     """Whether norms differ in nothing but how they compute."""
     names = "epsilon", "feature", "axis_name", "axis_index_groups"
-    return all(getattr(one, name) == getattr(other, name) for name in names)
+    return all(getattr(first, name) == getattr(second, name) for name in names)
 
 
 def _with_pool(pattern: Pattern, unit: NormAct) -> NormAct:

@@ -40,26 +40,30 @@ Observe = Callable[[NormAct, tuple[Input, ...], ops.CodedArray, Statistics, Stat
 
 
 def with_units(
-    program: Program, found: Sequence[Recognized], observe: Observe | None = None
+    program: Program, units: Sequence[Recognized], observe: Observe | None = None
 ) -> Program:
     """The program with units in place of the equations that they stand for.
 
     Its last argument is a seed. `observe` is called while norms without smooth activations are
     traced.
     """
-    steps = ordered(program, found)
+    steps = ordered(program, units)
     assert steps is not None
 
     builder = Builder()
     seed = Variable(_type_of_seed(program.arguments))
     env = builder.constants_of(program) | {v: v for v in program.arguments}
     coded: dict[Variable, _Coded] = {}
-    activations = [one.unit for one in found if isinstance(one.unit, CodedActivation)]
+    activations = [
+        recognized.unit for recognized in units if isinstance(recognized.unit, CodedActivation)
+    ]
     reading = {id(equation) for unit in activations for equation in unit.readers}
     # Seeds of codes of values count up, those of units down.
-    noisy = [one for one in found if isinstance(one.unit, NormAct | CodedActivation)]
-    made = builder.trace(lambda seed: noise.counted(seed, len(noisy), -1), seed)
-    seeds = dict(zip(noisy, made, strict=True))
+    noisy = [
+        recognized for recognized in units if isinstance(recognized.unit, NormAct | CodedActivation)
+    ]
+    drawn = builder.trace(lambda seed: noise.counted(seed, len(noisy), -1), seed)
+    seeds = dict(zip(noisy, drawn, strict=True))
     for step in steps:
         if isinstance(step, Recognized):
             _take(builder, step, env, coded, seeds.get(step), observe)
@@ -84,8 +88,8 @@ def _type_of_seed(arguments: Sequence[Atom]) -> Any:
     def seed(*arguments: Array) -> Array:
         return vary_like(jnp.uint32(0), arguments)
 
-    (found,) = avals(Program.trace(seed, *avals(arguments)).results)
-    return found
+    (kind,) = avals(Program.trace(seed, *avals(arguments)).results)
+    return kind
 
 
 class _Coded(NamedTuple):
@@ -223,21 +227,25 @@ def _norm_act(
     seed: Atom | None,
     observe: Observe | None,
 ) -> None:
-    given = [[None if v is None else env[v] for v in (n.x, n.scale, n.bias)] for n in unit.norms]
+    operands_of_norms = [
+        [None if v is None else env[v] for v in (n.x, n.scale, n.bias)] for n in unit.norms
+    ]
     before = coded.get(unit.residual)
     if before is not None and before.feature != unit.feature:
         before = None
     residual = None if unit.residual is None else env[unit.residual]
 
-    def made(given: list[Any], residual: Any, seed: Array) -> tuple[ops.CodedArray, list[Array]]:
+    def evaluated(
+        operands_of_norms: list[Any], residual: Any, seed: Array
+    ) -> tuple[ops.CodedArray, list[Array]]:
         if before is not None:
             added = jax.tree.unflatten(before.tree, residual)
         else:
             added = None if residual is None else jnp.moveaxis(residual, unit.feature, -1)
-        return _evaluate(unit, codec, given, added, seed, observe)
+        return _evaluate(unit, codec, operands_of_norms, added, seed, observe)
 
-    operands = given, residual if before is None else before.leaves, seed
-    _set(builder, unit, made, operands, unit.feature, env, coded)
+    operands = operands_of_norms, residual if before is None else before.leaves, seed
+    _set(builder, unit, evaluated, operands, unit.feature, env, coded)
 
 
 def _set(
@@ -253,10 +261,10 @@ def _set(
     structures: list[tuple[Any, bool]] = []
 
     def run(*operands: Any) -> list[Array]:
-        made, others = function(*operands)
-        leaves, tree = jax.tree.flatten(made)
-        structures.append((tree, made.code is not None))
-        return [jnp.moveaxis(made.value, -1, feature), *others, *leaves]
+        result, others = function(*operands)
+        leaves, tree = jax.tree.flatten(result)
+        structures.append((tree, result.code is not None))
+        return [jnp.moveaxis(result.value, -1, feature), *others, *leaves]
 
     results = builder.trace(run, *operands, at=unit.origin)
     count = len(unit.results)
@@ -269,27 +277,29 @@ def _set(
 def _evaluate(
     unit: NormAct,
     codec: Codec,
-    given: list[Any],
+    operands_of_norms: list[Any],
     residual: Any,
     seed: Array,
     observe: Observe | None,
 ) -> tuple[ops.CodedArray, list[Array]]:
     """The unit's result, and the mean and variance of each of its norms."""
-    inputs = tuple(_input(unit.feature, *arrays) for arrays in given)
+    inputs = tuple(_input(unit.feature, *arrays) for arrays in operands_of_norms)
     norms = tuple(norm.norm for norm in unit.norms)
     if unit.activation is None:
         window = None if unit.pool is None else Window(inputs[0].x.shape, *unit.pool)
-        made, means, variances = norms_act(norms, inputs, residual, unit.relu, window, codec, seed)
+        result, means, variances = norms_act(
+            norms, inputs, residual, unit.relu, window, codec, seed
+        )
         if observe is not None:
-            observe(unit, inputs, made, means, variances)
+            observe(unit, inputs, result, means, variances)
     else:
         activation = _with_features_last(unit.activation.program, unit.feature)
         of = unit.activation.curve
-        made, *of_x = norm_curve(norms[0], inputs[0], of, activation, codec, seed)
+        result, *of_x = norm_curve(norms[0], inputs[0], of, activation, codec, seed)
         means, variances = ((a,) for a in of_x)
     statistics = [a for pair in zip(means, variances, strict=True) for a in pair]
     shapes = [v.aval.shape for n in unit.norms for v in (n.mean, n.variance)]
-    return made, [a.reshape(shape) for a, shape in zip(statistics, shapes, strict=True)]
+    return result, [a.reshape(shape) for a, shape in zip(statistics, shapes, strict=True)]
 
 
 def _input(feature: int, x: Array, scale: Array | None, bias: Array | None) -> Input:

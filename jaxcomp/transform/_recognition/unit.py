@@ -74,8 +74,8 @@ class NormAct:
     @property
     def operands(self) -> list[Any]:
         """The variables that it reads."""
-        given = [v for n in self.norms for v in (n.x, n.scale, n.bias)]
-        return [v for v in (*given, self.residual) if v is not None]
+        of_norms = [v for n in self.norms for v in (n.x, n.scale, n.bias)]
+        return [v for v in (*of_norms, self.residual) if v is not None]
 
     @property
     def results(self) -> list[Any]:
