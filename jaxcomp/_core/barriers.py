@@ -76,7 +76,7 @@ def materialize(value: Array) -> Array:
 
 
 def name_residual(residual: C, codec: SavedBy) -> C:
-    """Names every array of a residual, any pytree, as `save_residual` does."""
+    """Returns names every array of a residual, any pytree, as `save_residual` does."""
     return jax.tree.map(lambda leaf: checkpoint_name(leaf, codec.stored_name()), residual)
 
 

@@ -141,5 +141,5 @@ def _no_tangent(result: Any) -> Any:
 
 
 def _inexact(values: ByPosition) -> ByPosition:
-    """Those that are floating-point or complex; an integer may come with a tangent, too."""
+    """Returns those that are floating-point or complex; an integer may come with a tangent, too."""
     return {i: v for i, v in values.items() if jnp.issubdtype(v.dtype, jnp.inexact)}

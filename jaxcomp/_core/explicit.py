@@ -9,12 +9,12 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 
 def explicit_axes() -> tuple[str, ...]:
-    """The names of the explicit axes of the mesh in whose context the caller is."""
+    """Returns the names of the explicit axes of the mesh in whose context the caller is."""
     return explicit_axes_of(jax.sharding.get_abstract_mesh())
 
 
 def explicit_axes_of(mesh: AbstractMesh) -> tuple[str, ...]:
-    """The names of the explicit axes of a mesh."""
+    """Returns the names of the explicit axes of a mesh."""
     if mesh.empty:
         return ()
     pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
@@ -22,13 +22,13 @@ def explicit_axes_of(mesh: AbstractMesh) -> tuple[str, ...]:
 
 
 def automatic_mesh() -> AbstractMesh:
-    """The mesh in whose context the caller is, with automatic axes in place of explicit ones."""
+    """Returns the mesh of the present context, with automatic axes in place of explicit ones."""
     kinds = dict.fromkeys(explicit_axes(), AxisType.Auto)
     return jax.sharding.get_abstract_mesh().update_axis_types(kinds)
 
 
 def spec_of(kind: Any) -> PartitionSpec:
-    """The explicit sharding of an array, by its type."""
+    """Returns the explicit sharding of an array, by its type."""
     spec: PartitionSpec = kind.sharding.spec
     return spec
 

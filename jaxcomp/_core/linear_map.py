@@ -75,7 +75,7 @@ def _(*operands: Any, apply: Any, transpose: Any, residuals: int, kinds: Any) ->
 def _derivative(
     operands: Any, moves: Any, *, apply: Any, transpose: Any, residuals: int, kinds: Any
 ) -> Any:
-    """The derivative by the tangents, which is the map itself, and by the residual."""
+    """Returns the derivative by the tangents, which is the map itself, and by the residual."""
     given, tangents = operands[:residuals], operands[residuals:]
     call = functools.partial(
         _linear_map.bind, apply=apply, transpose=transpose, residuals=residuals, kinds=kinds

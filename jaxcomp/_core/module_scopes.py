@@ -26,7 +26,7 @@ class ModuleScope(str):
     caller: str
 
     def __new__(cls, path: str, caller: str = "") -> "ModuleScope":
-        """A scope whose text is the path, from its caller on if that contains the module."""
+        """Returns a scope with the path as text, from its caller on if that contains the module."""
         scope = super().__new__(cls, path.removeprefix(f"{caller}/" if caller else ""))
         scope.path, scope.caller = path, caller
         return scope
@@ -79,7 +79,7 @@ def _scoped(
 
 @contextlib.contextmanager
 def _scope(path: str, callers: list[str]) -> Iterator[None]:
-    """The scope of a module's call; the model's own call, whose path is empty, has none."""
+    """Returns the scope of a module's call; the model's own call, whose path is empty, has none."""
     if not path:
         yield
         return

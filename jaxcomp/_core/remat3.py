@@ -10,7 +10,7 @@ _lock = threading.RLock()
 
 
 def is_on() -> bool:
-    """Whether the option is on."""
+    """Returns whether the option is on."""
     return bool(jax.config.values.get("jax_remat3"))
 
 

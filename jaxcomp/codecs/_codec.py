@@ -212,7 +212,7 @@ class Codec(abc.ABC):
             raise ValueError(f"encoded: expected a code of {self}, got one of {encoded.codec}")
 
     def _encode_explicit(self, x: Array, seed: Seed) -> tuple[Array, ...]:
-        """The arrays to store, sharded as `x`."""
+        """Returns the arrays to store, sharded as `x`."""
         given: tuple[typing.Any, ...] = (x, None if seed is None else jnp.asarray(seed))
         stored: tuple[Array, ...] = over_automatic_axes(self._encode_once, given, x)
         return stored
@@ -220,7 +220,7 @@ class Codec(abc.ABC):
     def _decode_explicit(
         self, arrays: tuple[typing.Any, ...], shape: tuple[int, ...], dtype: DTypeLike
     ) -> Array:
-        """The array, sharded as that of the stored ones that has the most axes."""
+        """Returns the array, sharded as that of the stored ones that has the most axes."""
 
         def decode(arrays: tuple[typing.Any, ...]) -> Array:
             return self._decode_once(arrays, shape, dtype)

@@ -144,7 +144,7 @@ class Float8(Codec):
         return lax.clamp(-most, value * half * 2, most).astype(dtype)  # 2^128 is not finite
 
     def _of_elements(self, scale: Array, shape: tuple[int, ...]) -> Array:
-        """The exponent of each element's scale."""
+        """Returns the exponent of each element's scale."""
         axis = len(shape) + self.axis
         wide = (*scale.shape[: axis + 1], _BLOCK, *scale.shape[axis + 1 :])
         kept = [i for i in range(len(wide)) if i != axis + 1]
@@ -162,12 +162,12 @@ def _number(bits: Array) -> Array:
 
 
 def _power(exponent: Array) -> Array:
-    """Two to the power of an integer from -126 to 127, exactly."""
+    """Returns two to the power of an integer from -126 to 127, exactly."""
     return _number((exponent + _BIAS) << _EXPONENT)
 
 
 def _largest(x: Array, axis: int) -> Array:
-    """The largest number of each block."""
+    """Returns the largest number of each block."""
     blocks = -(-x.shape[axis] // _BLOCK)
     missing = blocks * _BLOCK - x.shape[axis]
     padded = lax.pad(x, 0.0, [(0, missing if i == axis else 0, 0) for i in range(x.ndim)])

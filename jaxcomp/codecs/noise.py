@@ -305,7 +305,7 @@ def spot_check(*arrays: Inexact[Array, "..."]) -> UInt32[Array, ""]:
 
 
 def _sampled(x: Array) -> Array:
-    """The elements that `spot_check` reads, as a vector of float32."""
+    """Returns the elements that `spot_check` reads, as a vector of float32."""
     sample = lax.stop_gradient(x)
     if x.size > PLACES:
         axes = tuple(range(x.ndim))
@@ -324,7 +324,7 @@ def _sampled(x: Array) -> Array:
 
 @functools.lru_cache
 def _places(shape: tuple[int, ...]) -> Int32[np.ndarray, "places axes"]:
-    """The indices of the elements that `spot_check` reads of a large array.
+    """Returns the indices of the elements that `spot_check` reads of a large array.
 
     Along each axis they are evenly spaced, in an order of its own (a "Latin hypercube").
     """

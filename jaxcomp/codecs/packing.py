@@ -159,12 +159,12 @@ def _two_and_one_bit_by_dtype(codes: Array) -> tuple[Array, ...]:
 
 
 def _places(x: Array, bits: int) -> Array:
-    """The position of the first bit of each element along the last axis."""
+    """Returns the position of the first bit of each element along the last axis."""
     return _place(lax.broadcasted_iota(x.dtype, x.shape, x.ndim - 1), bits)
 
 
 def _place(index: Array, bits: int) -> Array:
-    """The position of the first bit of the code with this index in the element it shares."""
+    """Returns the position of the first bit of a code in the element that it shares."""
     return (index & 3) << 1 | index >> 2 if bits == 1 else index * bits
 
 

@@ -61,7 +61,7 @@ class _Probe(Codec):
 def sensitivities(
     loss: Loss, model: nnx.Module, batch: Any
 ) -> dict[str, Float[np.ndarray, "batch columns"]]:
-    """How much noise the coding of each sample brings in, for each layer that codes by `Quantize`.
+    """Returns the noise that the code of each sample adds, for each layer with `Quantize`.
 
     For convolutions and linear layers it is computed in one backward pass (`ops.Sink`). A norm's
     code reaches the gradients of all layers before it, too, and that outweighs its own: the sum is
@@ -99,7 +99,7 @@ def sensitivities(
         modules[path].codec = _Probe()
 
     def split(noisy: str | None) -> tuple[Any, ...]:
-        """The model with noise in one layer, or in none."""
+        """Returns the model with noise in one layer, or in none."""
         for path in layers:
             modules[path].sink = Sink(jnp.full((size, COLUMNS), float(path == noisy)))
         return nnx.split(probed, nnx.Param, Sink, ...)
@@ -219,7 +219,7 @@ class Needs:
         widths = np.full(needs.shape[:2], WIDTHS[-1])
 
         def growth(layer: int, rank: int, width: int) -> tuple[float, int, int, int]:
-            """Of the variance for each bit saved; of equal ones the last rank goes first."""
+            """Returns the growth of the variance for each bit saved, and the rank."""
             now = widths[layer, rank]
             saved = (now - width) * share[layer]
             more = needs[layer, rank, WIDTHS.index(width)] - needs[layer, rank, WIDTHS.index(now)]
@@ -238,19 +238,19 @@ class Needs:
         return -np.sort(-widths, axis=1)
 
     def variance(self, widths: Int[np.ndarray, "layers ranks"]) -> float:
-        """Predicted variance of the parameters' gradient with these widths."""
+        """Returns the predicted variance of the parameters' gradient with these widths."""
         chosen = np.searchsorted(WIDTHS, widths)[..., None]
         return float(np.take_along_axis(self.needs, chosen, axis=-1).sum())
 
     def widths_of(self, model: nnx.Module) -> Int[np.ndarray, "layers ranks"]:
-        """The widths that a model has, whose runs are as long as those that were measured."""
+        """Returns the widths that a model has, in runs as long as those that were measured."""
         modules = coded_modules(model)
         codecs = [inner_codec(modules[path].codec or Exact()) for path in self.paths]
         widths = [typing.cast(Quantize | PerSample, codec).bits for codec in codecs]
         return np.stack([np.broadcast_to(bits, self.needs.shape[1]) for bits in widths])
 
     def by_path(self, widths: Int[np.ndarray, "layers ranks"]) -> dict[str, list[int]]:
-        """Each layer's widths under its path."""
+        """Returns each layer's widths under its path."""
         return dict(zip(self.paths, widths.tolist(), strict=True))
 
 
@@ -262,7 +262,7 @@ def _check(bits: int | float, run: int) -> None:
 
 
 def _policy(model: nnx.Module, widths: dict[str, list[int]]) -> Policy:
-    """The codecs of a model's layers, with these widths for those that have some."""
+    """Returns the codecs of a model's layers, with these widths for those that have some."""
     modules = coded_modules(model)
     if missing := sorted(widths.keys() - modules.keys()):
         raise ValueError(f"model: has no layer {missing[0]}, which the plan is for")
@@ -281,7 +281,7 @@ def _policy(model: nnx.Module, widths: dict[str, list[int]]) -> Policy:
 
 
 def _planned(model: nnx.Module) -> list[str]:
-    """The paths of the layers that have a sink and store by a codec of so many bits.
+    """Returns the paths of the layers that have a sink and store by a codec of so many bits.
 
     A norm that uses running averages stores nothing.
     """
@@ -375,6 +375,6 @@ class BitPlanner:
             LayerCodecs.of(model, _policy(model, plan)).set(model)
 
     def __str__(self) -> str:
-        """How often it made the step be compiled again."""
+        """Returns how often it made the step be compiled again."""
         steps = ", ".join(map(str, self.taken)) or "none"
         return f"{len(self.taken)} of at most {self.most} plans taken, at steps {steps}"

@@ -59,7 +59,10 @@ def clipped(model: nnx.Module, *inputs: Any) -> dict[str, float]:
 
 
 def clipped_during(run: Callable[..., Any], model: nnx.Module, *arguments: Any) -> dict[str, float]:
-    """As `clipped`, for any function of the model; empty if no layer has a `SignAware` codec."""
+    """Does what `clipped` does, for any function of the model.
+
+    It is empty if no layer has a `SignAware` codec.
+    """
     model = nnx.clone(model)
     coded = coded_modules(model)
     bits = {path: bits for path, layer in coded.items() if (bits := _bits_of(layer)) is not None}
@@ -88,7 +91,7 @@ def clipped_during(run: Callable[..., Any], model: nnx.Module, *arguments: Any) 
 
 
 def _bits_of(module: Any) -> int | None:
-    """The bits of a `NormAct`'s `SignAware` codec; None if it has another, or none."""
+    """Returns the bits of a `NormAct`'s `SignAware` codec; None if it has another, or none."""
     if not isinstance(module, NormAct) or module.codec is None:
         return None
     codec = inner_codec(module.codec)

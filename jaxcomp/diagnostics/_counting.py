@@ -89,6 +89,6 @@ def count_clipped(model: nnx.Module, record: Record) -> None:
 
 
 def _counting_class(kind: type[nnx.Module], *arguments: Any) -> type[nnx.Module]:
-    """A class of its own: what is compiled for it is not what is compiled for training."""
+    """Returns a class of its own: what is compiled for it is not what is compiled for training."""
     methods = compressed_methods(kind, *arguments)
     return types.new_class(kind.__name__, (kind,), {}, lambda body: body.update(methods))

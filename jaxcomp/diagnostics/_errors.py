@@ -63,7 +63,7 @@ def errors_of(errors: np.ndarray, control: np.ndarray, norm: float) -> Errors:
 
 
 def _p_value(products: np.ndarray) -> float:
-    """How often random signs of vectors give a sum as long as theirs.
+    """Returns how often random signs of vectors give a sum as long as theirs.
 
     Args:
         products: The products of each vector with each.

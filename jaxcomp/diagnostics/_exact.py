@@ -22,5 +22,5 @@ def exact_copy(model: M) -> M:
 
 
 def encodes(module: nnx.Module) -> bool:
-    """Whether the class of a module encodes what its call saves."""
+    """Returns whether the class of a module encodes what its call saves."""
     return getattr(type(module), "encodes", False)

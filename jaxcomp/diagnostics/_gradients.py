@@ -92,7 +92,7 @@ class GradientReport:
         return errors.noise / self.sgd_noise if self.sgd_noise else float("inf")
 
     def __str__(self) -> str:
-        """The figures, the verdict, and the five parameters that contribute most."""
+        """Returns the figures, the verdict, and the five parameters that contribute most."""
         lines = [f"{'':<12}{'bias':>10}{'95% interval':>22}{'floor':>10}{'noise':>10}{'/ SGD':>10}"]
         for name, errors in (("coded", self.coded), ("Exact()", self.control)):
             low, high = errors.bias_interval
@@ -217,7 +217,7 @@ def _shares(params: Any, variance: np.ndarray) -> tuple[tuple[str, float], ...]:
 
 
 def _parts(params: Any) -> list[tuple[str, slice]]:
-    """Parameters by name, and where they are in a vector of all."""
+    """Returns parameters by name, and where they are in a vector of all."""
     leaves = jax.tree.leaves_with_path(params, is_leaf=lambda x: isinstance(x, nnx.Variable))
     ends = np.cumsum([leaf.size for _, leaf in leaves])
     return [

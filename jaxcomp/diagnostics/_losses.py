@@ -35,7 +35,7 @@ def check_data(loss: Any, batch: Any, parts: int) -> None:
 
 
 def parameters_of(model: Any) -> Any:
-    """The parameters of a Flax NNX module, or a pytree of parameters as it is.
+    """Returns the parameters of a Flax NNX module, or a pytree of parameters as it is.
 
     Raises:
         TypeError: If the pytree has no leaves, or others than floating-point arrays.
@@ -57,7 +57,7 @@ def _is_floating(leaf: Any) -> bool:
 
 
 def of_parameters(loss: Loss, model: Any, has_aux: bool = False) -> Callable[[Any, Any], Any]:
-    """A loss of a model and a batch as one of the parameters and the batch."""
+    """Returns a loss of a model and a batch as one of the parameters and the batch."""
     graphdef, _, rest = split_model(model) if isinstance(model, nnx.Module) else (None, None, None)
 
     def of(params: Any, batch: Any) -> jax.Array:
@@ -79,7 +79,7 @@ def of_parameters(loss: Loss, model: Any, has_aux: bool = False) -> Callable[[An
 
 
 def exactly(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """The same loss, of which JAX takes its own derivatives: nothing is encoded.
+    """Returns the same loss, of which JAX takes its own derivatives: nothing is encoded.
 
     A call raises a ValueError if codes are where `without_codes` does not find them.
     """
@@ -99,13 +99,13 @@ def exactly(loss: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def sgd_variance(exact: Callable[[Any, Any], Any], params: Any, batch: Any, parts: int) -> float:
-    """The variance of the gradient over batches of this size, from parts of one."""
+    """Returns the variance of the gradient over batches of this size, from parts of one."""
     each = [vector(exact(params, _part(batch, i, parts))) for i in range(parts)]
     return float(np.var(each, axis=0, ddof=1).sum() / parts)
 
 
 def _part(batch: Any, number: int, parts: int) -> Any:
-    """One of equal parts of a batch, sharded as the batch."""
+    """Returns one of equal parts of a batch, sharded as the batch."""
 
     def cut(x: Any) -> Any:
         size = x.shape[0] // parts
@@ -117,7 +117,7 @@ def _part(batch: Any, number: int, parts: int) -> Any:
 
 
 def moved(params: Any, draw: int) -> Any:
-    """The parameters, float32 ones moved by about a unit in the last place, up or down."""
+    """Returns the parameters, float32 ones moved by about a unit in the last place, up or down."""
     rng = np.random.default_rng(draw)
 
     def move(leaf: jax.Array) -> jax.Array:
@@ -130,6 +130,6 @@ def moved(params: Any, draw: int) -> Any:
 
 
 def vector(gradient: Any) -> np.ndarray:
-    """All values of a pytree, in float64."""
+    """Returns all values of a pytree, in float64."""
     leaves = [np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(gradient)]
     return np.concatenate(leaves)

@@ -65,7 +65,10 @@ def plan(model_or_fn: nnx.Module | Callable[..., Any], *args: Any, **kwargs: Any
 
 
 def _of_function(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
-    """What a function declares to keep; what is encoded inside of it is listed as it is stored."""
+    """Returns what a function declares to keep.
+
+    What is encoded inside of it is listed as it is stored.
+    """
     program = jax.make_jaxpr(lambda args, kwargs: fn(*args, **kwargs))(args, kwargs)
     values = tuple(
         SavedValue(
@@ -94,12 +97,12 @@ def _of_function(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
 
 def _is_code(residual: Residual) -> bool:
-    """Whether one of jaxcomp's codecs has made it."""
+    """Returns whether one of jaxcomp's codecs has made it."""
     return any(name.startswith("jaxcomp/") for name in residual.scopes)
 
 
 def _of_modules(model: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
-    """What each module keeps, now and with nothing encoded."""
+    """Returns what each module keeps, now and with nothing encoded."""
     exact = exact_copy(model)
     inner = ["/".join(map(str, keys)) for keys, part in nnx.iter_modules(model) if encodes(part)]
     layers = coded_modules(model)
@@ -132,7 +135,7 @@ def _of_modules(model: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _left_as_they_are(values: list[SavedValue], layers: dict[str, Coded]) -> tuple[str, ...]:
-    """A note if layers have codecs, but much is saved by modules that can have none."""
+    """Returns a note if layers have codecs, but much is saved by modules that can have none."""
     left = [
         value
         for value in values
@@ -164,7 +167,7 @@ def _bytes(
     elements: dict[str, int],
     hidden: set[str],
 ) -> tuple[dict[str, int], dict[str, str]]:
-    """Bytes and a source line by the path of the innermost module that is not hidden."""
+    """Returns bytes and a source line by the path of the innermost module that is not hidden."""
     graphdef, params, rest = split_model(with_module_scopes(model, elements))
 
     def run(params: Any, rest: Any, args: Any, kwargs: Any) -> Any:

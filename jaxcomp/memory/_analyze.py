@@ -169,7 +169,7 @@ def analyze_step(
 
 
 def usable_bytes(target: Target, capacity: int | None) -> int | None:
-    """Bytes per device that a program may use.
+    """Returns the bytes per device that a program may use.
 
     Args:
         target: the target.
@@ -189,7 +189,7 @@ def usable_bytes(target: Target, capacity: int | None) -> int | None:
 
 
 def _declared(step: TracedStep) -> int | None:
-    """Declared residual bytes; `None` if the function is not differentiable."""
+    """Returns declared residual bytes; `None` if the function is not differentiable."""
     try:
         return sum(residual.nbytes for residual in declared_residuals(step.traced.jaxpr))
     except NotDifferentiableError:
@@ -197,7 +197,7 @@ def _declared(step: TracedStep) -> int | None:
 
 
 def _compiled_figures(compiled: CompiledStep, target: Target) -> dict[str, Any]:
-    """XLA's figures of a compiled program, by the names of the report's attributes."""
+    """Returns XLA's figures of a compiled program, by the names of the report's attributes."""
     given = compiled.memory
     arguments, outputs, aliased, temp = (
         given[f"{kind}_size_in_bytes"] for kind in ("argument", "output", "alias", "temp")
@@ -229,6 +229,6 @@ def _compiled_figures(compiled: CompiledStep, target: Target) -> dict[str, Any]:
 
 
 def _bytes_needed(message: str) -> int | None:
-    """Bytes that XLA's out-of-memory message states, for example as `(17.31G)`."""
+    """Returns the bytes that XLA's out-of-memory message states, for example as `(17.31G)`."""
     found = re.search(r"required for .*?\(([0-9.]+)([KMGT])\)", message)
     return found and round(float(found[1]) * 2 ** _POWERS[found[2]])

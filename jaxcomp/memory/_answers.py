@@ -21,7 +21,7 @@ _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 
 
 def answer_file(program: bytes, *rest: object) -> Path | None:
-    """The cache file of a program.
+    """Returns the cache file of a program.
 
     Args:
         program: the serialized program with its source lines, which the HLO text contains too.

@@ -9,7 +9,7 @@ _NUMBERED = ".states["
 
 
 def argument_names(given: Sequence[str], arguments: object) -> dict[str, str]:
-    """The path of each variable of a Flax NNX object, by the name that JAX gives it.
+    """Returns the path of each variable of a Flax NNX object, by the name that JAX gives it.
 
     `nnx.jit` passes an object as a flat list, so JAX calls a kernel `model.states[0][192]`.
 
@@ -39,5 +39,5 @@ def argument_names(given: Sequence[str], arguments: object) -> dict[str, str]:
 
 
 def is_object(value: object) -> bool:
-    """Whether a value is a Flax NNX object."""
+    """Returns whether a value is a Flax NNX object."""
     return isinstance(value, nnx.Pytree)

@@ -37,12 +37,12 @@ class Buffer:
     offset: int
 
     def label(self) -> str:
-        """The scope and the operation that computed the value, or XLA's name of the value."""
+        """Returns the scope and the operation that computed the value, or XLA's name of it."""
         parts = [p for p in (self.origin.scope, self.origin.operation) if p]
         return " · ".join(parts) if self.origin is not UNKNOWN else f"{self.name} (made by XLA)"
 
     def group_label(self) -> str:
-        """The label with `*` for each number, which equal layers of a model share."""
+        """Returns the label with `*` for each number, which equal layers of a model share."""
         return re.sub(r"\d+", "*", self.label())
 
 
@@ -62,7 +62,7 @@ class BufferGroup:
         return sum(b.bytes for b in self.buffers)
 
     def label(self) -> str:
-        """The label of the buffers, with `*` for the numbers if the labels differ."""
+        """Returns the label of the buffers, with `*` for the numbers if the labels differ."""
         labels = {b.label() for b in self.buffers}
         return labels.pop() if len(labels) == 1 else self.buffers[0].group_label()
 

@@ -23,7 +23,7 @@ _HEADING = re.compile(r"<\d+ ([^\s{]+)(\{[\d,]*\})?(?: \(phi\))? @\d+>$")
 
 
 def dump_options(directory: str | Path) -> dict[str, str | bool]:
-    """Compiler options that make XLA dump its buffer assignment to a directory."""
+    """Returns compiler options that make XLA dump its buffer assignment to a directory."""
     return {"xla_dump_to": str(directory), "xla_dump_hlo_as_text": True}
 
 

@@ -37,7 +37,7 @@ def collective_traffic(hlo_text: str) -> int | None:
 
 
 def _received(module: Module, instruction: Instruction, channels: set[str]) -> int:
-    """Bytes of the results of a collective; those of a `-start` are of its `-done`.
+    """Returns the bytes of the results of a collective; those of a `-start` are of its `-done`.
 
     On a TPU, a collective that runs beside other work is in several fusions. `channels` has those
     that were counted.

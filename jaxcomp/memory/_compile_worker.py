@@ -52,7 +52,7 @@ def compile_lowered(lowered: Any, compiler_options: dict[str, Any]) -> dict[str,
 
 
 def _text(compiled: Any, lowered: Any, compiler_options: dict[str, Any]) -> str:
-    """The optimized HLO text.
+    """Returns the optimized HLO text.
 
     JAX cannot read some asynchronous instructions of libtpu, such as gathers by the sparse cores of
     a v5p. The program is then compiled again, with a dump of its text.
@@ -82,7 +82,7 @@ def _own_names(hlo_text: str, argument_names: Sequence[str]) -> str:
 
 
 def _shardings(exported: Any, topology: Any, mesh: Any) -> list[jax.sharding.Sharding]:
-    """The sharding of each argument: the exported one, on the devices of the topology."""
+    """Returns the sharding of each argument: the exported one, on the devices of the topology."""
     if mesh is None:
         return [SingleDeviceSharding(topology.devices[0])] * len(exported.in_avals)
     devices = topologies.make_mesh(topology, mesh.axis_sizes, mesh.axis_names).devices

@@ -113,7 +113,7 @@ def compile_step(
 
 
 def fingerprint(step: TracedStep, target: Target) -> str:
-    """A text that is equal for steps that a compiler makes the same program of.
+    """Returns a text that is equal for steps that a compiler makes the same program of.
 
     Raises:
         CompileError: if the program calls back to Python and the target is not attached.
@@ -233,7 +233,10 @@ def _ask_child(request: dict[str, Any], target: Target, flag: str = "") -> dict[
 
 
 def _place(leaf: Any) -> str | None:
-    """The platform of an argument's devices; `None` if the argument is not committed to any."""
+    """Returns the platform of an argument's devices.
+
+    It is `None` if the argument is not committed to any.
+    """
     sharding = getattr(leaf, "sharding", None)
     if sharding is None or not getattr(leaf, "committed", True):
         return None
@@ -281,7 +284,7 @@ def _export(step: TracedStep, platform: str) -> export.Exported:
 
 
 def _callbacks(jaxpr: Jaxpr) -> Iterator[str]:
-    """Names of the primitives that call back to Python."""
+    """Returns names of the primitives that call back to Python."""
     for equation in jaxpr.eqns:
         if "callback" in equation.primitive.name or equation.primitive.name == "debug_print":
             yield equation.primitive.name
@@ -290,7 +293,7 @@ def _callbacks(jaxpr: Jaxpr) -> Iterator[str]:
 
 
 def _mesh(step: TracedStep, devices: int, target: Target) -> AbstractMesh | None:
-    """The mesh of the arguments' shardings; `None` for a single device.
+    """Returns the mesh of the arguments' shardings; `None` for a single device.
 
     Args:
         step: the traced function.

@@ -194,7 +194,7 @@ def declared_residuals(program: ClosedJaxpr | Jaxpr) -> list[Residual]:
 
 
 def _pullback(program: Any) -> Any:
-    """The jaxpr of the function's pullback with respect to its floating-point arguments."""
+    """Returns the jaxpr of the function's pullback with respect to its floating-point arguments."""
     function = jax.extend.core.jaxpr_as_fun(program)
     jaxpr = open_jaxpr(program)
     arguments, results = (
@@ -219,7 +219,7 @@ def _pullback(program: Any) -> Any:
 
 
 def takes_gradient(jaxpr: Jaxpr) -> bool:
-    """Whether a program has a backward pass."""
+    """Returns whether a program has a backward pass."""
     return any(
         _is_backward(equation) or any(map(takes_gradient, inner_jaxprs(equation)))
         for equation in jaxpr.eqns
@@ -231,7 +231,7 @@ def _is_backward(equation: JaxprEqn) -> bool:
 
 
 def _residuals(jaxpr: Jaxpr) -> list[Residual]:
-    """The values that forward equations compute and live backward equations read."""
+    """Returns the values that forward equations compute and live backward equations read."""
     equations: list[_Equation] = []
     given = [_Value(var.aval) for var in jaxpr.invars]
     results = _flatten(jaxpr, given, source_info_util.NameStack(), "", False, equations)
@@ -306,7 +306,7 @@ def _flatten(
 
 
 def _changes_nothing(equation: JaxprEqn) -> bool:
-    """Whether an equation is a conversion that preserves every value of its operand."""
+    """Returns whether an equation is a conversion that preserves every value of its operand."""
     avals: list[Any] = [atom.aval for atom in (*equation.invars, *equation.outvars)]
     if equation.primitive.name == "convert_element_type":
         return bool(avals[0].dtype == avals[-1].dtype)

@@ -39,12 +39,12 @@ def estimated_seconds(figures: Mapping[str, Any], target: Target) -> float | Non
 
 
 def host_seconds(nbytes: int | None, target: Target) -> float:
-    """The estimated time of copies to and from the host; 0 where its link is not known."""
+    """Returns the estimated time of copies to and from the host; 0 where its link is not known."""
     return 0.0 if target.link_bandwidth is None else (nbytes or 0) / target.link_bandwidth
 
 
 def kernel_seconds(operations: int | None, kernels: int | None, target: Target) -> float:
-    """The estimated time of elementwise operations and of kernels besides their work, on a GPU.
+    """Returns the estimated time of elementwise operations and kernel launches on a GPU.
 
     It is 0 on other devices, and without operations where their rate is not known.
     """

@@ -81,12 +81,15 @@ def _equation_flops(equation: JaxprEqn, platform: str) -> int | None:
 
 
 def _holds(platforms: tuple[str, ...] | None, platform: str) -> bool:
-    """Whether a branch of a `platform_dependent` is for a platform; `None` is the default."""
+    """Returns whether a branch of a `platform_dependent` is for a platform.
+
+    `None` is the default.
+    """
     return platforms is None or platform in platforms
 
 
 def _repeats(equation: JaxprEqn) -> int:
-    """How many times the body of an equation runs, summed over all devices."""
+    """Returns how many times the body of an equation runs, summed over all devices."""
     params = equation.params
     if equation.primitive.name == "scan":
         return int(params["length"])
@@ -108,7 +111,7 @@ def _dot_flops(equation: JaxprEqn) -> int:
 
 
 def _ragged_dot_flops(equation: JaxprEqn) -> int:
-    """Each row is in one group, whatever the sizes of the groups."""
+    """Returns each row is in one group, whatever the sizes of the groups."""
     numbers = equation.params["ragged_dot_dimension_numbers"]
     (_, contracting), (_, batch) = numbers.dot_dimension_numbers
     left, right = map(_shape, equation.invars[:2])
@@ -141,7 +144,7 @@ def _convolution_flops(equation: JaxprEqn) -> int:
 def _products(
     size: int, taps: int, outputs: int, stride: int, pad: int, left_dilation: int, dilation: int
 ) -> int:
-    """Number of (output, tap) pairs along one axis that read an element of the input."""
+    """Returns the number of (output, tap) pairs along an axis that read an element of the input."""
     position = np.arange(outputs)[:, None] * stride + np.arange(taps) * dilation - pad
     inside = (position >= 0) & (position <= (size - 1) * left_dilation)
     return int(np.sum(inside & (position % left_dilation == 0)))

@@ -76,13 +76,13 @@ class Instruction:
 
     @cached_property
     def op_name(self) -> str:
-        """JAX's name stack and primitive, or "" if XLA created the instruction."""
+        """Returns JAX's name stack and primitive, or "" if XLA created the instruction."""
         found = re.search(r'op_name="([^"]*)"', self.attributes)
         return found.group(1) if found else ""
 
     @cached_property
     def called(self) -> dict[str, tuple[str, ...]]:
-        """Names of the called computations by attribute (`calls`, `body`, `condition`, ...)."""
+        """Returns names of called computations by attribute (`calls`, `body`, `condition`, ...)."""
         return {
             key: (one,) if one else tuple(re.findall(r"[\w.\-]+", many))
             for key, one, many in _CALLED.findall(self.attributes)
@@ -90,7 +90,7 @@ class Instruction:
 
     @cached_property
     def index(self) -> int:
-        """The `index=` of a get-tuple-element, or the number of a parameter."""
+        """Returns the `index=` of a get-tuple-element, or the number of a parameter."""
         if self.opcode == "parameter":
             return int(self.arguments)
         found = re.search(r"\bindex=(\d+)", self.attributes)
@@ -108,17 +108,17 @@ class Computation:
 
     @cached_property
     def root(self) -> Instruction:
-        """The instruction whose result the computation returns."""
+        """Returns the instruction whose result the computation returns."""
         return next(i for i in self.instructions.values() if i.is_root)
 
     @cached_property
     def parameters(self) -> dict[int, Instruction]:
-        """The parameters by number."""
+        """Returns the parameters by number."""
         return {i.index: i for i in self.instructions.values() if i.opcode == "parameter"}
 
     @cached_property
     def users(self) -> dict[str, list[Instruction]]:
-        """The instructions that read each value."""
+        """Returns the instructions that read each value."""
         users: dict[str, list[Instruction]] = defaultdict(list)
         for instruction in self.instructions.values():
             for operand in dict.fromkeys(instruction.operands):
@@ -144,11 +144,11 @@ class Module:
 
     @cached_property
     def instructions(self) -> dict[str, Instruction]:
-        """All instructions by name."""
+        """Returns all instructions by name."""
         return {n: i for c in self.computations.values() for n, i in c.instructions.items()}
 
     def source(self, instruction: Instruction) -> str:
-        """`file:line` of the innermost frame of user code, or "" if it is not known."""
+        """Returns `file:line` of the innermost frame of user code, or "" if it is not known."""
         direct = _SOURCE.search(instruction.attributes)
         if direct:
             return f"{direct.group(1)}:{direct.group(2)}"
@@ -157,7 +157,7 @@ class Module:
         return next((line for line in lines if not _is_library(line)), (lines or [""])[0])
 
     def _stack(self, frame_id: int) -> Iterator[str]:
-        """`file:line` of a stack frame and its callers, innermost first."""
+        """Returns `file:line` of a stack frame and its callers, innermost first."""
         while frame_id in self.tables["StackFrames"]:
             frame = self.tables["StackFrames"][frame_id]
             location = self.tables["FileLocations"][_field("file_location_id", frame)]
@@ -209,14 +209,17 @@ def parse(text: str) -> Module:
 
 
 def _is_library(file: str) -> bool:
-    """Whether a file is library code. The models of this package count as user code."""
+    """Returns whether a file is library code. The models of this package count as user code."""
     if Path(file).is_relative_to(_PACKAGE):
         return not Path(file).is_relative_to(_PACKAGE / "models")
     return _INSTALLED.search(file) is not None
 
 
 def in_hbm(memory_space: int, tiled: bool) -> bool:
-    """Whether a memory space of XLA is device memory. On TPU (tiled layouts) only space 0 is."""
+    """Returns whether a memory space of XLA is device memory.
+
+    On TPU (tiled layouts) only space 0 is.
+    """
     return memory_space == 0 or (not tiled and memory_space != _HOST_MEMORY)
 
 
@@ -273,7 +276,7 @@ def _bits(dtype: str) -> int:
 
 
 def _closing(text: str, start: int) -> int:
-    """The position of the parenthesis that closes the one at `start`."""
+    """Returns the position of the parenthesis that closes the one at `start`."""
     depth = 0
     for found in re.compile(r"[()]").finditer(text, start):
         depth += 1 if found.group() == "(" else -1

@@ -30,5 +30,5 @@ def kernels(hlo_text: str) -> int | None:
 
 
 def is_kernel(instruction: Instruction) -> int:
-    """1 if the instruction starts a kernel, else 0."""
+    """Returns 1 if the instruction starts a kernel, else 0."""
     return int(not (is_free(instruction) or instruction.opcode.endswith("-done")))

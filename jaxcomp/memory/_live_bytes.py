@@ -302,7 +302,10 @@ def format_bytes(count: int) -> str:
 
 
 def _work(module: Module, name: str) -> list[Instruction]:
-    """An instruction and those fused into it; empty for a name that is not in the HLO text."""
+    """Returns an instruction and those fused into it.
+
+    It is empty for a name that is not in the HLO text.
+    """
     instruction = module.instructions.get(name)
     if instruction is None:
         return []
@@ -312,7 +315,7 @@ def _work(module: Module, name: str) -> list[Instruction]:
 
 
 def _encodes(instruction: Instruction) -> bool:
-    """Whether a forward instruction encodes a residual, by its scope or its dtype."""
+    """Returns whether a forward instruction encodes a residual, by its scope or its dtype."""
     if phase(instruction.op_name) != "forward":
         return False
     to_integer = instruction.opcode == "convert" and instruction.arrays[0].dtype[0] in "us"
@@ -320,7 +323,10 @@ def _encodes(instruction: Instruction) -> bool:
 
 
 def _live_bytes(buffers: list[Buffer], points: int) -> list[int]:
-    """Bytes alive at each point: the union of the live buffers of each allocation, summed."""
+    """Returns the bytes alive at each point.
+
+    The union of the live buffers of each allocation, summed.
+    """
     by_allocation: dict[int, list[Buffer]] = defaultdict(list)
     for buffer in buffers:
         by_allocation[buffer.allocation].append(buffer)

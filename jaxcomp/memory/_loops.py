@@ -6,7 +6,7 @@ from jaxcomp.memory._hlo import Computation, Instruction, Module
 
 
 def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
-    """The trip count of a while loop.
+    """Returns the trip count of a while loop.
 
     Returns:
         The count that XLA recorded; else `(bound - start) / step`, if these are constants; else
@@ -29,7 +29,7 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
 
 
 def _counter_and_bound(module: Module, condition: Computation) -> tuple[int, int] | None:
-    """The numbers `counter` and `bound` of a condition `state[counter] < bound`."""
+    """Returns the numbers `counter` and `bound` of a condition `state[counter] < bound`."""
     compare, operands = _unwrapped(module, condition, condition.root)
     if compare.opcode != "compare" or "direction=LT" not in compare.attributes:
         return None
@@ -42,7 +42,10 @@ def _counter_and_bound(module: Module, condition: Computation) -> tuple[int, int
 def _unwrapped(
     module: Module, computation: Computation, instruction: Instruction
 ) -> tuple[Instruction, list[Instruction]]:
-    """An instruction and its operands. For a fusion, the instruction is the root inside it."""
+    """Returns an instruction and its operands.
+
+    For a fusion, the instruction is the root inside it.
+    """
     if instruction.opcode != "fusion":
         return instruction, [computation.instructions[name] for name in instruction.operands]
     inside = module.computations[instruction.called["calls"][0]]
@@ -56,7 +59,7 @@ def _unwrapped(
 
 
 def _element(computation: Computation, tuple_name: str, index: int) -> Instruction:
-    """The instruction that computed element `index` of a tuple."""
+    """Returns the instruction that computed element `index` of a tuple."""
     made = computation.instructions[tuple_name]
     if made.opcode != "tuple":
         return made
@@ -64,14 +67,14 @@ def _element(computation: Computation, tuple_name: str, index: int) -> Instructi
 
 
 def _constant(computation: Computation, instruction: Instruction) -> int | None:
-    """The integer value of a constant or of a copy of a constant; else `None`."""
+    """Returns the integer value of a constant or of a copy of a constant; else `None`."""
     while instruction.opcode in ("copy", "bitcast"):
         instruction = computation.instructions[instruction.operands[0]]
     return int(instruction.arguments) if instruction.opcode == "constant" else None
 
 
 def _step(module: Module, body: Computation, counter: int) -> int | None:
-    """The constant that a loop body adds to its counter; `None` if it is not found."""
+    """Returns the constant that a loop body adds to its counter; `None` if it is not found."""
     if body.root.opcode != "tuple":
         return None
     next_count = body.instructions[body.root.operands[counter]]

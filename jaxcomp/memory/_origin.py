@@ -23,7 +23,7 @@ _SCOPE = type(new_name_stack("scope").stack[0])
 
 
 def scopes_of(name_stack: Any) -> tuple[str, ...]:
-    """The names of the scopes of a name stack, outermost first, without transformations.
+    """Returns the names of the scopes of a name stack, outermost first, without transformations.
 
     Example:
         >>> import jax
@@ -81,7 +81,7 @@ class Origins:
                         self._barriers.setdefault(_unpacked(computation, operand), instruction)
 
     def of(self, name: str, index: str) -> Origin | None:
-        """The origin of an instruction's result.
+        """Returns the origin of an instruction's result.
 
         Args:
             name: the name of the instruction.
@@ -112,7 +112,7 @@ class Origins:
         return Origin(layer, operation, phase(op_name), source, is_inferred=True)
 
     def _made_by(self, name: str, index: int, seen: set[tuple[str, int]]) -> Instruction | None:
-        """The instruction with JAX metadata that computed a value, through copies and loops."""
+        """Returns the instruction with JAX metadata that made a value, through copies and loops."""
         if (name, index) in seen:
             return None
         seen.add((name, index))
@@ -131,7 +131,7 @@ class Origins:
         return next((found for found in operands if found), None)
 
     def _passed_on(self, name: str, index: int) -> Iterator[tuple[str, int]]:
-        """The values that an instruction forwards unchanged, the most specific first."""
+        """Returns the values that an instruction forwards unchanged, the most specific first."""
         computation = self._home[name]
         instruction = computation.instructions[name]
         operands = instruction.operands
@@ -155,7 +155,10 @@ class Origins:
     def _inside(
         self, fusion: Instruction, index: int, seen: set[tuple[str, int]]
     ) -> Instruction | None:
-        """The instruction that computed a fusion's result. For an in-place update, the update."""
+        """Returns the instruction that computed a fusion's result.
+
+        For an in-place update, the update.
+        """
         fused = self._module.computations[fusion.called["calls"][0]]
         inner = fused.root
         if inner.opcode == "tuple":
@@ -174,12 +177,12 @@ class Origins:
         return named[-1]
 
     def _argument(self, parameter: Instruction) -> str:
-        """The name of an argument of the program."""
+        """Returns the name of an argument of the program."""
         name = _first_name(parameter)
         return self._argument_names.get(name, name)
 
     def _nearest_layer(self, name: str) -> str:
-        """The layer whose weight is nearest upstream of an instruction in its computation."""
+        """Returns the layer whose weight is nearest upstream of an instruction."""
         computation = self._home[name]
         queue, seen = deque([name]), {name}
         while queue and len(seen) < _NEAR:
@@ -194,7 +197,7 @@ class Origins:
 
 
 def _unpacked(computation: Computation, name: str) -> tuple[str, int]:
-    """The instruction that made a value, and the position of the value among its results."""
+    """Returns the instruction that made a value, and its position among the results."""
     instruction = computation.instructions[name]
     while instruction.opcode in _MOVES - {"opt-barrier"}:
         instruction = computation.instructions[instruction.operands[0]]
@@ -204,7 +207,7 @@ def _unpacked(computation: Computation, name: str) -> tuple[str, int]:
 
 
 def _first_name(instruction: Instruction) -> str:
-    """JAX's name of an instruction; the first one if XLA joined several."""
+    """Returns JAX's name of an instruction; the first one if XLA joined several."""
     return instruction.op_name.split(";")[0].replace("\\'", "'")
 
 
@@ -224,7 +227,7 @@ def split_op_name(op_name: str) -> tuple[str, str]:
 
 
 def layer_of(argument: str) -> str:
-    """The layer that owns a weight, from the argument's name; "" if the name has no layer.
+    """Returns the layer that owns a weight, from the argument's name; "" if the name has no layer.
 
     Example:
         >>> layer_of("state[0]['block1']['conv']['kernel'].value")

@@ -8,7 +8,7 @@ _NEARLY = 0.9
 
 
 def phase(op_name: str) -> str:
-    """The pass of a training step that an operation belongs to, from JAX's name stack.
+    """Returns the pass of a training step that an operation belongs to, from JAX's name stack.
 
     Args:
         op_name: the name stack and the primitive.
@@ -28,7 +28,7 @@ def phase(op_name: str) -> str:
 
 
 def backward_start(module: Module, sequence: Sequence[str]) -> int | None:
-    """The point at which the backward pass starts.
+    """Returns the point at which the backward pass starts.
 
     XLA may schedule some backward instructions, such as the decoding of a residual, long before
     the first cotangent. The depth of an instruction is the length of the longest chain of forward

@@ -26,7 +26,7 @@ LIBRARIES = (
 
 
 def source_line(equation: JaxprEqn | None) -> str:
-    """`file:line` of the innermost frame outside `LIBRARIES`, or "" if there is none."""
+    """Returns `file:line` of the innermost frame outside `LIBRARIES`, or "" if there is none."""
     return "" if equation is None else _line_of(equation.source_info.traceback)
 
 
@@ -39,12 +39,12 @@ def _line_of(traceback: Any) -> str:
 
 
 def is_of_library(called: Jaxpr) -> bool:
-    """Whether a traced function is defined in one of `LIBRARIES`."""
+    """Returns whether a traced function is defined in one of `LIBRARIES`."""
     return (called.debug_info.func_filename or "").startswith(LIBRARIES)
 
 
 def source_call(equation: JaxprEqn) -> str:
-    """What the user's code calls at `source_line`, such as "nnx.max_pool".
+    """Returns what the user's code calls at `source_line`, such as "nnx.max_pool".
 
     For an operator it is the expression. It is the name of JAX's primitive if the code is not
     known, or long.
@@ -64,7 +64,10 @@ def _name(equation: JaxprEqn) -> str:
 
 @functools.lru_cache(1024)
 def _expression(code: types.CodeType, position: int) -> str:
-    """What is called at a position of the bytecode, or the short expression there; "" if none."""
+    """Returns what is called at a position of the bytecode, or the short expression there.
+
+    It is "" if none.
+    """
     first, last, start, end = next(itertools.islice(code.co_positions(), position // 2, None))
     if first is None or start is None:
         return ""

@@ -209,14 +209,14 @@ def mesh(
 
 
 def _attached(name: str) -> Target:
-    """The target of an attached platform. JAX reports its memory limit, except on CPU."""
+    """Returns the target of an attached platform. JAX reports its memory limit, except on CPU."""
     device = jax.local_devices(backend=name)[0]
     limit = (device.memory_stats() or {}).get("bytes_limit")
     return Target(name, name, attached=True, devices=1, usable_bytes=limit)
 
 
 def _gpu(name: str, gpu: Gpu, count: str = "1") -> Target:
-    """The target of absent GPUs. More than 8 form hosts of 8 GPUs each."""
+    """Returns the target of absent GPUs. More than 8 form hosts of 8 GPUs each."""
     if not re.fullmatch("[1-9][0-9]*", count):
         raise ValueError(f"target={name!r}: expected {gpu.name}:COUNT, such as {gpu.name}:8")
     devices = int(count)
@@ -247,7 +247,7 @@ def _gpu(name: str, gpu: Gpu, count: str = "1") -> Target:
 
 
 def _tpu(name: str, tpu: Tpu, topology: str | None = None) -> Target:
-    """The target of absent TPUs; without a topology, one device."""
+    """Returns the target of absent TPUs; without a topology, one device."""
     shape = tpu.chip if topology is None else topology
     if not re.fullmatch(tpu.chip.replace("1", "[1-9][0-9]*"), shape):
         example = tpu.chip.replace("1", "2")
@@ -280,7 +280,7 @@ def _require(target: str, extra: str, *wheels: str) -> None:
 
 
 def is_installed(wheel: str) -> bool:
-    """Whether a wheel is installed."""
+    """Returns whether a wheel is installed."""
     try:
         metadata.distribution(wheel)
     except metadata.PackageNotFoundError:

@@ -76,13 +76,13 @@ def draw_html(
 
 
 def bytes_by_phase(timeline: Timeline) -> dict[str, list[int]]:
-    """Live bytes at each point, by the phase in which the buffers were computed."""
+    """Returns the live bytes at each point, by the phase in which the buffers were computed."""
     by_phase = _bytes_by(timeline, lambda buffer: buffer.origin.phase)
     return {phase: by_phase[phase] for phase in PHASES if phase in by_phase}
 
 
 def bytes_by_module(timeline: Timeline) -> dict[str, list[int]]:
-    """Live bytes at each point, by the module of the model that computed the buffers.
+    """Returns the live bytes at each point, by the module of the model that computed the buffers.
 
     The modules are the children of the outermost module, or their children, if these are few.
     Beyond nine modules, the smaller ones are summed.
@@ -113,7 +113,10 @@ def bytes_by_module(timeline: Timeline) -> dict[str, list[int]]:
 
 
 def _bytes_by(timeline: Timeline, key: Callable[[Buffer], str]) -> dict[str, list[int]]:
-    """Live bytes at each point by a key; of the buffers in one place only the newest counts."""
+    """Returns the live bytes at each point by a key.
+
+    Of the buffers in one place only the newest counts.
+    """
     count = len(timeline.points)
     changes: dict[int, list[Buffer]] = defaultdict(list)
     for buffer in timeline.buffers:
@@ -140,7 +143,7 @@ def _bytes_by(timeline: Timeline, key: Callable[[Buffer], str]) -> dict[str, lis
 
 
 def _page_data(title: str, timeline: Timeline, texts: dict[str, int]) -> dict[str, Any]:
-    """The data of one chart, by the names that the script of the page reads.
+    """Returns the data of one chart, by the names that the script of the page reads.
 
     Args:
         title: the title of the chart.

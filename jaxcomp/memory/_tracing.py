@@ -116,7 +116,7 @@ def _tracing_for(
 
 
 def _constants(program: Any) -> dict[int, Any]:
-    """The arrays that a program and its inner programs close over, by `id`."""
+    """Returns the arrays that a program and its inner programs close over, by `id`."""
     found = {id(constant): constant for constant in getattr(program, "consts", ())}
     for equation in open_jaxpr(program).eqns:
         for inner in _inner_programs(equation):
@@ -125,7 +125,7 @@ def _constants(program: Any) -> dict[int, Any]:
 
 
 def open_jaxpr(program: Any) -> Any:
-    """The jaxpr of a closed jaxpr. Any other value is returned unchanged.
+    """Returns the jaxpr of a closed jaxpr. Any other value is returned unchanged.
 
     Some JAX versions have no separate class for closed jaxprs, so the class is not checked.
     """
@@ -133,7 +133,7 @@ def open_jaxpr(program: Any) -> Any:
 
 
 def inner_jaxprs(equation: JaxprEqn) -> Iterator[Jaxpr]:
-    """The jaxprs in the parameters of an equation, without their constants."""
+    """Returns the jaxprs in the parameters of an equation, without their constants."""
     return map(open_jaxpr, _inner_programs(equation))
 
 

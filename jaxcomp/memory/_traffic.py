@@ -131,14 +131,17 @@ def on_host(array: Array) -> bool:
 
 
 def cycles_of(instruction: Instruction) -> int | None:
-    """XLA's cycle estimate of one instruction; 0 if it takes none, `None` if XLA does not know."""
+    """Returns XLA's cycle estimate of one instruction, or `None` if XLA does not know."""
     found = re.search(r'"estimated_cycles":"(\d+)"', instruction.attributes)
     cycles = int(found.group(1)) if found else 0
     return None if cycles == _NO_ESTIMATE else cycles
 
 
 def total_over(module: Module, computation: Computation, count: Count) -> int | None:
-    """The sum of `count` over the instructions that run; `None` if a trip count is not known."""
+    """Returns the sum of `count` over the instructions that run.
+
+    It is `None` if a trip count is not known.
+    """
     total = 0
     for instruction in computation.instructions.values():
         called = {
@@ -163,7 +166,7 @@ def total_over(module: Module, computation: Computation, count: Count) -> int | 
 
 
 def _times(count: int | None, parts: list[int | None]) -> int | None:
-    """`count * sum(parts)`; `None` if one of them is `None`."""
+    """Returns `count * sum(parts)`; `None` if one of them is `None`."""
     known = [p for p in parts if p is not None]
     return None if count is None or len(known) < len(parts) else count * sum(known)
 
@@ -171,7 +174,10 @@ def _times(count: int | None, parts: list[int | None]) -> int | None:
 def traffic_of(
     module: Module, computation: Computation, instruction: Instruction, counted: Counted
 ) -> int:
-    """Bytes that one instruction reads and writes. A `-start` reads, and its `-done` writes."""
+    """Returns the bytes that one instruction reads and writes.
+
+    A `-start` reads, and its `-done` writes.
+    """
     opcode = instruction.opcode
     if is_free(instruction):
         return 0
@@ -186,7 +192,7 @@ def traffic_of(
 
 
 def is_free(instruction: Instruction) -> bool:
-    """Whether an instruction does no work of its own: it names, allocates or continues."""
+    """Returns whether an instruction does no work of its own: it names, allocates or continues."""
     return (
         instruction.opcode in _FREE
         or instruction.opcode.endswith("-update")
@@ -195,7 +201,7 @@ def is_free(instruction: Instruction) -> bool:
 
 
 def _start(computation: Computation, done: Instruction) -> Instruction:
-    """The `-start` that belongs to a `-done`."""
+    """Returns the `-start` that belongs to a `-done`."""
     start = computation.instructions[done.operands[0]]
     return start if start.opcode.endswith("-start") else _start(computation, start)
 
@@ -203,7 +209,7 @@ def _start(computation: Computation, done: Instruction) -> Instruction:
 def _read(
     module: Module, computation: Computation, instruction: Instruction, counted: Counted
 ) -> int:
-    """Bytes that an instruction reads."""
+    """Returns the bytes that an instruction reads."""
     total = 0.0
     for name in dict.fromkeys(instruction.operands):
         size = sum(a.bytes for a in computation.instructions[name].arrays if counted(a))
@@ -218,7 +224,7 @@ def _written(
     result: Instruction,
     counted: Counted,
 ) -> int:
-    """Bytes that `instruction` writes to the arrays of `result` (itself, or its `-done`)."""
+    """Returns the bytes that are written to the arrays of `result` (itself, or its `-done`)."""
     fractions = _fractions_written(module, computation, instruction)
     if len(fractions) != len(result.arrays):  # A -start also lists its operands and a context.
         fractions = fractions[-1:] * len(result.arrays)
@@ -227,7 +233,7 @@ def _written(
 
 
 def _fraction_used(module: Module, computation: Computation, name: str, user: Instruction) -> float:
-    """The fraction of the value `name` that `user` reads, from 0 to 1."""
+    """Returns the fraction of the value `name` that `user` reads, from 0 to 1."""
     opcode = user.opcode.removesuffix("-start")
     is_first = user.operands.index(name) == 0 and user.operands.count(name) == 1
     if opcode == "fusion":
@@ -246,7 +252,7 @@ def _fraction_used(module: Module, computation: Computation, name: str, user: In
 
 
 def _result(instruction: Instruction) -> Array:
-    """The first result. The arrays of a `-start` list its operands before its results."""
+    """Returns the first result. The arrays of a `-start` list its operands before its results."""
     is_start = instruction.opcode.endswith("-start")
     return instruction.arrays[len(instruction.operands) if is_start else 0]
 
@@ -258,7 +264,7 @@ def _fraction_read(
     known: dict[tuple[str, bool], float],
     computed: bool = False,
 ) -> float:
-    """The fraction of `value` that a fused computation reads, from 0 to 1.
+    """Returns the fraction of `value` that a fused computation reads, from 0 to 1.
 
     Args:
         module: the module.
@@ -287,7 +293,7 @@ def _fraction_read(
 
 
 def _leaves(fused: Computation, instruction: Instruction) -> bool:
-    """Whether `instruction` is a result of its fusion. An update is then done in place."""
+    """Returns whether `instruction` is a result of its fusion. An update is then done in place."""
     return instruction.is_root or any(
         user.opcode == "tuple" or (user.opcode == "bitcast" and _leaves(fused, user))
         for user in fused.users[instruction.name]
@@ -297,7 +303,7 @@ def _leaves(fused: Computation, instruction: Instruction) -> bool:
 def _fractions_written(
     module: Module, computation: Computation, instruction: Instruction
 ) -> list[float]:
-    """The fraction of each result that `instruction` writes, less than 1 for in-place updates."""
+    """Returns the fraction of each result that is written, less than 1 for in-place updates."""
     opcode = instruction.opcode.removesuffix("-start")
     if opcode == "fusion":
         (fused,) = (module.computations[c] for c in instruction.called["calls"])
@@ -314,7 +320,7 @@ def _fractions_written(
 
 
 def _updated(computation: Computation, update: Instruction) -> float:
-    """The fraction of its buffer that a dynamic-update-slice or scatter writes."""
+    """Returns the fraction of its buffer that a dynamic-update-slice or scatter writes."""
     position = 1 if update.opcode.startswith("dynamic") else -1
     new = computation.instructions[update.operands[position]].arrays[0].elements
     old = computation.instructions[update.operands[0]].arrays[0].elements

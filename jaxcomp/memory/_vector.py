@@ -41,7 +41,7 @@ def vector_operations(hlo_text: str) -> int | None:
 
 
 def operations_of(module: Module, computation: Computation, instruction: Instruction) -> int:
-    """The elementwise operations of one instruction, or of all that it fuses."""
+    """Returns the elementwise operations of one instruction, or of all that it fuses."""
     if instruction.opcode.removesuffix("-start") == "fusion":
         (name,) = instruction.called["calls"]
         fused = module.computations[name]

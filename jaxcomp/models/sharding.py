@@ -10,7 +10,7 @@ _SMALL = 2**14  # elements: gathering fewer takes longer than it saves
 
 
 def state_shardings(state: Any, mesh: Mesh | AbstractMesh, *, fsdp: bool = False) -> Any:
-    """The sharding of each array of a training state.
+    """Returns the sharding of each array of a training state.
 
     With `fsdp`, an array of 16,384 elements or more is sharded over all devices, along its largest
     axis that their number divides. This is FSDP, or ZeRO-3, where the mesh is also that of the

@@ -15,7 +15,7 @@ from jaxcomp.planning import Strategy
 
 
 def sharded(arguments: tuple[Any, ...], mesh: Mesh | AbstractMesh, *, fsdp: bool) -> Any:
-    """The shapes of a state and the arrays of a batch, with their shardings over a mesh."""
+    """Returns the shapes of a state and the arrays of a batch, with their shardings over a mesh."""
     state, *batch = arguments
     by_example = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
     shardings = (state_shardings(state, mesh, fsdp=fsdp), *[by_example] * len(batch))

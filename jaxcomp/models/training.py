@@ -55,7 +55,7 @@ Accumulated = tuple[tuple[State, Metrics], State]
 def sgd(
     schedule: optax.Schedule, *, momentum: float, nesterov: bool, weight_decay: float
 ) -> optax.GradientTransformation:
-    """SGD with momentum and coupled weight decay.
+    """Returns SGD with momentum and coupled weight decay.
 
     Only parameters with two or more axes decay. Biases and scales have one axis, unless their
     layers are stacked.
@@ -67,7 +67,7 @@ def sgd(
 
 
 def adamw(schedule: optax.Schedule, *, weight_decay: float) -> optax.GradientTransformation:
-    """AdamW (arXiv:1711.05101). The same parameters decay as with `sgd`, decoupled."""
+    """Returns adamW (arXiv:1711.05101). The same parameters decay as with `sgd`, decoupled."""
     return optax.adamw(schedule, weight_decay=weight_decay, mask=_has_axes)
 
 

@@ -72,7 +72,7 @@ def affine(
             return [stock(*arguments)]
 
         def choose(self, seed: Seed, arguments: list[Array], differentiated: list[int]) -> bool:
-            """Whether the backward pass reads `x`: not if the scale is frozen."""
+            """Returns whether the backward pass reads `x`: not if the scale is frozen."""
             return 1 in differentiated
 
         def forward(

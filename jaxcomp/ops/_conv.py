@@ -130,7 +130,7 @@ def coded_convolution(
     seed: Seed = None,
     sink: Sink | None = None,
 ) -> Array:
-    """As `conv_general_dilated`, by any function that convolves with these arguments.
+    """Does what `conv_general_dilated` does, by any function that convolves with these arguments.
 
     Args:
         stock: From both operands to the result; its keyword `window_strides` replaces the strides.

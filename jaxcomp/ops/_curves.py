@@ -78,7 +78,7 @@ def slopes(curve: Curve, h: Array, step: Array, gain: Array, offset: Array, piec
 
 
 def excess(step: Array) -> Array:
-    """The factor of the second derivative; bounded, as a large one would be all noise."""
+    """Returns the factor of the second derivative; bounded, as a large one would be all noise."""
     return jnp.minimum(step * step, _WIDEST**2) / 24
 
 
@@ -89,7 +89,7 @@ def _silu(z: Array, piece: Array) -> Derivatives:
 
 
 def _gelu(z: Array, piece: Array) -> Derivatives:
-    """Of the approximation by `tanh`."""
+    """Returns the coefficients of the approximation by `tanh`."""
     inner, cubic = (2 / math.pi) ** 0.5, 0.044715
     c = _where_curved(z)
     t = jnp.tanh(inner * (c + cubic * c * c * c))
@@ -114,12 +114,12 @@ def _gelu_by_erf(z: Array, piece: Array) -> Derivatives:
 
 
 def _where_curved(z: Array) -> Array:
-    """Beyond, a GELU is linear in float32, and powers of `z` might be infinite."""
+    """Clips to where a GELU is not linear in float32: powers of `z` might be infinite."""
     return jnp.clip(z, -20, 20)
 
 
 def gelu_by_erf(z: Array) -> Array:
-    """`jax.nn.gelu` without its approximation."""
+    """Returns `jax.nn.gelu` without its approximation."""
     return jax.nn.gelu(z, approximate=False)
 
 
@@ -141,7 +141,7 @@ def _relu6(z: Array, piece: Array) -> Derivatives:
 
 
 def _within_6(t: Array) -> Array:
-    """0 up to 0, 1 between, 2 from 6 on, as `jax.nn.relu6` is differentiated."""
+    """Returns 0 up to 0, 1 between, 2 from 6 on, as `jax.nn.relu6` is differentiated."""
     return (t > 0).astype(jnp.int32) + (t >= 6)
 
 

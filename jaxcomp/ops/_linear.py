@@ -183,7 +183,10 @@ def bilinear(
             return [stock(*arguments[:2])]
 
         def choose(self, seed: Seed, arguments: list[Array], differentiated: list[int]) -> bool:
-            """Whether the backward pass reads `lhs`: not, for example, if the kernel is frozen."""
+            """Returns whether the backward pass reads `lhs`.
+
+            Not, for example, if the kernel is frozen.
+            """
             return any(i == 1 or i >= at_sink for i in differentiated)
 
         def forward(

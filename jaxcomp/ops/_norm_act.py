@@ -149,7 +149,7 @@ def norms_act(
     codec: Codec,
     seed: Seed,
 ) -> tuple[CodedArray, Statistics, Statistics]:
-    """As `norm_act`, for any norm of each input and arguments that are checked."""
+    """Does what `norm_act` does, for any norm of each input and arguments that are checked."""
     norm, x = norms[0], inputs[0].x
     by = typing.cast(SignAware, inner_codec(codec))
     signed = relu and residual is None and window is None and len(inputs) == 1
@@ -222,7 +222,10 @@ def share_clipped(
     variances: Statistics,
     activation: CodedArray,
 ) -> Float[Array, ""]:
-    """As `clipped`, for any norm of each input; `scale` and `bias` are those of the first."""
+    """Does what `clipped` does, for any norm of each input.
+
+    `scale` and `bias` are those of the first.
+    """
     normalized = [
         norm.standardize(x, mean, var)
         for norm, x, mean, var in zip(norms, inputs, means, variances, strict=True)

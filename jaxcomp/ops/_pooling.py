@@ -173,7 +173,7 @@ class Window:
         return index
 
     def gather(self, index: Int[Array, "..."], x: Array) -> Array:
-        """Returns, for each window, the value at its index. Indices never point to padding."""
+        """Returns the value at the index of each window. Indices never point to padding."""
         x = self._pad(x, 0.0)
         taken = self._tap(x, self.starts[0])
         for i, start in enumerate(self.starts[1:], 1):

@@ -85,7 +85,7 @@ def scaled_linear(
             return [stock(*arguments)]
 
         def choose(self, seed: Seed, arguments: list[Array], differentiated: list[int]) -> bool:
-            """Whether the backward pass reads `x`: not if kernel and scale are frozen."""
+            """Returns whether the backward pass reads `x`: not if kernel and scale are frozen."""
             return 1 in differentiated or 2 in differentiated
 
         def forward(

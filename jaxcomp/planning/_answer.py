@@ -15,7 +15,7 @@ class DoesNotFitError(ValueError):
 
 
 def answer(search: Search) -> FittedPlan:
-    """The fastest strategy that was compiled and fits.
+    """Returns the fastest strategy that was compiled and fits.
 
     Raises:
         DoesNotFitError: If nothing fits.
@@ -79,7 +79,7 @@ def answer(search: Search) -> FittedPlan:
 
 
 def _action(candidate: Candidate, group: str, groups: Groups) -> str:
-    """What a named strategy does with a group."""
+    """Returns what a named strategy does with a group."""
     if candidate.strategy.first_blocks is None:
         return candidate.name
     first, others = candidate.strategy.first_blocks

@@ -24,7 +24,7 @@ class Level:
 
     @classmethod
     def of(cls, result: Probe) -> "Level":
-        """That of a compiled step."""
+        """Returns the estimate of a compiled step."""
         return cls(result.report.total_bytes or 0, result.seconds)
 
 
@@ -56,7 +56,7 @@ class FirstBlocks:
     tried: list[str] = dataclasses.field(default_factory=list)
 
     def propose(self, budget: float) -> tuple[float, str] | None:
-        """The fastest plan that may fit: its estimated time, and its spec."""
+        """Returns the fastest plan that may fit: its estimated time, and its spec."""
         fitting = [
             (level.seconds, spec)
             for spec, level in self._plans()
@@ -73,7 +73,7 @@ class FirstBlocks:
         return (expected.bytes - level.bytes) / level.bytes
 
     def _plans(self) -> Iterator[tuple[str, Level]]:
-        """All plans, with what they are estimated to take."""
+        """Returns all plans, with what they are estimated to take."""
         until = [0.0, *itertools.accumulate(self.shares)]
         count = len(self.shares)
         for first in range(count + 1):
@@ -82,7 +82,7 @@ class FirstBlocks:
                 yield _spec(first, of_weights, count), self._level(until[first], next_ones)
 
     def _level(self, remat: float, weights: float) -> Level:
-        """The estimate for the shares of the blocks under `remat` and under `remat:weights`."""
+        """Returns the estimate for shares of blocks under `remat` and `remat:weights`."""
         kept = self.weights or self.plain
 
         def of(name: str) -> float:
@@ -93,7 +93,7 @@ class FirstBlocks:
 
 
 def _spec(first: int, of_weights: int, count: int) -> str:
-    """The spec for the first of `count` blocks under `remat` and the next under `remat:weights`.
+    """Returns the spec of the first blocks under `remat` and the next under `remat:weights`.
 
     Example:
         >>> _spec(2, 0, 8), _spec(0, 3, 8), _spec(2, 6, 8), _spec(8, 0, 8), _spec(0, 0, 8)
@@ -108,7 +108,7 @@ def _spec(first: int, of_weights: int, count: int) -> str:
 
 
 def shares_of(groups: Groups, plain: Probe) -> list[float]:
-    """Each block's share of the bytes that the plain step declares as saved in blocks.
+    """Returns each block's share of the bytes that the plain step declares as saved in blocks.
 
     They are equal where the bytes of a block are not known, and empty without blocks.
     """
@@ -123,7 +123,7 @@ def shares_of(groups: Groups, plain: Probe) -> list[float]:
 def first_blocks(
     found: Sequence[Candidate], plain: Probe, recomputed: Probe | None, shares: Sequence[float]
 ) -> list[FirstBlocks]:
-    """The exact plans that treat blocks in more than one way, for each number of micro-batches."""
+    """Returns exact plans that treat blocks in several ways, for each number of micro-batches."""
     if not shares or recomputed is None or not (plain.moments and recomputed.moments):
         return []
     of_weights = [c.result for c in found if c.name == "remat:weights" and c.result.moments]
@@ -151,13 +151,16 @@ def seconds_of_each(plain: float, split: float, count: int) -> float:
 
 
 def _in_parts(level: Level, plain: Level, split: Level, count: int) -> Level:
-    """The estimate of a step in `count` micro-batches; `split` is the plain step in as many."""
+    """Returns the estimate of a step in `count` micro-batches.
+
+    `split` is the plain step in as many.
+    """
     less = (level.bytes - plain.bytes) / count
     return Level(split.bytes + less, split.seconds + level.seconds - plain.seconds)
 
 
 def _splits(found: Sequence[Candidate], plain: Level, given: float) -> dict[int, Level]:
-    """The plain step in micro-batches, by their number.
+    """Returns the plain step in micro-batches, by their number.
 
     For fewer than were compiled it is estimated: each micro-batch takes as much time more.
 

@@ -7,7 +7,7 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def bytes_of(budget: int | str) -> int:
-    """The bytes of a budget.
+    """Returns the bytes of a budget.
 
     Args:
         budget: A number of bytes, or text with a unit, such as "11GiB", "900 MiB" or "12GB".

@@ -57,7 +57,7 @@ class Row:
     undisturbed: MemoryReport | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """The row's figures by name.
+        """Returns the row's figures by name.
 
         They are `row`, `batch`, those of the report, `max_batch` and `error`, and as `undisturbed`
         those of that report.
@@ -83,7 +83,9 @@ class Comparison:
     rows: tuple[Row, ...]
 
     def cheapest(self) -> Row | None:
-        """The row of the least estimated time among those that fit; None if none is known to fit.
+        """Returns the row of the least estimated time among those that fit.
+
+        It is None if none is known to fit.
 
         Where no time is known, as on an attached device, the row of the least HBM traffic.
         """
@@ -99,15 +101,15 @@ class Comparison:
         return None
 
     def to_dict(self) -> dict[str, Any]:
-        """The target and the rows by name."""
+        """Returns the target and the rows by name."""
         return {"target": self.target, "rows": [row.to_dict() for row in self.rows]}
 
     def to_json(self) -> str:
-        """`to_dict` as JSON."""
+        """Returns `to_dict` as JSON."""
         return json.dumps(self.to_dict(), indent=1)
 
     def __str__(self) -> str:
-        """A Markdown table with human units."""
+        """Returns a Markdown table with human units."""
         plain = next((row for row in self.rows if row.name == "plain"), None)
         base = None if plain is None else plain.undisturbed or plain.report
         table = [HEADER, *(_cells(row, base) for row in self.rows)]
@@ -132,11 +134,11 @@ class Comparison:
         return "\n".join([*lines, "", *notes, self._verdict()])
 
     def _repr_markdown_(self) -> str:
-        """What notebooks show."""
+        """Returns what notebooks show."""
         return str(self)
 
     def _recomputed(self, plain: Row | None) -> list[str]:
-        """A line that names the rows marked with `*`, if any."""
+        """Returns a line that names the rows marked with `*`, if any."""
         if not any(row.report and row.report.xla_recomputes for row in self.rows):
             return []
         line = "* XLA recomputes values of this step on its own, because it would not fit"
@@ -264,7 +266,7 @@ def compare(
 
 
 def _without_copies(strategies: Sequence[Strategy], rows: Sequence[Row]) -> list[Row]:
-    """The rows, with an error where one is the plain step under another name."""
+    """Returns the rows, with an error where one is the plain step under another name."""
 
     def figures(row: Row) -> tuple[int | None, ...] | None:
         report = row.report

@@ -13,7 +13,7 @@ Ratios = Mapping[tuple[str, str], float]
 
 
 def ratios_of(problem: Problem, assignment: Mapping[str, str], result: Probe) -> Ratios:
-    """The ratios of the groups in blocks whose neighbours have the same choice.
+    """Returns the ratios of the groups in blocks whose neighbours have the same choice.
 
     A neighbour with another choice changes the time. Of groups that are alike it is the least.
 
@@ -33,7 +33,7 @@ def ratios_of(problem: Problem, assignment: Mapping[str, str], result: Probe) ->
 
 
 def corrected(problem: Problem, ratios: Ratios) -> Problem:
-    """The problem with estimated times multiplied by ratios."""
+    """Returns the problem with estimated times multiplied by ratios."""
     choices = {
         group: {
             name: replace(

@@ -163,7 +163,7 @@ def fit(
 
 
 def room_of(budget: int | str | None, target: str | None) -> int:
-    """The bytes of a budget; by default, what a step may use of the target's memory.
+    """Returns the bytes of a budget; by default, what a step may use of the target's memory.
 
     Raises:
         ValueError: If they are not known, or more than the target has.
@@ -211,7 +211,7 @@ def check_noise(noise: float | None, data: Data | None) -> None:
 def _pinned(
     pin: Mapping[str, str], groups: Groups, actions: Sequence[Action], bits: Sequence[int]
 ) -> dict[str, str]:
-    """The pinned choices by group."""
+    """Returns the pinned choices by group."""
     known = ["keep", *(a for a in actions if a == "recompute")]
     known += [coded(b) for b in bits] if "quantize" in actions else []
     found: dict[str, str] = {}
@@ -233,7 +233,7 @@ def _pinned(
 
 
 def _matched(pattern: str, groups: Groups) -> set[str]:
-    """The groups with a module that a pattern matches."""
+    """Returns the groups with a module that a pattern matches."""
     try:
         expression = re.compile(pattern)
     except (re.error, TypeError) as error:

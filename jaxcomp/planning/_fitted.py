@@ -99,7 +99,7 @@ class FittedPlan:
         return replace(Strategy.of(self.policy), micro_batches=self.micro_batches)
 
     def __str__(self) -> str:
-        """A table of the groups, those of repeated blocks in one row, and of what was compiled."""
+        """Returns tables of the groups, repeated blocks in one row, and of what was compiled."""
         lines = [
             f"{self.name}: {self.compiler} lays the step out in {format_bytes(self.total_bytes)} "
             f"of {format_bytes(self.budget_bytes)} on {self.target}, batch {self.batch}"
@@ -124,7 +124,7 @@ class FittedPlan:
         return "\n".join([*lines, *self.notes])
 
     def _steps(self) -> list[str]:
-        """The next faster and the next smaller one of what was compiled."""
+        """Returns the next faster and the next smaller one of what was compiled."""
         own, spent = self.total_bytes, self.milliseconds
         faster = [c for c in self.frontier if c.total_bytes > own and c.milliseconds < spent]
         smaller = [c for c in self.frontier if c.total_bytes < own and c.milliseconds > spent]
@@ -140,7 +140,7 @@ class FittedPlan:
         return found
 
     def to_json(self) -> str:
-        """The plan as JSON text, which `from_json` reads."""
+        """Returns the plan as JSON text, which `from_json` reads."""
         fields = asdict(self) | {"policy": self.policy and self.policy.to_json()}
         return json.dumps({"version": _VERSION} | fields, indent=1)
 
@@ -248,7 +248,7 @@ def _rows(parts: Sequence[Part]) -> list[tuple[str, ...]]:
 
 
 def _noise(parts: Sequence[Part]) -> str:
-    """That of independent parts together."""
+    """Returns the noise of independent parts together."""
     if any(part.noise is None for part in parts):
         return "not known" if any(bits_of(part.action) for part in parts) else ""
     return f"{math.hypot(*(part.noise or 0.0 for part in parts)):.3f}"

@@ -54,7 +54,7 @@ def draw(
 
 
 def _neighbours(frontier: Sequence[Compiled]) -> list[list[Compiled]]:
-    """The points in groups whose labels would overlap."""
+    """Returns the points in groups whose labels would overlap."""
     times = [p.milliseconds for p in frontier]
     sizes = [p.total_bytes for p in frontier]
     height, width = (max(values) - min(values) for values in (times, sizes))

@@ -51,7 +51,7 @@ class Groups:
 
     @classmethod
     def of(cls, models: Sequence[object], traced: TracedStep) -> "Groups":
-        """The groups of what a step factory applied a strategy to.
+        """Returns the groups of what a step factory applied a strategy to.
 
         Args:
             models: The models.
@@ -85,7 +85,7 @@ class Groups:
         return {path.rpartition("/")[0] for path in self.paths}
 
     def group_of(self, path: str) -> str:
-        """The group of a module."""
+        """Returns the group of a module."""
         block = block_of(path)
         if not block:
             return "/".join(path.split("/")[: 2 if self.of_scopes else 1])
@@ -100,7 +100,10 @@ class Groups:
         return {path.partition("/")[0] for path in self.paths}
 
     def group_in(self, scope: str) -> str:
-        """The group of the module that a scope of the compiled program names; "" for none."""
+        """Returns the group of the module that a scope of the compiled program names.
+
+        It is "" for none.
+        """
         parts = scope.split("/")
         found = ""
         for first, part in enumerate(parts):
@@ -113,13 +116,13 @@ class Groups:
 
 
 def _with_parents(paths: Iterable[str]) -> frozenset[str]:
-    """Paths, and those of the modules that contain them."""
+    """Returns paths, and those of the modules that contain them."""
     split = [path.split("/") for path in paths if path]
     return frozenset("/".join(keys[:end]) for keys in split for end in range(1, len(keys) + 1))
 
 
 def block_of(path: str) -> str:
-    """The outermost module in a list that a path lies in, else the outermost numbered one, else "".
+    """Returns the outermost module of a list, or numbered one, that a path lies in, or "".
 
     Example:
         >>> block_of("blocks/3/attn/query"), block_of("Net/layers_3/attn"), block_of("head")
@@ -137,7 +140,7 @@ def block_of(path: str) -> str:
 
 
 def is_in(group: str, block: str) -> bool:
-    """Whether a group is a block or a part of it.
+    """Returns whether a group is a block or a part of it.
 
     Example:
         >>> is_in("blocks/1/mlp", "blocks/1"), is_in("blocks/10", "blocks/1")
@@ -147,7 +150,7 @@ def is_in(group: str, block: str) -> bool:
 
 
 def pattern_of(groups: Collection[str]) -> str:
-    """A regular expression for groups that differ in their indices alone."""
+    """Returns a regular expression for groups that differ in their indices alone."""
     blocks = {group: block_of(group) for group in groups}
     if not all(blocks.values()):
         return f"({'|'.join(map(re.escape, sorted(groups)))})"
@@ -164,7 +167,7 @@ def pattern_of(groups: Collection[str]) -> str:
 
 
 def _split(block: str) -> tuple[str, str]:
-    """A block's path up to its index, and the index.
+    """Returns a block's path up to its index, and the index.
 
     Example:
         >>> _split("net/blocks/3"), _split("Net/layers_3"), _split("0/1")
@@ -183,7 +186,7 @@ def _is_index(key: str) -> bool:
 
 
 def in_blocks(group: str) -> list[int | str]:
-    """A sort key: blocks by their numbers, and a block before the groups in it.
+    """Returns a sort key: blocks by their numbers, and a block before the groups in it.
 
     Example:
         >>> sorted(["blocks/10", "blocks/9/mlp", "blocks/9"], key=in_blocks)
@@ -194,7 +197,7 @@ def in_blocks(group: str) -> list[int | str]:
 
 
 def coded(bits: int, keeps_products: bool = False) -> str:
-    """The choice of codes of so many bits.
+    """Returns the choice of codes of so many bits.
 
     Args:
         bits: Bits of an element.
@@ -208,7 +211,7 @@ def coded(bits: int, keeps_products: bool = False) -> str:
 
 
 def bits_of(choice: str) -> int | None:
-    """The bits of an element that a choice encodes to; None for an exact one.
+    """Returns the bits of an element that a choice encodes to; None for an exact one.
 
     Example:
         >>> bits_of("offload:bits=4"), bits_of("bits=2:products=keep")
@@ -219,7 +222,7 @@ def bits_of(choice: str) -> int | None:
 
 
 def policy_of(assignment: Mapping[str, str], biased: bool) -> Policy:
-    """The policy of a choice for each group.
+    """Returns the policy of a choice for each group.
 
     Args:
         assignment: "keep", "recompute", "bits=N", the same with ":products=keep", or what
@@ -246,20 +249,20 @@ def policy_of(assignment: Mapping[str, str], biased: bool) -> Policy:
 
 
 def _of_no_module(rule: Rule) -> Rule:
-    """The same; a rule that keeps an operation is for one that no module computes."""
+    """Returns the same; a rule that keeps an operation is for one that no module computes."""
     keeps = rule.op and not isinstance(rule.action, Codec)
     return dataclasses.replace(rule, path="()") if keeps else rule
 
 
 def _without_inner(groups: Collection[str], others: Iterable[str]) -> str:
-    """A regular expression that ends a match where a group inside of these begins."""
+    """Returns a regular expression that ends a match where a group inside of these begins."""
     inner = {o.removeprefix(g) for g in groups for o in others if o.startswith(f"{g}/")}
     outermost = sorted(i for i in inner if not any(i.startswith(f"{o}/") for o in inner))
     return f"(?!({'|'.join(map(re.escape, outermost))})(/|$))" if outermost else ""
 
 
 def rules_of(choice: str, biased: bool) -> tuple[Rule, ...]:
-    """The rules of one choice."""
+    """Returns the rules of one choice."""
     unrecognized = Rule("keep", op=f"{_ATTENTION}|{_UNIT}", required=False)
     if choice == "offload":
         return (unrecognized, Rule("offload", min_size=_MIN_SIZE, required=False))
@@ -282,12 +285,12 @@ def _optional(policy: Policy) -> tuple[Rule, ...]:
 
 
 def _on_host(rules: tuple[Rule, ...]) -> tuple[Rule, ...]:
-    """The same with codes in the host's memory, and no product exactly in the device's."""
+    """Returns the same with codes in the host's memory, and no product exactly in the device's."""
     return _exact_products(Policy(rules).offloaded().rules, "recompute")
 
 
 def _exact_products(rules: Iterable[Rule], action: Action) -> tuple[Rule, ...]:
-    """The same, with another action for products that have to be exact."""
+    """Returns the same, with another action for products that have to be exact."""
     return tuple(
         dataclasses.replace(rule, action=action) if rule.action == "cheapest" else rule
         for rule in rules

@@ -27,7 +27,7 @@ class Plans(Protocol):
     micro_batches: int
 
     def propose(self, budget: float) -> tuple[float, Any] | None:
-        """The fastest one that may fit: its estimated time, and what it does.
+        """Returns the fastest one that may fit: its estimated time, and what it does.
 
         None if none may, or it was compiled already.
         """
@@ -39,7 +39,7 @@ class Plans(Protocol):
 
 
 def margin(total: float, budget: float) -> float:
-    """Bytes to leave free after a plan that needs `total`."""
+    """Returns the bytes to leave free after a plan that needs `total`."""
     return _MARGIN * budget if total > budget else 0.0
 
 
@@ -64,7 +64,10 @@ class Variant:
     ratios: Ratios = dataclasses.field(default_factory=dict)
 
     def propose(self, budget: float) -> tuple[float, Assignment] | None:
-        """The fastest choices, and their estimated time; None if they were compiled already."""
+        """Returns the fastest choices, and their estimated time.
+
+        It is None if they were compiled already.
+        """
         found = solve(self.problem, budget - self.more_bytes)
         if found is None or found in self.tried:
             return None
@@ -95,7 +98,7 @@ class Variant:
         self.problem = dataclasses.replace(self.problem, boundary=boundary)
 
     def _beyond(self, assignment: Assignment, result: Probe) -> tuple[float, float]:
-        """Bytes and seconds that a plan takes beyond the estimate."""
+        """Returns the bytes and seconds that a plan takes beyond the estimate."""
         total = (result.report.total_bytes or 0) - self.more_bytes
         seconds = result.seconds - self.more_seconds
         return total - self.problem.peak(assignment)[0], seconds - self.problem.seconds(assignment)
@@ -161,7 +164,7 @@ def _pass_on(learned: Variant, other: Variant) -> None:
 def _proposed(
     kinds: Sequence[Plans], budget: float, best: float, compiled: Collection[type]
 ) -> tuple[Any, Plans] | None:
-    """The plan to compile next, and its kind; None if none may be faster than the best.
+    """Returns the plan to compile next, and its kind; None if none may be faster than the best.
 
     Args:
         kinds: The plans to choose from.

@@ -14,7 +14,7 @@ _RUNS = 5
 
 
 def measured_seconds(make_step: MakeStep, strategy: Strategy, batch: int) -> float:
-    """The median time of a step on the attached device, with zeros for its arguments.
+    """Returns the median time of a step on the attached device, with zeros for its arguments.
 
     Args:
         make_step: The step factory.

@@ -43,7 +43,7 @@ class Noise:
     measured: Mapping[int, Mapping[str, float]]
 
     def of(self, group: str, choice: str) -> float:
-        """What a choice adds.
+        """Returns what a choice adds.
 
         With bits that were not measured it is in proportion to the square of the step between two
         levels.
@@ -56,11 +56,11 @@ class Noise:
         return self.measured[known].get(group, 0.0) * steps**2
 
     def total(self, assignment: Mapping[str, str]) -> float:
-        """The sum over the groups, since the noise of each is independent."""
+        """Returns the sum over the groups, since the noise of each is independent."""
         return sum(self.of(group, choice) for group, choice in assignment.items())
 
     def everywhere(self, choice: str) -> float:
-        """The same where every group has this choice."""
+        """Returns the same where every group has this choice."""
         groups = {group for found in self.measured.values() for group in found}
         return self.total(dict.fromkeys(groups, choice))
 
@@ -121,7 +121,7 @@ def measure(
 
 
 def _coded_gradient(loss: Loss, model: Any, policy: Policy) -> Callable[[Any, Any], Any]:
-    """The gradient of a loss that saves what a policy says, of the parameters and a batch."""
+    """Returns a gradient that saves what a policy says, of the parameters and a batch."""
     if isinstance(model, nnx.Module):
         of = of_parameters(loss, compress(nnx.clone(model), policy))
     else:

@@ -48,14 +48,14 @@ class Allowed:
     data: Data | None = None
 
     def admits(self, strategy: Strategy) -> bool:
-        """Whether a strategy of all values alike does what is pinned."""
+        """Returns whether a strategy of all values alike does what is pinned."""
         keeps = strategy.policy is None and not strategy.remat
         if keeps and strategy.micro_batches == 1 and "keep" not in self.actions:
             return False
         return not self.pinned or (keeps and set(self.pinned.values()) == {"keep"})
 
     def uniform(self, choice: str) -> Strategy:
-        """The strategy of one choice for all values."""
+        """Returns the strategy of one choice for all values."""
         return Strategy.of(Policy(rules_of(choice, self.biased)))
 
 
@@ -132,7 +132,7 @@ def run(search: Search, models: Sequence[Any], allowed: Allowed) -> None:
 def _measured(
     search: Search, data: Data, groups: Sequence[str], middle: int, allowed: Allowed
 ) -> Noise:
-    """The noise of codes on the user's data."""
+    """Returns the noise of codes on the user's data."""
     bits = {middle, *({2} & {*allowed.bits})}  # 2 bits: batch norms have 3
     size = jax.tree.leaves(data[2])[0].shape[0]
     part = min(1.0, size / search.batch)
@@ -142,7 +142,7 @@ def _measured(
 def _may_fit(
     search: Search, quantized: Probe | None, bits: int, uniform: Mapping[int, Strategy]
 ) -> bool:
-    """Whether a step in fewer bits may fit, by the bytes that it saves less than a compiled one."""
+    """Returns whether a step in fewer bits may fit, by what it saves less than a compiled one."""
     if quantized is None or search.best() is not None:
         return False
     declared = _attempt(search, coded(bits), lambda: search.declared(uniform[bits]))
@@ -228,7 +228,7 @@ def _improve(
 
 
 def _nearly_fits(search: Search) -> bool:
-    """Whether something fits, or a plan would with a small correction."""
+    """Returns whether something fits, or a plan would with a small correction."""
     nearly = (1 + _NEAR) * search.budget
     return search.best() is not None or any(
         0 < (c.result.report.total_bytes or 0) <= nearly
@@ -238,7 +238,7 @@ def _nearly_fits(search: Search) -> bool:
 
 
 def _offload(search: Search, known: Known, allowed: Allowed) -> None:
-    """If nothing fits: all saved values in the host's memory, and plans with that."""
+    """Tries all saved values in the host's memory, and plans with that, if nothing fits."""
     if search.best() is not None or not search.left:
         return
     choice = f"offload:{coded(known.bits)}" if known.quantized else "offload"
@@ -255,7 +255,7 @@ def _fewer_bits(
     allowed: Allowed,
     reserved: int,
 ) -> None:
-    """While nothing fits: all values but pinned ones in fewer bits, and plans with both."""
+    """Tries fewer bits for all values but pinned ones, and plans with both, until one fits."""
     for bits, strategy in uniform.items():
         if search.best() is not None or not search.left:
             return
@@ -281,7 +281,7 @@ def _tried(
 
 
 def _attempt(search: Search, name: str, run: Callable[[], T]) -> T | None:
-    """The result; None, with a note, where the model or the compiler raises an error."""
+    """Returns the result; None, with a note, where the model or the compiler raises an error."""
     try:
         return run()
     except Exception as error:  # of the user's code, too: other strategies may fit
@@ -321,7 +321,7 @@ def _accumulate(search: Search, plain: Probe) -> None:
 
 
 def _beyond_estimate(search: Search, known: Known, problem: Problem) -> float:
-    """What the step of one choice that is nearest to the budget needs beyond its estimated peak.
+    """Returns what the step of one choice nearest to the budget needs beyond its estimate.
 
     It is 0 where the estimate is too high: that is of the moments of another step.
     """
@@ -369,7 +369,7 @@ def _seconds(candidate: Candidate) -> float:
 
 
 def _have_no_statistics(models: Sequence[Any]) -> bool:
-    """Whether all models are of Flax NNX and have no batch norm."""
+    """Returns whether all models are of Flax NNX and have no batch norm."""
     return all(
         isinstance(model, nnx.Module) and not jax.tree.leaves(nnx.state(model, nnx.BatchStat))
         for model in models

@@ -50,7 +50,7 @@ class Probe:
     moments: tuple[Moment, ...]
 
     def peak(self) -> tuple[str, int, int]:
-        """The moment of the most bytes: where it is, saved bytes, and all other bytes."""
+        """Returns the moment of the most bytes: where it is, saved bytes, and all other bytes."""
 
         def saved(moment: Moment) -> float:
             return sum(part * self.saved.get(group, 0) for group, part in moment.alive.items())
@@ -62,7 +62,7 @@ class Probe:
 def trace_scoped(
     make_step: MakeStep, strategy: Strategy, batch: int, target: Target
 ) -> tuple[TracedStep, list[Any]]:
-    """As `trace_step`; the modules of the model run in name scopes of their paths."""
+    """Does what `trace_step` does, with modules of the model in name scopes of their paths."""
     stock: list[tuple[nnx.Module, type[nnx.Module]]] = []
 
     def apply(model: Any) -> Any:
@@ -80,7 +80,7 @@ def trace_scoped(
 
 
 def declared_bytes(traced: TracedStep, groups: Groups) -> dict[str, int]:
-    """Bytes that a traced step intends to save, by group."""
+    """Returns the bytes that a traced step intends to save, by group."""
     found: Counter[str] = Counter()
     for residual in declared_residuals(traced.traced.jaxpr):
         path = scope_path(residual.scopes)
@@ -124,7 +124,7 @@ def probe(
 
 
 def seconds_of(report: MemoryReport, target: Target) -> float:
-    """The estimated time of a step; on a device of unknown rates, one that orders plans."""
+    """Returns the estimated time of a step; on a device of unknown rates, one that orders plans."""
     if report.estimated_seconds is not None:
         return report.estimated_seconds
     copying = host_seconds(report.host_traffic_bytes, target)
@@ -132,12 +132,15 @@ def seconds_of(report: MemoryReport, target: Target) -> float:
 
 
 def bandwidth_of(target: Target) -> float:
-    """Bytes per second of a target's memory; any number, to order plans, where it is not known."""
+    """Returns the bytes per second of a target's memory.
+
+    Any number, to order plans, where it is not known.
+    """
     return target.bandwidth or _ANY_BANDWIDTH
 
 
 def _with_groups(hlo_text: str, groups: Groups) -> Iterator[tuple[Cost, str]]:
-    """What each instruction of a compiled step costs, and its group."""
+    """Returns what each instruction of a compiled step costs, and its group."""
     group_of: dict[str, str] = {}
     for cost in costs(hlo_text):
         instruction, where = cost.instruction, cost.computation.name
@@ -180,7 +183,9 @@ def _seconds_of(
 
 
 def _group_in(path: Iterable[Instruction], groups: Groups) -> str:
-    """The group of an instruction: that of its call, or the instruction's own one within that.
+    """Returns the group of an instruction.
+
+    That of its call, or the instruction's own one within that.
 
     Args:
         path: The calls that it lies in, the outermost first, and the instruction.
@@ -198,7 +203,7 @@ def _group_in(path: Iterable[Instruction], groups: Groups) -> str:
 def _moments(
     timeline: Timeline, start: int, groups: Groups, group_at: Mapping[str, str]
 ) -> tuple[dict[str, int], tuple[Moment, ...]]:
-    """Saved bytes by group, and the highest points.
+    """Returns the saved bytes by group, and the highest points.
 
     There is one for each group that computes and each number of saved buffers alive.
 

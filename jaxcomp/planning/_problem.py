@@ -50,7 +50,7 @@ class Known:
 
 
 def make_problem(known: Known, pinned: Mapping[str, str], target: Target) -> Problem:
-    """The choices of each group, and the moments of the compiled steps.
+    """Returns the choices of each group, and the moments of the compiled steps.
 
     Fewer bits than those of compiled steps are only for groups that are pinned to them: their time
     is not known.
@@ -105,7 +105,7 @@ def make_problem(known: Known, pinned: Mapping[str, str], target: Target) -> Pro
 
 
 def _moments(known: Known, options: Mapping[str, Collection[str]]) -> Iterator[Moment]:
-    """The moments of the compiled steps, with the choices for which each counts.
+    """Returns the moments of the compiled steps, with the choices for which each counts.
 
     Args:
         known: What was compiled.
@@ -120,7 +120,7 @@ def _moments(known: Known, options: Mapping[str, Collection[str]]) -> Iterator[M
 
 
 def _examples(known: Known) -> Iterator[tuple[Probe, set[str]]]:
-    """The compiled steps, and the choices of which each is an example.
+    """Returns the compiled steps, and the choices of which each is an example.
 
     Bits of which no step was compiled are computed with as those of the step of the most bits. So
     is what is kept, where the plain step was rejected for lack of memory.
@@ -142,7 +142,7 @@ def _choice(probe: Probe, group: str) -> Choice:
 
 
 def _kept(known: Known, group: str) -> Choice:
-    """What a group saves as it is: at least what its codes take.
+    """Returns what a group saves as it is: at least what its codes take.
 
     In the plain step another group may save the same value. Where that step was rejected for lack
     of memory, the bytes are in proportion to those that it declares, and the time is that of the
@@ -161,7 +161,7 @@ def _kept(known: Known, group: str) -> Choice:
 
 
 def _of_bits(known: Known, group: str, bits: int, target: Target) -> Choice:
-    """What bits make of a group.
+    """Returns what bits make of a group.
 
     Where no step of so many was compiled, the bytes are in proportion to those that it declares.
     """

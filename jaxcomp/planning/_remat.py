@@ -72,14 +72,14 @@ def remat_blocks(
 
 
 def blocks_of(model: nnx.Module) -> dict[str, nnx.Module]:
-    """The blocks of a model by their paths, in the order of these."""
+    """Returns the blocks of a model by their paths, in the order of these."""
     called = {path: m for path, m in nnx.iter_modules(model) if path and callable(m)}
     in_lists = [path for path in called if any(isinstance(key, int) for key in path)]
     return {"/".join(map(str, path)): called[path] for path in _outermost(in_lists)}
 
 
 def _outermost(paths: Collection[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
-    """The paths that are not inside of another one."""
+    """Returns the paths that are not inside of another one."""
     known = set(paths)
     return [p for p in paths if not any(p[:i] in known for i in range(1, len(p)))]
 
@@ -91,7 +91,7 @@ def _has_arrays(value: Any) -> bool:
 def _recomputed(
     kind: type[nnx.Module], policy: Callable[..., Any] | None, codec: Codec | None
 ) -> dict[str, Any]:
-    """A call under `jax.checkpoint`; an argument without arrays is a constant."""
+    """Returns a call under `jax.checkpoint`; an argument without arrays is a constant."""
 
     def call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         arrays = [a for a in (*args, *kwargs.values()) if _has_arrays(a)]
@@ -167,7 +167,7 @@ def _from_codes(
 
 
 def _floats(state: Any) -> list[Any]:
-    """The floating-point arrays of a state, or their cotangents."""
+    """Returns the floating-point arrays of a state, or their cotangents."""
     return [leaf for leaf in jax.tree.leaves(state) if _is_float(leaf)]
 
 

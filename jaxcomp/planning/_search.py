@@ -96,7 +96,7 @@ class Search:
         return result
 
     def _traced_for(self, strategy: Strategy) -> tuple[TracedStep, bool]:
-        """A traced strategy, and whether XLA may recompute values on its own.
+        """Returns a traced strategy, and whether XLA may recompute values on its own.
 
         The plain step is planned from: it is compiled as if it fitted, which compilers for TPUs
         refuse.
@@ -115,7 +115,10 @@ class Search:
         return _remembered[key]
 
     def declared(self, strategy: Strategy) -> Mapping[str, int]:
-        """Bytes that a step intends to save, by group; it is traced for its compilation, too."""
+        """Returns the bytes that a step intends to save, by group.
+
+        It is traced for its compilation, too.
+        """
         ready = self._traced_for(strategy)
         self.ready[strategy.spec] = ready
         return declared_bytes(ready[0], self.groups)
@@ -126,12 +129,15 @@ class Search:
         return self.compiles - len(self.found)
 
     def fits(self, result: Probe) -> bool:
-        """Whether a compiled step fits the budget."""
+        """Returns whether a compiled step fits the budget."""
         total = result.report.total_bytes
         return bool(result.moments) and total is not None and total <= self.budget
 
     def noise_of(self, candidate: Candidate) -> float | None:
-        """The estimated noise of a strategy's gradient over SGD's; None if it was not measured."""
+        """Returns the estimated noise of a strategy's gradient over SGD's.
+
+        It is None if it was not measured.
+        """
         if self.noise is None:
             return None
         if candidate.assignment is not None:
@@ -139,11 +145,14 @@ class Search:
         return math.sqrt(self.noise.everywhere(candidate.name))
 
     def is_quiet(self, candidate: Candidate) -> bool:
-        """Whether the noise of a strategy is within its limit."""
+        """Returns whether the noise of a strategy is within its limit."""
         return (self.noise_of(candidate) or 0.0) <= self.most_noise
 
     def fitting(self) -> list[Candidate]:
-        """What fits and is allowed, the fastest first; of equally fast ones the exact one."""
+        """Returns what fits and is allowed, the fastest first.
+
+        Of equally fast ones the exact one.
+        """
         found = [
             c
             for c in self.found
@@ -154,7 +163,10 @@ class Search:
         return sorted(found, key=lambda c: (c.result.seconds, c.is_noisy))
 
     def best(self) -> Candidate | None:
-        """The fastest that fits: by its measured time if some were run, else by the estimate."""
+        """Returns the fastest that fits.
+
+        By its measured time if some were run, else by the estimate.
+        """
         fitting = self.fitting()
         timed = [c for c in fitting if c.measured is not None]
         if timed:

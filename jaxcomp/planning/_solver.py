@@ -55,7 +55,7 @@ class Moment:
         return {*self.alive, *([self.group] if self.names else [])}
 
     def of_either(self, pair: tuple[str, str]) -> float:
-        """The larger of two groups' fractions."""
+        """Returns the larger of two groups' fractions."""
         return max(self.alive.get(group, 0.0) for group in pair)
 
 
@@ -81,11 +81,11 @@ class Problem:
     boundary: Choice = FREE
 
     def boundaries(self, assignment: Mapping[str, str]) -> list[tuple[str, str]]:
-        """The neighbours whose choices differ."""
+        """Returns the neighbours whose choices differ."""
         return [(a, b) for a, b in self.neighbours if assignment[a] != assignment[b]]
 
     def peak(self, assignment: Mapping[str, str]) -> tuple[float, Moment]:
-        """The most bytes at a moment, and the moment."""
+        """Returns the most bytes at a moment, and the moment."""
         boundaries = self.boundaries(assignment)
 
         def alive(moment: Moment) -> float:
@@ -102,17 +102,17 @@ class Problem:
         return min((moment.rest for moment in self.moments), default=0.0)
 
     def fixed_bytes(self, moment: Moment) -> float:
-        """Bytes that are alive at a moment with any choices."""
+        """Returns the bytes that are alive at a moment with any choices."""
         return self.least_rest if moment.names else moment.rest
 
     def bytes_of(self, moment: Moment, group: str, name: str) -> float:
-        """Bytes that are alive at a moment because a group has a choice."""
+        """Returns the bytes that are alive at a moment because a group has a choice."""
         saved = moment.alive.get(group, 0.0) * self.choices[group][name].bytes
         is_example = group == moment.group and name in moment.names
         return saved + (moment.rest - self.least_rest if is_example else 0.0)
 
     def split(self, count: int, given: float) -> "Problem":
-        """The same for a part of the batch; `given` are bytes of arguments, which stay."""
+        """Returns the same for a part of the batch; `given` are bytes of arguments, which stay."""
         choices = {
             group: {
                 name: replace(choice, bytes=choice.bytes / count) for name, choice in named.items()
@@ -126,13 +126,13 @@ class Problem:
         return replace(self, choices=choices, moments=moments)
 
     def seconds(self, assignment: Mapping[str, str]) -> float:
-        """The sum of the estimated times."""
+        """Returns the sum of the estimated times."""
         chosen = sum(self.choices[group][name].seconds for group, name in assignment.items())
         return chosen + self.boundary.seconds * len(self.boundaries(assignment))
 
 
 def solve(problem: Problem, budget: float) -> dict[str, str] | None:
-    """The choices of the least time within the budgets; None if there are none.
+    """Returns the choices of the least time within the budgets; None if there are none.
 
     The time is minimal within a thousandth, or what the solver found in two seconds.
 

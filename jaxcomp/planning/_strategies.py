@@ -19,7 +19,7 @@ M = TypeVar("M", bound=nnx.Module | Callable[..., Any])
 
 
 def _offload(primitive: Any, *avals: Any, **params: Any) -> Any:
-    """A `jax.checkpoint` policy: offloads the results of products and convolutions."""
+    """Returns a `jax.checkpoint` policy: offloads the results of products and convolutions."""
     dots = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
     if primitive.name in ("dot_general", "conv_general_dilated"):
         return dots(jax.lax.dot_general_p, dimension_numbers=(((), ()), ((), ())))
@@ -27,7 +27,10 @@ def _offload(primitive: Any, *avals: Any, **params: Any) -> Any:
 
 
 def _products_with_weights(primitive: Any, *avals: Any, **params: Any) -> bool:
-    """A `jax.checkpoint` policy: keeps the results of convolutions and unbatched products."""
+    """Returns a `jax.checkpoint` policy.
+
+    Keeps the results of convolutions and unbatched products.
+    """
     unbatched = jax.checkpoint_policies.checkpoint_dots_with_no_batch_dims
     is_convolution = primitive.name == "conv_general_dilated"
     return is_convolution or bool(unbatched(primitive, *avals, **params))
@@ -75,7 +78,7 @@ class Strategy:
 
     @classmethod
     def of(cls, given: "Strategy | PolicyLike") -> "Strategy":
-        """The strategy that `given` stands for.
+        """Returns the strategy that `given` stands for.
 
         Args:
             given: A strategy, its spec, a policy or a codec.
@@ -92,7 +95,7 @@ class Strategy:
 
     @classmethod
     def parse(cls, spec: str) -> "Strategy":
-        """The strategy that `spec` names.
+        """Returns the strategy that `spec` names.
 
         Args:
             spec: One of

@@ -33,7 +33,7 @@ class _Watched(Strategy):
         return applied
 
     def unwatched(self) -> Strategy:
-        """The same strategy, as the factory may have changed it by `dataclasses.replace`."""
+        """Returns the same strategy, which the factory may have replaced."""
         names = [f.name for f in fields(Strategy)]
         return Strategy(**{name: object.__getattribute__(self, name) for name in names})
 

@@ -10,7 +10,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def codec_to_dict(codec: Codec) -> dict[str, typing.Any]:
-    """The codec's name under "name", and its fields.
+    """Returns the codec's name under "name", and its fields.
 
     Raises:
         TypeError: If it is no dataclass of numbers, strings, tuples and codecs.

@@ -61,14 +61,14 @@ class Policy:
         object.__setattr__(self, "rules", tuple(given))
 
     def __add__(self, other: "Policy") -> "Policy":
-        """The rules of both, those of the first in front."""
+        """Returns the rules of both, those of the first in front."""
         if not isinstance(other, Policy):
             return NotImplemented
         lossy = self.lossy_recomputation or other.lossy_recomputation
         return Policy((*self.rules, *other.rules), lossy)
 
     def at(self, path: str) -> "Policy":
-        """The same rules for a part of a model alone.
+        """Returns the same rules for a part of a model alone.
 
         Args:
             path: Regular expression for the whole path of a module.
@@ -87,7 +87,7 @@ class Policy:
         return Policy(rules, self.lossy_recomputation)
 
     def offloaded(self) -> "Policy":
-        """The same rules with all codes in the host's pinned memory.
+        """Returns the same rules with all codes in the host's pinned memory.
 
         On a GPU the forward pass waits for each copy. A backend without such memory raises an error
         when the step is compiled.
@@ -107,7 +107,7 @@ class Policy:
         return Policy(tuple(map(moved, self.rules)), self.lossy_recomputation)
 
     def to_json(self) -> str:
-        """The policy as JSON text, which `from_json` reads.
+        """Returns the policy as JSON text, which `from_json` reads.
 
         Raises:
             TypeError: If a codec is no dataclass of numbers, strings, tuples and codecs.
@@ -147,7 +147,7 @@ class Policy:
             raise ValueError(f"text: expected JSON of Policy.to_json: {error!r}") from error
 
     def __str__(self) -> str:
-        """A table with a line for each rule."""
+        """Returns a table with a line for each rule."""
         rows = [("rule", "action", "for")]
         for number, rule in enumerate(self.rules, 1):
             conditions = [
@@ -165,7 +165,7 @@ class Policy:
 
 
 def has_codecs(policy: Policy | JaxPolicy) -> bool:
-    """Whether a rule of a policy encodes values."""
+    """Returns whether a rule of a policy encodes values."""
     rules = policy.rules if isinstance(policy, Policy) else ()
     return any(isinstance(rule.action, Codec) and not rule.action.is_exact for rule in rules)
 

@@ -109,7 +109,7 @@ class Rule:
         return not self.op
 
     def matches_layer(self, path: str, kind: str) -> bool:
-        """Whether the rule is for the layer of `jaxcomp.nn` of this path and kind of operation."""
+        """Returns whether the rule is for a layer of `jaxcomp.nn` of this path and kind."""
         if self.is_for_values_alone or not (
             isinstance(self.action, Codec) or self.action == "keep"
         ):
@@ -119,7 +119,7 @@ class Rule:
         return _fits(self.op, kind) and _fits(self.path, path)
 
     def matches_value(self, value: Value, size: bool = True) -> bool:
-        """Whether the rule is for a value; without `size`, whatever the value's size."""
+        """Returns whether the rule is for a value; without `size`, whatever the value's size."""
         any_role = bool(self.names) or value.role != "statistic"
         role = value.role in self.roles if self.roles else any_role
         # Naming an integer for a codec is an error, which is told later.
@@ -136,7 +136,7 @@ class Rule:
         )
 
     def __repr__(self) -> str:
-        """The constructor call, without defaults."""
+        """Returns the constructor call, without defaults."""
         shown = [
             f"{field.name}={getattr(self, field.name)!r}"
             for field in dataclasses.fields(self)

@@ -9,7 +9,7 @@ from jaxcomp.codecs import Codec
 
 
 def save_compressed() -> Callable[..., bool]:
-    """A policy for `jax.checkpoint` that keeps codes and recomputes everything else.
+    """Returns a policy for `jax.checkpoint` that keeps codes and recomputes everything else.
 
     Without it `jax.checkpoint` recomputes the codes that operations of `jaxcomp.ops` and layers of
     `jaxcomp.nn` make, so nothing is gained by making them. With it the input of the function and
@@ -45,7 +45,7 @@ def save_compressed() -> Callable[..., bool]:
 
 
 def codec_types() -> set[type[Codec]]:
-    """All subclasses of `Codec` that are defined by now."""
+    """Returns all subclasses of `Codec` that are defined by now."""
 
     def below(kind: type[Codec]) -> set[type[Codec]]:
         direct: set[type[Codec]] = set(kind.__subclasses__())

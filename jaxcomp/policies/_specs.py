@@ -95,7 +95,7 @@ def read(spec: str) -> Codec | Policy:
 
 
 def policy_for_model(given: PolicyLike) -> Policy | JaxPolicy:
-    """What `given` stands for in `jaxcomp.compress`: a codec is used everywhere.
+    """Returns what `given` stands for in `jaxcomp.compress`: a codec is used everywhere.
 
     Raises:
         TypeError: If it is no policy, codec, spec or function.
@@ -105,7 +105,9 @@ def policy_for_model(given: PolicyLike) -> Policy | JaxPolicy:
 
 
 def policy_for_function(given: PolicyLike) -> Policy | JaxPolicy:
-    """What `given` stands for in `jaxcomp.checkpoint`: a `Codec` is for all that it can encode.
+    """Returns what `given` stands for in `jaxcomp.checkpoint`.
+
+    A `Codec` is for all that it can encode.
 
     Raises:
         TypeError: If it is no policy, codec, spec or function.

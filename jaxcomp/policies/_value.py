@@ -15,7 +15,7 @@ ROLES = ("operand", "derivative", "mask", "index", "statistic", "input", "other"
 
 @functools.lru_cache(256)
 def dtype_name(dtype: typing.Any) -> str:
-    """Name of a dtype, of those of JAX's keys too.
+    """Returns the name of a dtype, of those of JAX's keys too.
 
     Example:
         >>> dtype_name(jnp.float32), dtype_name(jax.random.key(0).dtype)

@@ -44,7 +44,7 @@ _REST = "affine|batch_norm|layer_norm|gelu|silu"
 
 
 def everywhere(codec: Codec) -> Policy:
-    """One codec for everything that it can encode; masks and indices are exact and packed.
+    """Returns one codec for everything that it can encode; masks and indices are exact and packed.
 
     In a model with layers of `jaxcomp.nn` these are the layers' saved activations: with `AvgPool`
     the inputs of convolutions, with `Cast` and `Quantize` those of linear layers and norms too. In
@@ -67,7 +67,7 @@ def everywhere(codec: Codec) -> Policy:
 
 
 def fused(bits: int = 4, scale_source: ScaleSource = "norm") -> Policy:
-    """One code for each norm, addition and ReLU, which the convolutions around them share.
+    """Returns one code for each norm, addition and ReLU, which the convolutions around them share.
 
     For `jaxcomp.nn.ConvNormAct` and `jaxcomp.nn.NormAct`, and for stock operations: a batch norm,
     whoever wrote it, alone, with `jax.nn.silu`, `hard_swish` or `relu6`, or
@@ -95,7 +95,9 @@ def fused(bits: int = 4, scale_source: ScaleSource = "norm") -> Policy:
 
 
 def automatic(bits: int = 4) -> Policy:
-    """The default of `compress`: `fused` for batch norms, `transformer` for all other values.
+    """Returns the default of `compress`.
+
+    `fused` for batch norms, `transformer` for all other values.
 
     - A batch norm with the skip connection, ReLU and max pool that follow has one code, as in
       `fused`, which convolutions that read it share. This holds for layers of `jaxcomp.nn` and for
@@ -127,7 +129,7 @@ def automatic(bits: int = 4) -> Policy:
 
 
 def transformer(bits: int = 4) -> Policy:
-    """A recipe for transformers of any library's layers.
+    """Returns a recipe for transformers of any library's layers.
 
     Values of 16,384 elements or more are quantized, without bias but for that of a norm's input
     (one part in its number of features). With 3 bits or more, a GELU or SiLU between two products
@@ -157,7 +159,7 @@ def transformer(bits: int = 4) -> Policy:
 
 
 def save_names(named: Mapping[str, Codec | Action], rest: Action = "recompute") -> Policy:
-    """What becomes of values with names, as `jax.ad_checkpoint.checkpoint_name` gives them.
+    """Returns what becomes of values with names, as `jax.ad_checkpoint.checkpoint_name` gives them.
 
     What is computed again starts from the values that are saved. From a codec's it is biased, as
     with `boundary`: nonlinear steps and their derivatives are evaluated at the decoded values. With
@@ -218,7 +220,7 @@ def boundary(codec: Codec) -> Policy:
 
 
 def division(window: int = 8, bits: int = 2) -> Policy:
-    """DIVISION: low frequencies in bfloat16, high frequencies in a few bits.
+    """Returns DIVISION: low frequencies in bfloat16, high frequencies in a few bits.
 
     Wang et al., ICML 2023 (arXiv:2208.04187). The low frequencies are means of windows, which lie
     on the feature map, and along the features for linear layers and layer norms. Masks and indices
@@ -241,7 +243,9 @@ def division(window: int = 8, bits: int = 2) -> Policy:
 
 
 def pooling(window: int = 2, rest_bits: int | None = None) -> Policy:
-    """Average pooling of the input of every convolution; masks and indices are exact and packed.
+    """Returns average pooling of the input of every convolution.
+
+    Masks and indices are exact and packed.
 
     Barley and Fröning (arXiv:2409.11902). Biased, as `AvgPool` is. For layers of `jaxcomp.nn`. A
     policy in front gives another window to a part of the model:
@@ -269,7 +273,7 @@ def pooling(window: int = 2, rest_bits: int | None = None) -> Policy:
 def pruning(
     density: float = 0.25, block: Block = 8, rest_bits: int | None = None, product: Product = "auto"
 ) -> Policy:
-    """Structured activation pruning: the largest blocks of every linear layer's input.
+    """Prunes activations in blocks: the largest blocks of every linear layer's input.
 
     Barley and Fröning (arXiv:2311.16883). Biased, as `BlockSparse` is. For layers of `jaxcomp.nn`.
 
@@ -295,7 +299,7 @@ def pruning(
 
 
 def actnn(level: Level = "L3") -> Policy:
-    """The levels of ActNN (Chen et al., ICML 2021, arXiv:2104.14129, section 5).
+    """Returns the levels of ActNN (Chen et al., ICML 2021, arXiv:2104.14129, section 5).
 
     - L0: every value is saved as it is (`everywhere(Exact())`).
     - L1: inputs of convolutions in 4 bits.

@@ -57,7 +57,7 @@ class Checkpointed:
         self._seed = seed
 
     def __get__(self, owner: Any, kind: type | None = None) -> Callable[..., Any]:
-        """As a method: the object is the first argument."""
+        """Binds the first argument, as for a method."""
         return self if owner is None else functools.partial(self, owner)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -75,11 +75,11 @@ class Checkpointed:
         return jax.tree.unflatten(tree, results)
 
     def _run(self, program: Program, coded: list[int], arguments: Sequence[Array]) -> list[Array]:
-        """The results of the traced function."""
+        """Returns the results of the traced function."""
         return _Traced(program, coded, self._policy)(self._seed, *arguments)
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
-        """What a call would save; nothing is computed. `jaxcomp.plan` calls it.
+        """Returns what a call would save; nothing is computed. `jaxcomp.plan` calls it.
 
         Args:
             *args: The function's arguments, or `jax.ShapeDtypeStruct`s. Every floating-point one
@@ -110,7 +110,7 @@ class Checkpointed:
     def _trace(
         self, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
     ) -> tuple[Program, list[Any], list[Any], list[int], Any]:
-        """The function as a program, what it closes over and its arguments, the coded of these."""
+        """Returns the program, what the function closes over, its arguments and the coded ones."""
         count = len(args)
         coded, static = (
             _positions(name, numbers, count)
@@ -177,7 +177,7 @@ def _check_unchanged(
 
 
 def _array(value: Array) -> Any:
-    """A Python scalar as an array of its weak type, and so is its tangent."""
+    """Returns a Python scalar as an array of its weak type, and so is its tangent."""
     kind = jax.typeof(value)
     return jnp.copy(value) if kind.weak_type and not kind.shape else value
 
@@ -220,7 +220,10 @@ def _scheduled(
 def _scheduled_once(
     program: Program, active: list[int], coded: list[int], policy: Policy | JaxPolicy
 ) -> ScheduledProgram:
-    """As `_scheduled`, for equal programs once: calls outside of `jax.jit`, and repeated layers."""
+    """Does what `_scheduled` does, once for equal programs.
+
+    Calls outside of `jax.jit`, and repeated layers.
+    """
     limits = current_limits()
     keyed = Keyed.of(program, tuple(active), tuple(coded), policy, limits)
     if keyed is None:
@@ -385,7 +388,7 @@ def checkpoint(
 
 
 def _named(fn: Callable[..., Any], argument: str | Sequence[str]) -> dict[str, int | None]:
-    """The static arguments' names, each with its position; None where it is not known."""
+    """Returns the static arguments' names, each with its position; None where it is not known."""
     names = (argument,) if isinstance(argument, str) else tuple(argument)
     if not names:
         return {}

@@ -133,14 +133,17 @@ def uncompress(model: M) -> M:
 
 
 def is_compressed(model: nnx.Module) -> bool:
-    """Whether `compress` returned this model."""
+    """Returns whether `compress` returned this model."""
     return hasattr(type(model), "compressed_call")
 
 
 def traced_call(
     model: nnx.Module, args: tuple[PyTree, ...], kwargs: dict[str, PyTree]
 ) -> tuple[Checkpointed, Any] | None:
-    """The call of a compressed model as a function of arrays, and these; None if not traced."""
+    """Returns the call of a compressed model as a function of arrays, and these.
+
+    It is None if not traced.
+    """
     call: Callable[..., Any] | None = getattr(type(model), "compressed_call", None)
     return None if call is None else call(model, args, kwargs)
 
@@ -197,7 +200,7 @@ def compressed_methods(
 
 
 def _is_array(leaf: object) -> bool:
-    """Whether it is an array or the shape of one; a dtype's class has a `dtype`, too."""
+    """Returns whether it is an array or the shape of one; a dtype's class has a `dtype`, too."""
     return hasattr(leaf, "dtype") and hasattr(leaf, "shape") and not isinstance(leaf, type)
 
 
@@ -216,6 +219,6 @@ def _check_arguments(arguments: PyTree) -> None:
 
 
 def _changed(before: PyTree, after: PyTree) -> dict[int, Any]:
-    """The parameters that a call has written, by position."""
+    """Returns the parameters that a call has written, by position."""
     pairs = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
     return {i: new for i, (old, new) in enumerate(pairs) if new is not old}

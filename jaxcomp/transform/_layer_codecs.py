@@ -63,7 +63,7 @@ class LayerCodecs:
         return cls(codecs, tuple(unmatched))
 
     def rules_for_call(self) -> tuple[Rule, ...] | None:
-        """The rules for a model's call as a whole; None if there is no need to trace it.
+        """Returns the rules for a model's call as a whole; None if there is no need to trace it.
 
         There is one if no layer matches a rule, or if a required rule matches no layer.
         """

@@ -12,7 +12,7 @@ Path = tuple[Any, ...]
 
 
 def attributes(model: nnx.Module) -> dict[Path, dict[str, Any]]:
-    """The attributes of a model and of all that is in it, by path."""
+    """Returns the attributes of a model and of all that is in it, by path."""
     return {
         path: {name: v for name, v in vars(part).items() if not name.startswith("_pytree__")}
         for path, part in nnx.iter_graph(model)
@@ -21,7 +21,7 @@ def attributes(model: nnx.Module) -> dict[Path, dict[str, Any]]:
 
 
 def changes(before: dict[Path, dict[str, Any]], model: nnx.Module) -> dict[tuple[Path, str], Any]:
-    """The attributes without arrays that a model has set since `before`, by path and name.
+    """Returns the attributes without arrays that a model has set since `before`, by path and name.
 
     Variables are no part of it, since `nnx.update` updates and adds them.
 
@@ -59,7 +59,10 @@ def change(model: nnx.Module, changed: dict[tuple[Path, str], Any]) -> None:
 
 
 def without_others(result: Any) -> Any:
-    """A pytree that a traced function may return: its leaves that are no arrays are `Static`."""
+    """Returns a pytree that a traced function may return.
+
+    Its leaves that are no arrays are `Static`.
+    """
     return jax.tree.map(lambda leaf: leaf if _is_array(leaf) else Static(leaf), result)
 
 

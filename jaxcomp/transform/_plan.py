@@ -85,7 +85,7 @@ class Plan:
 
     @classmethod
     def of_program(cls, whole: ScheduledProgram, exact_bytes: int) -> "Plan":
-        """The plan of a traced function: of its schedule, and of those inside of it."""
+        """Returns the plan of a traced function: of its schedule, and of those inside of it."""
         schedules = [part.schedule for part in _all(whole)]
         of_units = [unit.codec for part in _all(whole) for unit in part.units]
         asked = any(d.codec is not None for s in schedules for d in s.decisions.values())
@@ -124,7 +124,10 @@ class Plan:
         return 8 * sum(v.saved_bytes for v in coded) / elements if elements else 0.0
 
     def __str__(self) -> str:
-        """A table, the most bytes first, and the totals; values of repeated blocks are one row."""
+        """Returns a table, the most bytes first, and the totals.
+
+        Values of repeated blocks are one row.
+        """
         groups: dict[SavedValue, list[SavedValue]] = {}
         for value in self.values:
             of_any_block = dataclasses.replace(value, path=without_indices(value.path))
@@ -137,7 +140,7 @@ class Plan:
 
 
 def without_indices(path: str) -> str:
-    """The path that modules of repeated blocks share.
+    """Returns the path that modules of repeated blocks share.
 
     Example:
         >>> without_indices("blocks/3/norm"), without_indices("Decoder/layers_3/norm")
@@ -154,7 +157,7 @@ def _sum(values: list[SavedValue], attribute: str) -> int:
 
 
 def _row(group: list[SavedValue]) -> tuple[str, ...]:
-    """The cells of a row for equal values."""
+    """Returns the cells of a row for equal values."""
     value, count = group[0], len(group)
     paths = {one.path for one in group}
     return (
@@ -172,12 +175,12 @@ def _is_biased(codec: Codec | None) -> bool:
 
 
 def _has_shard_map(schedule: Schedule) -> bool:
-    """Whether the backward pass has a `jax.shard_map`, whose values have no codes."""
+    """Returns whether the backward pass has a `jax.shard_map`, whose values have no codes."""
     return any(e.primitive.name == "shard_map" for e in schedule.backward.equations)
 
 
 def _all(whole: ScheduledProgram) -> Iterator[ScheduledProgram]:
-    """A function, the iterations of its loops and its branches."""
+    """Returns a function, the iterations of its loops and its branches."""
     yield whole
     for nested in whole.nested:
         for program in nested.programs:
@@ -185,7 +188,7 @@ def _all(whole: ScheduledProgram) -> Iterator[ScheduledProgram]:
 
 
 def _planned(whole: ScheduledProgram, outside: Collection[Variable] = ()) -> Iterator[SavedValue]:
-    """What a function saves, and what the iterations of its loops and its branches save."""
+    """Returns what a function saves, and what the iterations of its loops and its branches save."""
     schedule = whole.schedule
     readers = Readers(schedule)
     names: set[str] = set()
@@ -247,7 +250,7 @@ def _planned(whole: ScheduledProgram, outside: Collection[Variable] = ()) -> Ite
 
 
 def _notes_of_units(units: Sequence[Recognized]) -> list[str]:
-    """How many operations share a row, and the largest bias of their norms."""
+    """Returns how many operations share a row, and the largest bias of their norms."""
     notes = [] if len(units) == 1 else [f"{len(units)} operations"]
     of_norms = [
         (bias_of_norm(unit.unit, unit.codec), positions(unit.unit))
@@ -261,7 +264,7 @@ def _notes_of_units(units: Sequence[Recognized]) -> list[str]:
 
 
 def _of_nested(nested: Nested) -> Iterator[SavedValue]:
-    """What the iterations of a loop save, or each of several branches."""
+    """Returns what the iterations of a loop save, or each of several branches."""
     if nested.length is None:
         yield from _of_branches(nested.programs)
         return
@@ -276,7 +279,7 @@ def _of_nested(nested: Nested) -> Iterator[SavedValue]:
 
 
 def _of_branches(branches: Sequence[ScheduledProgram]) -> Iterator[SavedValue]:
-    """What each branch saves, but for operands, which are saved outside.
+    """Returns what each branch saves, but for operands, which are saved outside.
 
     Values of equal types in several branches share their memory. It is that of the first.
     """
@@ -325,17 +328,20 @@ class Readers:
                     self._all.setdefault(operand, {}).update(self._all[value])
 
     def line_of_first(self, value: Variable) -> str:
-        """The source line of the first reader, or ""."""
+        """Returns the source line of the first reader, or ""."""
         return next((line for _, line in self._direct.get(value, ())), "")
 
     def all_of(self, value: Variable) -> str:
-        """The user's calls that read a value, or what is computed from it; "" if there are none."""
+        """Returns the user's calls that read a value, or what is computed from it.
+
+        It is "" if there are none.
+        """
         calls = list(self._all.get(value, ()))
         more = [f"{len(calls) - _NAMED} more"] if len(calls) > _NAMED else []
         return " and ".join([*map(_described, calls[:_NAMED]), *more])
 
     def first_of(self, value: Variable) -> str:
-        """The first user's call that reads a value; "" if there is none."""
+        """Returns the first user's call that reads a value; "" if there is none."""
         calls = {**self._direct.get(value, {}), **self._all.get(value, {})}
         return next(map(_described, calls), "")
 

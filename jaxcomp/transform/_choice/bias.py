@@ -10,7 +10,7 @@ _NORMAL = statistics.NormalDist()
 
 
 def bias_of_mean(codec: Codec, shape: tuple[int, ...], count: int) -> float | None:
-    """The bias of a gradient in which one code is a factor before and after a mean.
+    """Returns the bias of a gradient in which one code is a factor before and after a mean.
 
     Args:
         codec: Codec of the value.
@@ -29,11 +29,11 @@ def bias_of_mean(codec: Codec, shape: tuple[int, ...], count: int) -> float | No
 
 
 def percent(bias: float) -> str:
-    """A bias for a note."""
+    """Returns a bias for a note."""
     return f"{100 * bias:.2g}% for normal values, more where some are large"
 
 
 def expected_range(shape: tuple[int, ...], axes: tuple[int, ...]) -> float:
-    """The expected range of normal values along some axes (Blom 1958)."""
+    """Returns the expected range of normal values along some axes (Blom 1958)."""
     count = math.prod(shape[axis] for axis in axes)
     return 2 * _NORMAL.inv_cdf((max(count, 2) - 0.375) / (max(count, 2) + 0.25))

@@ -18,7 +18,7 @@ _BEYOND = 0.125  # part by which the range of all elements may be wider
 
 
 def bounds(graph: Graph, value: Variable) -> tuple[float, float] | None:
-    """Between which numbers a value lies that is an elementwise function of one 16-bit array.
+    """Returns the bounds of a value that is an elementwise function of one 16-bit array.
 
     The derivative of GELU is one. All of the array's 65,536 possible elements are tried, on the
     device at hand; the bounds are wider by a rounding error, as another device may round otherwise.
@@ -59,7 +59,7 @@ class _Search:
         self._sources: dict[Any, Any] = {}
 
     def source(self, value: Atom) -> Variable | None:
-        """The array, which is the value itself if there is no other; None of a constant."""
+        """Returns the array, which is the value itself if there is no other; None of a constant."""
         if not is_variable(value):
             return None
         stack = [value]
@@ -73,14 +73,17 @@ class _Search:
         return self._sources[value]
 
     def _operands(self, value: Variable) -> list[Any]:
-        """The operands that decide a value's source; none of a step that is not elementwise."""
+        """Returns the operands that decide a value's source.
+
+        It is None of a step that is not elementwise.
+        """
         equation = self._graph.program.made_by.get(value)
         if equation is None or equation.primitive.name not in (*POINTWISE, "broadcast_in_dim"):
             return []
         return variables(equation.invars)
 
     def _found(self, value: Variable) -> Any:
-        """The source of a value, whose operands have theirs."""
+        """Returns the source of a value, whose operands have theirs."""
         equation = self._graph.program.made_by.get(value)
         if equation is None:
             return value
@@ -95,7 +98,7 @@ class _Search:
         return value if len(sources) > 1 else next(iter(sources), None)
 
     def evaluate(self, value: Variable, source: Any, numbers: Any) -> Any:
-        """A value as a function of the array, at each of some numbers."""
+        """Returns a value as a function of the array, at each of some numbers."""
         env = {source: numbers}
         stack = [value]
         while stack:

@@ -80,7 +80,7 @@ def _with_derivatives(
     needed: list[Variable],
     start_of: dict[Variable, Variable],
 ) -> Program:
-    """The forward program, with the needed coefficients and the derivatives of chains."""
+    """Returns the forward program, with the needed coefficients and the derivatives of chains."""
     forward, linear = linearized.forward, linearized.linear
     builder = Builder()
     arguments = forward.arguments
@@ -105,7 +105,7 @@ def _shortened(
     start_of: dict[Variable, Variable],
     inside: set[Variable],
 ) -> Program:
-    """The linear program, in which chains are products with their derivatives."""
+    """Returns the linear program, in which chains are products with their derivatives."""
     builder = Builder()
     derivatives = {end: Variable(end.aval) for end in start_of}
     env = builder.constants_of(linear) | {v: v for v in (*needed, *linear.arguments[count:])}
@@ -123,7 +123,7 @@ def _shortened(
 def _derivatives_of(
     builder: Builder, start: Variable, chain: _Chain, coefficients: Renaming
 ) -> list[Any]:
-    """The derivatives of a chain's ends by its start, each rounded once to the dtype of its end.
+    """Returns the derivatives of a chain's ends by its start, each rounded once.
 
     In a narrow dtype the product of factors that are the same for all elements, such as a scale
     and that of dropout, would be rounded alike for all. So the steps of a chain that begins with
@@ -201,7 +201,7 @@ def _is_elementwise(equation: Equation, operands: list[Variable]) -> bool:
 
 
 def _begins_with_scalar(chain: _Chain, start: Variable) -> bool:
-    """Whether a first step multiplies by, or divides by, one number for all elements."""
+    """Returns whether a first step multiplies by, or divides by, one number for all elements."""
     first = (e for e in chain.equations if any(a is start for a in e.invars))
     others: list[list[Any]] = [
         [a for a in e.invars if a is not start and is_variable(a)]

@@ -42,14 +42,14 @@ class Stored:
     bounds: tuple[float, float] | None = None
 
     def encode(self, value: Array, seed: Array | None) -> Encoded:
-        """One code of a value, whose range is looked for only if it is not known."""
+        """Returns one code of a value, whose range is looked for only if it is not known."""
         assert self.codec is not None
         if self.bounds is None:
             return self.codec.encode(value, seed)
         return typing.cast(Quantize, self.codec).encode_within(value, *self.bounds, seed)
 
     def nbytes(self, aval: ShapedArray) -> int:
-        """Bytes in the device's memory."""
+        """Returns the bytes in the device's memory."""
         if self.offload:
             return 0
         if self.codec is None:
@@ -141,7 +141,7 @@ def choose(
 
 
 def without_codecs(decisions: dict[Variable, Decision], note: str) -> dict[Variable, Decision]:
-    """The same decisions, with every value that has a codec left as it is, and a note why."""
+    """Returns the same decisions, with values that have a codec left as they are, and a note."""
 
     def exact(decision: Decision) -> Decision:
         has_codec = decision.codec is not None
@@ -151,7 +151,7 @@ def without_codecs(decisions: dict[Variable, Decision], note: str) -> dict[Varia
 
 
 def without_products(decisions: dict[Variable, Decision]) -> dict[Variable, Decision]:
-    """The same decisions, with no product computed again where that is open."""
+    """Returns the same decisions, with no product computed again where that is open."""
     return {
         value: dataclasses.replace(decision, action="either") if is_open(decision) else decision
         for value, decision in decisions.items()
@@ -159,12 +159,12 @@ def without_products(decisions: dict[Variable, Decision]) -> dict[Variable, Deci
 
 
 def is_open(decision: Decision) -> bool:
-    """Whether it is open if a product is computed again."""
+    """Returns whether it is open if a product is computed again."""
     return decision.action == "cheapest"
 
 
 def total_bytes(stored: dict[Variable, Stored]) -> int:
-    """Bytes of all stored values in the device's memory."""
+    """Returns the bytes of all stored values in the device's memory."""
     return sum(how.nbytes(value.aval) for value, how in stored.items())
 
 
@@ -186,7 +186,7 @@ class _Choice:
         self._lossy: dict[Any, bool] = {}
 
     def store(self, demand: Demand) -> dict[Variable, Stored]:
-        """How each value that is stored waits for the backward pass."""
+        """Returns how each value that is stored waits for the backward pass."""
         wanted = {*demand.multiplied, *demand.exact}
         lossless = not any(d.codec for d in self._decisions.values())
         first, again = set[Any](), set[Any]()
@@ -225,7 +225,7 @@ class _Choice:
         return Stored(offload=on_host or decision.action == "offload", note=note)
 
     def _had_exactly(self, stored: set[Variable], again: set[Variable]) -> set[Any]:
-        """What follows from exact values; products only if they are made `again` anyway."""
+        """Returns what follows from exact values; products only if they are made `again` anyway."""
         graph = self._graph
         found = {*graph.held, *graph.program.constants, *stored}
         for value in graph.order:
@@ -248,7 +248,7 @@ class _Choice:
         return is_cheap(defined[0]) or action in ("recompute", "cheapest")
 
     def _recompute_cost(self, value: Variable) -> int:
-        """What it costs to make a product again where the policy leaves that open, in bytes."""
+        """Returns the cost, in bytes, of making a product again if the policy allows it."""
         decision, defined = self._decisions.get(value), self._graph.defining_equation(value)
         if decision is None or not is_open(decision) or defined is None:
             return 0
@@ -272,7 +272,7 @@ class _Choice:
         return nbytes(value.aval) - without
 
     def _is_lossy(self, value: Variable) -> bool:
-        """Whether a value, when the backward pass has it, may come from a code."""
+        """Returns whether a value, when the backward pass has it, may come from a code."""
         if not is_variable(value) or value in self._exact:
             return False
         if value not in self._lossy:

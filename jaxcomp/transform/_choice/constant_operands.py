@@ -13,7 +13,7 @@ from jaxcomp.transform._program.types import Atom, Equation, Renaming, Variable,
 
 
 def with_constants_inside(backward: Program, values: Sequence[Atom], forward: Program) -> Program:
-    """A backward program, in which inner `jax.checkpoint`s make the constants that they read.
+    """Returns a backward program whose inner `jax.checkpoint`s make constants that they read.
 
     They then tell which scores of an attention a mask hides, wherever the mask was made.
 
@@ -49,7 +49,7 @@ def with_constants_inside(backward: Program, values: Sequence[Atom], forward: Pr
 
 
 def _made_inside(inner: Jaxpr, of: dict[Any, Any], made_by: dict[Variable, Equation]) -> Program:
-    """A program, some of whose arguments are made in it by equations of another one."""
+    """Returns a program, some of whose arguments are made in it by equations of another one."""
     builder = Builder()
     env: Renaming = {}
 

@@ -50,17 +50,17 @@ class Context:
         return has_codecs(self.policy)
 
     def inside(self, iterations: int) -> "Context":
-        """For the body of a loop of the program; takes note in the same places."""
+        """Returns the context of the body of a loop, which takes note in the same places."""
         return dataclasses.replace(self, iterations=self.iterations * iterations)
 
     def around(self, program: Program) -> "Context":
-        """For what is in a program; takes note in the same places."""
+        """Returns the context of what is in a program, which takes note in the same places."""
         sizes = (v.aval.size for equation in program.equations for v in equation.outvars)
         outside = max(self.limits.outside, *sizes, 0)
         return dataclasses.replace(self, limits=dataclasses.replace(self.limits, outside=outside))
 
     def too_large(self) -> list[Rule]:
-        """The rules that ask for more elements than any of the values has."""
+        """Returns the rules that ask for more elements than any of the values has."""
         most = max((value.elements for value in self.notes.values), default=0)
         return [rule for rule in self.rules if rule.is_for_values and rule.min_size > most]
 

@@ -94,7 +94,10 @@ def cheapest(
 
 
 def _distances(residual: Residual, source: Hashable, sink: Hashable = None) -> dict[Hashable, int]:
-    """The distance of every node that flow can still reach; empty if the sink is not one."""
+    """Returns the distance of every node that flow can still reach.
+
+    It is empty if the sink is not one.
+    """
     distance: dict[Hashable, int] = {source: 0}
     queue = collections.deque([source])
     while queue:

@@ -51,7 +51,7 @@ class Decision:
 def decide(
     graph: Graph, roles: Mapping[Variable, str], context: Context
 ) -> dict[Variable, Decision]:
-    """The decision for every value that is not held; `context` takes note.
+    """Returns the decision for every value that is not held; `context` takes note.
 
     Raises:
         TypeError: If the policy answers what is no answer, or a codec for a value that it cannot
@@ -116,7 +116,7 @@ def _decide(
 def codec_in_roles(
     value: Value, roles: Sequence[str], serves: Callable[[Codec], bool], context: Context
 ) -> Codec | None:
-    """The codec that a policy has for a value whatever it is of some roles.
+    """Returns the codec that a policy has for a value whatever it is of some roles.
 
     `context` takes note of it. None if it has another for each role, or one that does not serve.
     """
@@ -173,7 +173,7 @@ def _by_rule(rule: Rule, value: Value) -> Decision:
 
 
 def _by_answer(answer: object, value: Value) -> Decision:
-    """What an answer of one of `jax.checkpoint_policies` says."""
+    """Returns what an answer of one of `jax.checkpoint_policies` says."""
     if isinstance(answer, bool):
         return Decision("keep" if answer else "recompute")
     action = _ANSWERS.get(type(answer).__name__)
@@ -183,7 +183,7 @@ def _by_answer(answer: object, value: Value) -> Decision:
 
 
 def describe(value: Value) -> str:
-    """A value in words."""
+    """Returns a value in words."""
     name = f" named {', '.join(value.names)}" if value.names else ""
     maker = f" of {value.primitive}" if value.primitive else ""
     where = f" at {value.source}" if value.source else ""

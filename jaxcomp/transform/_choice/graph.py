@@ -39,14 +39,14 @@ class Graph:
     same: Mapping[Any, Any] = dataclasses.field(default_factory=dict)
 
     def defining_equation(self, value: Variable) -> tuple[Equation, int] | None:
-        """The equation that computes a value again, and which of its results that is."""
+        """Returns the equation that computes a value again, and which of its results that is."""
         while value in self.same:
             value = self.same[value]
         equation = self.program.made_by.get(value)
         return None if equation is None else (equation, equation.outvars.index(value))
 
     def operands(self, value: Variable) -> list[Any]:
-        """The variables that a value is computed again from."""
+        """Returns the variables that a value is computed again from."""
         found = self.defining_equation(value)
         return variables(found[0].invars) if found else []
 
@@ -99,15 +99,18 @@ class Graph:
         return found
 
     def names_of(self, value: Variable) -> tuple[str, ...]:
-        """The names of a value, by `checkpoint_name`."""
+        """Returns the names of a value, by `checkpoint_name`."""
         return tuple(dict.fromkeys(str(e.params["name"]) for e in self.names.get(value, ())))
 
     def is_own(self, value: Variable) -> bool:
-        """Whether a value was stored by an operation or a part: no policy decides about it."""
+        """Returns whether a value was stored by an operation or a part.
+
+        No policy decides about it.
+        """
         return any(name.startswith(OWN) for name in self.names_of(value))
 
     def roles(self, uses: Mapping[Variable, str]) -> dict[Variable, str]:
-        """The role of every value, from the roles of those that the backward pass reads.
+        """Returns the role of every value, from the roles of those that the backward pass reads.
 
         What these are affine in has their role, too.
         """
@@ -138,7 +141,7 @@ def _size(atom: Atom) -> int:
 
 
 def nbytes(aval: ShapedArray | Value) -> int:
-    """Bytes of a value stored exactly; a boolean takes a bit."""
+    """Returns the bytes of a value stored exactly; a boolean takes a bit."""
     if aval.dtype == jnp.bool:
         return Packed(1).nbytes(aval.shape, aval.dtype)
     return plain_nbytes(aval)
@@ -146,12 +149,12 @@ def nbytes(aval: ShapedArray | Value) -> int:
 
 @functools.lru_cache(4096)
 def coded_nbytes(codec: Codec, shape: tuple[int, ...], dtype: DTypeLike) -> int:
-    """`codec.nbytes`, which traces the codec, once for each shape."""
+    """Returns `codec.nbytes`, which traces the codec, once for each shape."""
     return codec.nbytes(shape, dtype)
 
 
 def plain_nbytes(aval: ShapedArray | Value) -> int:
-    """Bytes of a value as JAX stores it."""
+    """Returns the bytes of a value as JAX stores it."""
     if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
         return math.prod(aval.shape) * int(aval.dtype.itemsize)
     return array_nbytes(aval.shape, aval.dtype)

@@ -125,7 +125,7 @@ def assign(linear: Program, tangents: Set[Variable], roots: Callable[[Atom], Roo
 
 
 def _after(path: _Path, tangent: Atom, equation: Equation) -> _Path:
-    """The path of a tangent after an equation that may be a part of a mean."""
+    """Returns the path of a tangent after an equation that may be a part of a mean."""
     if not path.copies:
         return path
     name, scale = equation.primitive.name, _scale(equation)
@@ -148,7 +148,7 @@ def _after(path: _Path, tangent: Atom, equation: Equation) -> _Path:
 
 
 def coded_roots(graph: Graph, is_noisy: Mapping[Variable, bool]) -> dict[Any, Roots]:
-    """The codes that each value is rebuilt from.
+    """Returns the codes that each value is rebuilt from.
 
     Args:
         graph: The forward program.
@@ -174,7 +174,7 @@ def coded_roots(graph: Graph, is_noisy: Mapping[Variable, bool]) -> dict[Any, Ro
 
 
 def _weighted(uneven: Axes, operand: Atom, equation: Equation) -> Axes:
-    """The uneven axes of a result that is affine in an operand."""
+    """Returns the uneven axes of a result that is affine in an operand."""
     name = equation.primitive.name
     if name in ("mul", "div"):
         others: list[Any] = [a for a in equation.invars if a is not operand]
@@ -184,7 +184,7 @@ def _weighted(uneven: Axes, operand: Atom, equation: Equation) -> Axes:
 
 
 def _moved(uneven: Axes, operand: Atom, equation: Equation) -> Axes:
-    """The uneven axes of an operand, as those of the result."""
+    """Returns the uneven axes of an operand, as those of the result."""
     name, params = equation.primitive.name, equation.params
     if not uneven:
         return uneven
@@ -207,7 +207,7 @@ def _size(atom: Atom) -> int:
 
 
 def _scale(equation: Equation) -> float | None:
-    """The constant that an equation multiplies tangents by."""
+    """Returns the constant that an equation multiplies tangents by."""
     literals = [a for a in equation.invars if not is_variable(a)]
     if len(literals) != 1 or np.ndim(literals[0].val):
         return None

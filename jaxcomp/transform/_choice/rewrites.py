@@ -54,11 +54,11 @@ def with_rewrites(forward: Program) -> tuple[Program, dict[Any, Any]]:
 
 
 def _selected(compare: Primitive, kind: ShapedArray, *values: Array) -> list[Array]:
-    """The greater or the lesser of two values, selected by a mask."""
+    """Returns the greater or the lesser of two values, selected by a mask."""
     first, second = (_broadcast(v, kind.shape) for v in values)
     return [lax.select_n(compare.bind(*values), second, first)]
 
 
 def _broadcast(value: Array, shape: tuple[int, ...]) -> Array:
-    """A scalar or an array of as many axes, in a shape."""
+    """Returns a scalar or an array of as many axes, in a shape."""
     return lax.broadcast_in_dim(value, shape, range(len(shape) - jnp.ndim(value), len(shape)))

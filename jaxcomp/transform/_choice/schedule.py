@@ -139,7 +139,7 @@ def schedule(
 def _of_linearized(
     linearized: Linearized, coded: Collection[int], context: Context, why_exact: str = ""
 ) -> Schedule:
-    """As `schedule`. Nothing is encoded if a note says why."""
+    """Schedules a linearized program. Nothing is encoded if a note says why."""
     forward, same = with_rewrites(linearized.forward)
     linearized = dataclasses.replace(linearized, forward=forward)
     graph = _graph(forward, coded, same)
@@ -214,7 +214,7 @@ def _graph(forward: Program, coded: Collection[int], same: Any = None) -> Graph:
 
 
 def plain_bytes(program: Program, active: Sequence[int], coded: Collection[int]) -> int:
-    """Bytes that JAX itself declares to keep for a program's backward pass.
+    """Returns the bytes that JAX itself declares to keep for a program's backward pass.
 
     Those of the coefficients of `jax.linearize` that are neither held nor constants.
     """

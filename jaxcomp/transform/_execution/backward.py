@@ -178,7 +178,7 @@ def _weights_first(
 
 
 def _transposes(equations: list[Equation], results: Sequence[Atom]) -> dict[Variable, Equation]:
-    """The transpositions that alone read a value that is no result, by that value.
+    """Returns the transpositions that alone read a value that is no result, by that value.
 
     XLA makes one of a product a part of the product, unless a barrier stands between them.
     """
@@ -191,7 +191,7 @@ def _transposes(equations: list[Equation], results: Sequence[Atom]) -> dict[Vari
 
 
 def _scattered(constraint: Equation, value: Array) -> Any:
-    """The gradient of a gathered parameter, without the constraint that would gather it too.
+    """Returns the gradient of a gathered parameter, without a constraint that would gather it.
 
     XLA for TPUs would then scatter it in a loop of small products, which takes longer.
     """
@@ -199,7 +199,7 @@ def _scattered(constraint: Equation, value: Array) -> Any:
 
 
 def _gathers(equations: list[Equation], results: Sequence[Atom]) -> set[int]:
-    """The `id` of sharding constraints on gradients of gathered parameters.
+    """Returns the `id` of sharding constraints on gradients of gathered parameters.
 
     They are the transposes of constraints that gather parameters. A gradient would be added up on
     all devices, of which each needs a part.
@@ -220,7 +220,7 @@ def _gathers(equations: list[Equation], results: Sequence[Atom]) -> set[int]:
 
 
 def used_arguments(schedule: Schedule) -> list[int]:
-    """The arguments, by position, that the backward pass reads as they are."""
+    """Returns the arguments, by position, that the backward pass reads as they are."""
     graph, arguments = schedule.graph, schedule.graph.program.arguments
     seen: set[Any] = set()
     queue = [c.value for c in schedule.coefficients]

@@ -122,7 +122,7 @@ def _stored_early(equations: Sequence[Equation], of_results: Sequence[Equation])
 
 
 def _carriers(schedule: Schedule, equations: Sequence[Equation]) -> dict[Any, Any]:
-    """For each stored value the one whose use waits until it is stored.
+    """Returns, for each stored value, the one whose use waits until it is stored.
 
     That one is written to memory anyway: an operand or a result of a product, or a result of the
     function. A value that is none of these has the next one that is.
@@ -148,7 +148,7 @@ def _carriers(schedule: Schedule, equations: Sequence[Equation]) -> dict[Any, An
 
 
 def _varying(value: Variable) -> Any:
-    """The manual mesh axes that a value varies over; a barrier would join those of two."""
+    """Returns the manual mesh axes that a value varies over; a barrier would join those of two."""
     return value.aval.manual_axis_type.varying
 
 

@@ -49,7 +49,7 @@ class Rebuild:
         self._shared: Computed = {}
 
     def takes_steps(self, coefficient: Coefficient) -> bool:
-        """Whether a coefficient is computed or copied from the host, not just read."""
+        """Returns whether a coefficient is computed or copied from the host, not just read."""
         value = coefficient.value
         if not is_variable(value) or value in self._held:
             return False
@@ -57,7 +57,7 @@ class Rebuild:
         return storing is None or storing.codec is not None or storing.offload
 
     def plain(self, coefficient: Coefficient) -> Any:
-        """A coefficient, at once."""
+        """Returns a coefficient, at once."""
         return self._compute(coefficient, {**self._held, **self._stored_inputs(coefficient)}, {})
 
     def after(
@@ -69,7 +69,7 @@ class Rebuild:
         *,
         is_fused: bool,
     ) -> Any:
-        """What `evaluate` makes of coefficients, no earlier than the cotangent is there.
+        """Returns what `evaluate` makes of coefficients, no earlier than the cotangent is there.
 
         `made` is its shape and dtype.
         """
@@ -104,7 +104,7 @@ class Rebuild:
         return {k: v for k, v in self._inputs(coefficient).items() if k not in self._held}
 
     def _inputs(self, coefficient: Coefficient) -> dict[Variable, PyTree]:
-        """What is stored or held that a coefficient is computed from."""
+        """Returns what is stored or held that a coefficient is computed from."""
         inputs: dict[Variable, PyTree] = {}
         numbers, codes = dict(coefficient.codes), _codes(coefficient)
         queue = [coefficient.value]
@@ -178,7 +178,7 @@ class Rebuild:
                     self._exact.add(value)
 
     def _defined(self, value: Variable) -> tuple[Equation, int]:
-        """The equation that computes a value, and which of its results that is.
+        """Returns the equation that computes a value, and which of its results that is.
 
         Where its operands are exact it is the function's own, so that a second derivative follows
         the rule of a `jax.custom_jvp` function, and JAX's own at ties.
@@ -205,7 +205,7 @@ class Rebuild:
 
 
 def _joining(cotangent: Array | None, inputs: dict[Variable, PyTree]) -> dict[Variable, PyTree]:
-    """The inputs that can share a barrier with a cotangent.
+    """Returns the inputs that can share a barrier with a cotangent.
 
     What varies over fewer mesh axes, such as a parameter inside of `jax.shard_map`, would vary over
     those of the others once it has passed.
@@ -220,7 +220,7 @@ def _joining(cotangent: Array | None, inputs: dict[Variable, PyTree]) -> dict[Va
 
 
 def _differentiable(value: Array) -> Any:
-    """What is saved, as it may be read where the backward pass is differentiated, too."""
+    """Returns what is saved, as it may be read where the backward pass is differentiated, too."""
     is_index = isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.integer)
     return barriers.without_tangent(value) if is_index else value
 
@@ -260,9 +260,9 @@ class Segments:
                 self._crossing.update(later)
 
     def number(self, value: Variable) -> int:
-        """The segment of a value; 0 is next to what is saved."""
+        """Returns the segment of a value; 0 is next to what is saved."""
         return self._number.get(value, 0)
 
     def is_shared(self, value: Variable, segment: int) -> bool:
-        """Whether a value is kept for other coefficients, once one of this segment needs it."""
+        """Returns whether a value is kept once a coefficient of this segment needs it."""
         return self._are_long and (value in self._crossing or self.number(value) == segment)

@@ -46,7 +46,7 @@ def evaluate_after(
 def apply_after(
     cotangent: Array | None, equation: Equation, values: list[Array], limits: Limits
 ) -> list[Any]:
-    """As `programs.apply`, but large constant arrays wait for a cotangent.
+    """Does what `apply` does, but large constant arrays wait for a cotangent.
 
     Also those of an inner `jax.checkpoint`, which is evaluated in pieces of these sizes.
     """

@@ -42,7 +42,7 @@ class Kept:
 
 
 def is_conditional(equation: Equation) -> bool:
-    """Whether it is a `cond` or `switch` whose only effects, if any, are those of collectives.
+    """Returns whether it is a `cond` or `switch` without effects but those of collectives.
 
     `jax.lax.platform_dependent` is none, since it is resolved when the program is compiled.
     """
@@ -195,5 +195,5 @@ def _switch_with_entries(
 
 
 def _zero(kind: ShapedArray) -> Any:
-    """A zero of a type, in the memory of that type."""
+    """Returns a zero of a type, in the memory of that type."""
     return jax.device_put(filled(kind, 0.0), kind.memory_space)

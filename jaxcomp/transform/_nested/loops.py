@@ -24,7 +24,7 @@ _SCAN = "scan"
 
 
 def is_loop(equation: Equation) -> bool:
-    """Whether it is a `scan` whose only effects, if any, are those of collectives."""
+    """Returns whether it is a `scan` whose only effects, if any, are those of collectives."""
     return equation.primitive.name == _SCAN and all(map(is_of_collective, equation.effects))
 
 
@@ -164,7 +164,7 @@ class Loop(Differentiable[Nested]):
         *,
         backwards: bool = False,
     ) -> Any:
-        """A `scan` like that of the equation, or in the opposite order."""
+        """Returns a `scan` like that of the equation, or in the opposite order."""
         params = self._equation.params
         options = {name: params[name] for name in ("length", "unroll")}
         return lax.scan(step, start, xs, reverse=params["reverse"] != backwards, **options)
@@ -178,14 +178,14 @@ class Loop(Differentiable[Nested]):
         )
 
     def _is_operand(self, i: int) -> bool:
-        """Whether an argument of the body is an operand of the loop, not the body's own seed.
+        """Returns whether an argument of the body is an operand of the loop, not a seed.
 
         The backward pass never reads a carry as it is: an iteration stores what it needs of it.
         """
         return i < len(self._kinds)
 
     def _split(self, residual: PyTree) -> tuple[Any, ByPosition, ByPosition]:
-        """What iterations stored, and the operands of all and of each."""
+        """Returns what iterations stored, and the operands of all and of each."""
         saved, operands = residual
         whole = {i: value for i, value in operands.items() if i < self.at_x}
         stacked = {i: value for i, value in operands.items() if i >= self.at_x}
@@ -193,7 +193,7 @@ class Loop(Differentiable[Nested]):
 
 
 def _counts(equation: Equation, body: Program) -> tuple[int, int]:
-    """How many operands of a loop are the same in each iteration, and how many are its state.
+    """Returns how many operands are the same in each iteration, and how many are the state.
 
     What is looped over, and what each iteration gives, has an axis more than in the body.
     """
@@ -207,7 +207,7 @@ def _counts(equation: Equation, body: Program) -> tuple[int, int]:
 
 
 def _active(body: Program, perturbed: set[int], consts: int, carries: int) -> list[int]:
-    """The floating-point arguments of a loop's body that depend on those that are perturbed."""
+    """Returns the floating-point arguments of a body that depend on the differentiated ones."""
     active = set(perturbed)
     while True:
         reached = tangents_of(body.equations, [body.arguments[i] for i in active])

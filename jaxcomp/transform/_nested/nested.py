@@ -21,7 +21,7 @@ from jaxcomp.transform._recognition.unit import Recognized
 def scheduled(
     program: Program, active: Sequence[int], coded: Collection[int], context: Context
 ) -> ScheduledProgram:
-    """As `schedule`, for a program, the iterations of its loops and its branches."""
+    """Schedules a program, the iterations of its loops and its branches."""
     program = flat(program)
     units = recognize(program, active, context)
     chosen = _scheduled(program, units, active, coded, context)
@@ -55,7 +55,7 @@ def _scheduled(
 def _with_nested(
     program: Program, active: Sequence[int], coded: Collection[int], outer: Outer
 ) -> Program:
-    """The program, whose last argument is a seed, with our loops and conditionals in it."""
+    """Returns the program, whose last argument is a seed, with our loops and conditionals in it."""
     reached = tangents_of(program.equations, [program.arguments[i] for i in active])
     numbers = {id(equation): number for number, equation in enumerate(program.equations)}
     held = {v for i, v in enumerate(program.arguments) if i not in coded}

@@ -67,7 +67,10 @@ class ScheduledProgram:
         }
 
     def forward(self, seed: Seed, arguments: Sequence[Array]) -> tuple[list[Array], PyTree]:
-        """As `_forward.forward`; saved values come with the arguments that are read again."""
+        """Runs the forward pass of the schedule.
+
+        Saved values come with the arguments that are read again.
+        """
         if self.takes_seed:
             seed_argument = jnp.asarray(0 if seed is None else seed).astype(jnp.uint32)
             arguments = [*arguments, vary_like(seed_argument, arguments)]
@@ -75,7 +78,7 @@ class ScheduledProgram:
         return results, (stored, {i: arguments[i] for i in backward.used_arguments(self.schedule)})
 
     def linear(self, residual: PyTree, tangents: ByPosition) -> ByPosition:
-        """The tangents of the results in `schedule.smooth`, from those of the active arguments.
+        """Returns the tangents of results in `schedule.smooth`, from those of active arguments.
 
         Raises:
             TypeError: If the schedule encodes a value.
@@ -88,7 +91,7 @@ class ScheduledProgram:
         return dict(zip(self.schedule.smooth, of_results, strict=True))
 
     def backward(self, residual: PyTree, cotangents: ByPosition) -> ByPosition:
-        """The cotangents of the active arguments, from those of the results."""
+        """Returns the cotangents of the active arguments, from those of the results."""
         arriving = with_zeros(cotangents, self.schedule.smooth, self.schedule.graph.program.results)
         stored, used = residual
         of_arguments = backward.backward(self.schedule, stored, used, list(arriving.values()))
@@ -137,7 +140,7 @@ class Outer:
 def with_zeros(
     cotangents: ByPosition, smooth: Sequence[int], results: Sequence[Atom]
 ) -> ByPosition:
-    """The cotangents of the results that have one, with zeros as arrays.
+    """Returns the cotangents of the results that have one, with zeros as arrays.
 
     `jax.vjp` also takes a Python scalar for one.
     """

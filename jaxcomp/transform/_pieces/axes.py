@@ -27,13 +27,13 @@ class Axes:
             self._join_of(equation)
 
     def find(self, axis: Any) -> Any:
-        """The representative of an axis's class."""
+        """Returns the representative of an axis's class."""
         while axis in self._parent:
             axis = self._parent[axis]
         return axis
 
     def of(self, variable: Any, kind: Any) -> int | None:
-        """The axis of a variable in a class, by a representative; None if it has none.
+        """Returns the axis of a variable in a class, by a representative; None if it has none.
 
         Raises:
             WholeError: If it has several.
@@ -44,7 +44,7 @@ class Axes:
         return found[0] if found else None
 
     def is_cut(self, kind: Any) -> bool:
-        """Whether every equation can take a part along the axes of a class."""
+        """Returns whether every equation can take a part along the axes of a class."""
         return kind != self.find(_WHOLE)
 
     def _join(self, one: Any, other: Any) -> None:
@@ -87,7 +87,7 @@ class Axes:
             self._join_some(equation, name, operands)
 
     def _join_some(self, equation: Equation, name: str, operands: list[Any]) -> None:
-        """The axes of a reshape that stay, and those that a step along another axis leaves."""
+        """Joins axes of a reshape that stay, and those that a step along another axis leaves."""
         made: list[Any] = list(equation.outvars)
         arrays = [v for v in (*operands, *made) if v.aval.ndim]
         stays: set[Axis] = set()
@@ -117,7 +117,7 @@ _WHOLE = object()
 
 
 def same_axis(before: Sequence[int], after: Sequence[int], axis: int) -> int | None:
-    """The axis of an array before a reshape that is an axis of it afterwards."""
+    """Returns the axis of an array before a reshape that is an axis of it afterwards."""
     outer = math.prod(after[:axis])
     for i, size in enumerate(before):
         if math.prod(before[:i]) == outer and size == after[axis]:
@@ -126,7 +126,7 @@ def same_axis(before: Sequence[int], after: Sequence[int], axis: int) -> int | N
 
 
 def _unchanged(equation: Equation) -> list[int]:
-    """The axes that a step along other axes leaves as they are."""
+    """Returns the axes that a step along other axes leaves as they are."""
     name, params = equation.primitive.name, equation.params
     if not equation.invars:
         return []
@@ -142,7 +142,7 @@ def _unchanged(equation: Equation) -> list[int]:
 
 
 def _of_product(equation: Equation) -> list[tuple[Any, Any]]:
-    """Which axes of a product's operands, and of its result, are the same."""
+    """Returns which axes of a product's operands, and of its result, are the same."""
     contracted, batch = equation.params["dimension_numbers"]
     sides: list[Any] = list(equation.invars)
     (out,) = equation.outvars

@@ -59,7 +59,7 @@ def _run(
     cotangent: Array,
     arguments: Sequence[Array],
 ) -> list[Array]:
-    """The results, chunk after chunk, from the one with the most keys on."""
+    """Returns the results, chunk after chunk, from the one with the most keys on."""
     dtypes = [kind.dtype for kind in avals(masked.program.results)]
     made: list[Array] | None = None
     for chunk, run in parts:
@@ -99,17 +99,17 @@ class _Masked:
         self._scores = Scores(Axes(others), scores, queries, keys)
 
     def part(self, chunk: Chunk) -> Program:
-        """The program of a chunk, of parts of its arguments."""
+        """Returns the program of a chunk, of parts of its arguments."""
         kinds = [v.aval.update(shape=self._shape(v, chunk)) for v in self.program.arguments]
         return Program.trace(lambda *given: self._evaluate(chunk, given), *kinds)
 
     def arguments(self, chunk: Chunk, arguments: Sequence[Array]) -> list[Array]:
-        """The parts of the program's arguments that a chunk reads."""
+        """Returns the parts of the program's arguments that a chunk reads."""
         pairs = zip(self.program.arguments, arguments, strict=True)
         return [self._sliced(chunk, v, x) for v, x in pairs]
 
     def added(self, chunk: Chunk, made: list[Array] | None, found: list[Array]) -> list[Array]:
-        """The results with those of a chunk: set for its queries, added for its keys."""
+        """Returns the results with those of a chunk: set for its queries, added for its keys."""
         results = []
         kinds = avals(self.program.results)
         for i, (variable, kind, part) in enumerate(
@@ -131,7 +131,7 @@ class _Masked:
         return results
 
     def _ranges(self, variable: Any, chunk: Chunk) -> list[slice]:
-        """What of a variable a chunk reads, along each axis."""
+        """Returns what of a variable a chunk reads, along each axis."""
         found = [slice(0, size) for size in variable.aval.shape]
         for axis, within in zip(self._scores.along(variable), chunk, strict=True):
             if axis is not None:
@@ -176,7 +176,7 @@ class _Masked:
         return results
 
     def _with_slices(self, chunk: Chunk) -> Program:
-        """The program, with the parts of its constant arguments that a chunk reads."""
+        """Returns the program, with the parts of its constant arguments that a chunk reads."""
         pairs = zip(self.program.constants, self.program.consts, strict=True)
         return Program(self.program.jaxpr, [self._sliced(chunk, v, x) for v, x in pairs])
 
@@ -193,7 +193,7 @@ class _Masked:
 
 
 def _chunks(hidden: np.ndarray[Any, Any], queries: int) -> list[Chunk]:
-    """Equal ranges of queries with the keys that they see, the most keys first."""
+    """Returns equal ranges of queries with the keys that they see, the most keys first."""
     count, keys = hidden.shape
     size = count // _CHUNKS
     if count % _CHUNKS or size < queries:

@@ -71,14 +71,14 @@ class Scores:
         self._size = variable.aval.shape[keys]
 
     def along(self, variable: Any) -> tuple[int | None, int | None]:
-        """The axis of the queries and that of the keys; None if there is none."""
+        """Returns the axis of the queries and that of the keys; None if there is none."""
         if variable not in self._along:
             queries, keys = (self._axes.of(variable, kind) for kind in self._kinds)
             self._along[variable] = queries, keys
         return self._along[variable]
 
     def all_keys(self, chunk: Chunk) -> bool:
-        """Whether a chunk has all keys."""
+        """Returns whether a chunk has all keys."""
         return chunk.keys == slice(0, self._size)
 
 
@@ -89,7 +89,7 @@ def state_of(
     scores: Scores,
     chunk: Chunk,
 ) -> State:
-    """What is known of the results of an equation.
+    """Returns what is known of the results of an equation.
 
     Args:
         equation: The equation.
@@ -140,7 +140,7 @@ def _along_keys(
     scores: Scores,
     chunk: Chunk,
 ) -> State:
-    """What is known of a result that has keys."""
+    """Returns what is known of a result that has keys."""
     name, params = equation.primitive.name, equation.params
     operands: list[Any] = list(equation.invars)
     has_keys = [is_variable(v) and scores.along(v)[1] is not None for v in operands]
@@ -177,7 +177,7 @@ def _along_keys(
 
 
 def _is_linear(name: str, given: Sequence[State]) -> bool:
-    """Whether an equation is linear in its operands that are sums, and has nothing besides."""
+    """Returns whether an equation is linear in operands that are sums, and has no others."""
     sums = [state.summed for state in given]
     if name in _SAME | {"neg", "reduce_sum", "broadcast_in_dim", "slice", "split"}:
         return True
@@ -189,7 +189,7 @@ def _is_linear(name: str, given: Sequence[State]) -> bool:
 
 
 def _lost(equation: Equation, scores: Scores) -> tuple[bool, bool]:
-    """Whether a reduction or a product is over queries, and whether over keys."""
+    """Returns whether a reduction or a product is over queries, and whether over keys."""
     name, params = equation.primitive.name, equation.params
     if name == "dot_general":
         (axes, _), _ = params["dimension_numbers"]
@@ -212,7 +212,7 @@ def _of_constant(
 def _outside(
     value: np.ndarray[Any, Any], along: tuple[int | None, int | None], chunk: Chunk
 ) -> np.ndarray[Any, Any]:
-    """The elements of a constant for the chunk's queries and the keys out of it."""
+    """Returns the elements of a constant for the chunk's queries and the keys out of it."""
     queries, keys = along
     if queries is not None and value.shape[queries] > 1:
         value = value.take(range(*chunk.queries.indices(value.shape[queries])), queries)

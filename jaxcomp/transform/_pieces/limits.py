@@ -40,7 +40,7 @@ _limits = contextvars.ContextVar("limits", default=_DEFAULT)
 
 
 def current_limits() -> Limits:
-    """The limits for programs whose gradient is taken now."""
+    """Returns the limits for programs whose gradient is taken now."""
     return _limits.get()
 
 

@@ -49,7 +49,7 @@ def masked_scores(
 
 
 def _hidden(equation: Equation, constants: Values, made_by: dict[Any, Equation]) -> Any:
-    """Which scores an equation hides; None if it is no mask of scores."""
+    """Returns which scores an equation hides; None if it is no mask of scores."""
     name = equation.primitive.name
     if name not in ("select_n", "add") or equation.outvars[0] in constants:
         return None
@@ -74,7 +74,7 @@ def _is_hidden(value: np.ndarray[Any, Any]) -> Any:
 
 
 def _is_product(atom: Any, constants: Values, made_by: dict[Any, Equation]) -> bool:
-    """Whether a value is a product of arrays, scaled or capped."""
+    """Returns whether a value is a product of arrays, scaled or capped."""
     while is_variable(atom) and atom in made_by:
         equation = made_by[atom]
         name = equation.primitive.name

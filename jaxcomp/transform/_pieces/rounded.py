@@ -17,7 +17,7 @@ _BODIES = BODIES | dict.fromkeys(CHECKPOINT_PRIMITIVES, "jaxpr")
 
 
 def with_rounded_operands(program: Program) -> Program:
-    """A program in which float32 operands of bfloat16 products are rounded where they are made.
+    """Returns a program that rounds float32 operands of bfloat16 products where they are made.
 
     A product with the algorithm `BF16_BF16_F32` rounds its operands to bfloat16. Rounded before,
     they take half of the bytes, and the product is the same. The cotangents of an attention's
@@ -44,7 +44,7 @@ def with_rounded_operands(program: Program) -> Program:
 
 
 def _rounds(program: Program | Jaxpr) -> bool:
-    """Whether a product in a program rounds an operand."""
+    """Returns whether a product in a program rounds an operand."""
     return any(
         _is_rounding(equation) or any(map(_rounds, inner_jaxprs(equation)))
         for equation in open_jaxpr(program).eqns
@@ -63,6 +63,6 @@ def _rounded(operands: list[Array]) -> list[Array]:
 
 
 def _body(body: Any) -> Any:
-    """The body of a scan, a branch or a `jax.checkpoint`, which has no constants of its own."""
+    """Returns the body of a scan, a branch or a `jax.checkpoint`, rewritten."""
     rounded = with_rounded_operands(Program.of(body))
     return rounded.closed if hasattr(body, "consts") else rounded.jaxpr

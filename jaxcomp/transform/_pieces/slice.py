@@ -52,7 +52,7 @@ class Part:
         self._constants = constants(program)  # such as a causal mask, which XLA fuses into readers
 
     def part(self, atom: Any, axis: int) -> Array:
-        """A part of a value along an axis.
+        """Returns a part of a value along an axis.
 
         Raises:
             WholeError: If it takes a whole array that is no constant, and is larger than every
@@ -66,7 +66,7 @@ class Part:
         return self._parts[key]
 
     def total(self, atom: Any) -> Array:
-        """What the part adds to a sum over all parts, in float32 or a wider dtype.
+        """Returns what the part adds to a sum over all parts, in float32 or a wider dtype.
 
         Raises:
             WholeError: If the value is not a sum, or as in `part`.
@@ -99,7 +99,10 @@ class Part:
         return result.astype(wide(result.dtype))
 
     def _largest(self, x: Any, axes: Sequence[Sequence[int]]) -> tuple[int, ...] | None:
-        """The largest axis of an operand that has parts, with those of others; None without one."""
+        """Returns the largest axis of an operand that has parts, with those of others.
+
+        It is None without one.
+        """
         cut = [
             of_all
             for of_all in zip(*axes, strict=True)
@@ -125,7 +128,10 @@ class Part:
         return read(self._whole, atom)
 
     def _step(self, equation: Equation, result: Any, axis: int) -> Array | None:
-        """A part of what an equation makes from parts of its operands; None if it cannot."""
+        """Returns a part of what an equation makes from parts of its operands.
+
+        It is None if it cannot.
+        """
         name, params = equation.primitive.name, equation.params
         if is_placed(equation):
             return None
@@ -178,7 +184,7 @@ class Part:
 
 
 def _product(operands: list[Array], params: dict[str, Any], dtype: Any) -> Array:
-    """A product in a dtype that may be wider than that of its equation."""
+    """Returns a product in a dtype that may be wider than that of its equation."""
     if isinstance(params["precision"], lax.DotAlgorithm | lax.DotAlgorithmPreset):  # tells a dtype
         return lax.dot_general_p.bind(*operands, **params).astype(dtype)
     params = params | {"preferred_element_type": dtype}
@@ -191,7 +197,7 @@ def _product(operands: list[Array], params: dict[str, Any], dtype: Any) -> Array
 
 
 def _axes_of_product(equation: Equation, axis: int) -> tuple[int | None, int | None]:
-    """The axes of a product's operands along which a part of the result takes a part of each."""
+    """Returns the axes of a product's operands of which a part of the result takes a part."""
     contracted, batch = equation.params["dimension_numbers"]
     if axis < len(batch[0]):
         return batch[0][axis], batch[1][axis]
@@ -206,6 +212,6 @@ def _axes_of_product(equation: Equation, axis: int) -> tuple[int | None, int | N
 
 
 def wide(dtype: Any) -> Any:
-    """The dtype in which sums over parts are made and added."""
+    """Returns the dtype in which sums over parts are made and added."""
     is_narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
     return jnp.dtype(jnp.float32) if is_narrow else dtype

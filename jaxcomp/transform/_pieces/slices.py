@@ -103,7 +103,7 @@ def _of_products(program: Program) -> int:
 
 
 def _divisions(program: Program, count: int, limits: Limits) -> list[_Division]:
-    """The axes of the largest result, those with half of `count` parts or more first.
+    """Returns the axes of the largest result, those with half of `count` parts or more first.
 
     A result is sliced if its size along the axis is that of the largest result. All others are sums
     over the parts. In a second candidate small results of equal size are sums, too: a weight may
@@ -131,7 +131,7 @@ def _divisions(program: Program, count: int, limits: Limits) -> list[_Division]:
 def _run(
     program: Program, division: _Division, copied: set[Any], arguments: Sequence[Array]
 ) -> list[Array]:
-    """The results, of which each iteration of a loop evaluates a part.
+    """Returns the results, of which each iteration of a loop evaluates a part.
 
     `copied` takes the arguments that are copied in parts.
     """

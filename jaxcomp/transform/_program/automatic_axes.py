@@ -48,7 +48,7 @@ def run_over_automatic_axes(
 
 
 def _on_mesh(array: Array) -> Any:
-    """An array that lies on no mesh, such as a new parameter, replicated on that of the context."""
+    """Returns an array on no mesh, such as a new parameter, replicated on the present mesh."""
     if not isinstance(array, jax.Array) or not jax.typeof(array).sharding.mesh.empty:
         return array
     return jax.sharding.reshard(array, PartitionSpec(*[None] * array.ndim))
@@ -56,7 +56,7 @@ def _on_mesh(array: Array) -> Any:
 
 @contextlib.contextmanager
 def automatic(program: Program) -> Iterator[Program]:
-    """The same program over automatic axes, in whose context nothing can be run."""
+    """Returns the same program over automatic axes, in whose context nothing can be run."""
     if not explicit_axes():
         yield program
         return
@@ -66,7 +66,7 @@ def automatic(program: Program) -> Iterator[Program]:
 
 
 def _rewriter() -> "_Rewriter":
-    """Of the mesh in whose context the caller is."""
+    """Returns the rewriter of the mesh of the present context."""
     return _Rewriter(jax.sharding.get_abstract_mesh(), automatic_mesh())
 
 
@@ -84,7 +84,7 @@ class _Rewriter:
             self._context = jax.make_jaxpr(jax.numpy.sin)(1.0).eqns[0].ctx
 
     def program(self, program: Program) -> Program:
-        """The same program over automatic axes."""
+        """Returns the same program over automatic axes."""
         structs = [
             jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=a.weak_type)
             for a in avals(program.arguments)
@@ -132,7 +132,10 @@ class _Rewriter:
         return parameter
 
     def _rule(self, rule: Any) -> Any:
-        """A rule that JAX traces later; with the types of the explicit axes, which it has."""
+        """Returns a rule that JAX traces later.
+
+        With the types of the explicit axes, which it has.
+        """
 
         def traced(*zeros: bool) -> tuple[Any, ...]:
             with jax.sharding.use_abstract_mesh(self.explicit):
@@ -143,7 +146,7 @@ class _Rewriter:
         return linear_util.wrap_init(traced, debug_info=rule.debug_info)
 
     def _backward(self, equation: Equation) -> Any:
-        """The backward rule of a `jax.custom_vjp`; it runs over explicit axes."""
+        """Returns the backward rule of a `jax.custom_vjp`; it runs over explicit axes."""
         rule, forward = equation.params["bwd"], equation.params["fwd_jaxpr_thunk"]
         operands = [atom.aval for atom in equation.invars]
 

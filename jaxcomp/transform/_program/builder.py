@@ -124,7 +124,7 @@ class Builder:
         return self.inline(Program.trace(run, *avals(leaves)), leaves)
 
     def program(self, like: Program, arguments: Sequence[Atom], results: Sequence[Atom]) -> Program:
-        """The program so far.
+        """Returns the program so far.
 
         Args:
             like: Program of the same effects.
@@ -147,7 +147,7 @@ class Builder:
         return Program(jaxpr, [value for _, value in constants])
 
     def constants_of(self, program: Program) -> Renaming:
-        """The variables of a program's constants in the new program."""
+        """Returns the variables of a program's constants in the new program."""
         env: Renaming = {}
         for variable, value in zip(program.constants, program.consts, strict=True):
             env[variable], _ = self._constants.setdefault(
@@ -162,14 +162,14 @@ def renamed(env: Renaming, atoms: Sequence[Atom] | Sequence[Var | Literal]) -> l
 
 
 def flat(program: Program) -> Program:
-    """The same program with calls looked through and equal equations once."""
+    """Returns the same program with calls looked through and equal equations once."""
     builder = Builder()
     results = builder.inline(program, program.arguments)
     return builder.program(program, program.arguments, results)
 
 
 def _is_reshape(equation: Equation) -> bool:
-    """Whether an equation keeps the order of all values, and changes their shape alone."""
+    """Returns whether an equation keeps the order of all values, and changes their shape alone."""
     if equation.primitive.name == "reshape":
         return equation.params["dimensions"] is None
     if equation.primitive.name not in ("broadcast_in_dim", "expand_dims", "squeeze"):
@@ -179,20 +179,20 @@ def _is_reshape(equation: Equation) -> bool:
 
 
 def _within(equation: Equation, call: Equation) -> Equation:
-    """An equation, with the name scope of the one that calls its program first."""
+    """Returns an equation, with the name scope of the one that calls its program first."""
     info = equation.source_info
     stack = call.source_info.name_stack + info.name_stack
     return equation.replace(source_info=info.replace(name_stack=stack))
 
 
 def _of_operands(effect: Any, given: dict[Variable, Atom]) -> Any:
-    """An effect on an operand, as that on the operand of the new equation."""
+    """Returns an effect on an operand, as that on the operand of the new equation."""
     operand = getattr(effect, "input", None)
     return effect.replace(given[operand]) if is_variable(operand) else effect
 
 
 def _key(equation: Equation, operands: Sequence[Atom]) -> Hashable | None:
-    """What is equal for equations of equal results; None where there is no telling."""
+    """Returns what is equal for equations of equal results; None where there is no telling."""
     if equation.effects or equation.primitive.name == _BARRIER:
         return None
     key = (

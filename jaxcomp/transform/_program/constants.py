@@ -18,7 +18,7 @@ _LARGEST = 2**26  # elements of a constant that is evaluated
 
 
 def constants(program: Program) -> set[Variable]:
-    """The variables that cheap equations make of literals."""
+    """Returns the variables that cheap equations make of literals."""
     found: set[Any] = set()
     for equation in program.equations:
         cheap = is_cheap(equation) or equation.primitive.name == "pvary"
@@ -28,7 +28,7 @@ def constants(program: Program) -> set[Variable]:
 
 
 def evaluated(program: Program) -> dict[Variable, np.ndarray[Any, Any]]:
-    """The constants of a program, with one element along each axis that they are repeated along.
+    """Returns the constants of a program, with one element along axes of repetition.
 
     A mask of all examples and heads has a single one of each. Those that need other steps than
     elementwise ones and moves of axes are missing, and those of more than 2**26 elements.
@@ -46,7 +46,7 @@ def evaluated(program: Program) -> dict[Variable, np.ndarray[Any, Any]]:
 
 
 def part_of(program: Program, variable: Variable, ranges: Sequence[slice]) -> Array:
-    """A part of a constant, made without the rest of it.
+    """Returns a part of a constant, made without the rest of it.
 
     Args:
         program: The program.
@@ -99,7 +99,7 @@ def _in_memory(x: Array, shape: tuple[int, ...]) -> Any:
 
 
 def value_of(atom: Atom, constants: Mapping[Any, np.ndarray[Any, Any]]) -> Any:
-    """The value of a literal or of a known constant; None of any other variable."""
+    """Returns the value of a literal or of a known constant; None of any other variable."""
     return constants.get(atom) if is_variable(atom) else np.asarray(atom.val)
 
 

@@ -20,7 +20,7 @@ _TRACED_BY = {  # the parameters that trace the rule of a call
 
 
 def rule_of(equation: Equation) -> tuple[Any, ...] | None:
-    """The rule of a call of a `jax.custom_jvp` or `jax.custom_vjp` function.
+    """Returns the rule of a call of a `jax.custom_jvp` or `jax.custom_vjp` function.
 
     JAX keeps it in a closure of what traces it, and so does each transformation, such as
     `jax.vmap`. Rules are the same if the objects are.
@@ -47,7 +47,7 @@ def rule_of(equation: Equation) -> tuple[Any, ...] | None:
 
 
 def is_of_jax(equation: Equation) -> bool:
-    """Whether an equation calls a `jax.custom_jvp` function that JAX defines, with JAX's rule."""
+    """Returns whether an equation calls a `jax.custom_jvp` function and rule of JAX."""
     if equation.primitive.name != "custom_jvp_call":
         return False
     file: str = equation.params["call_jaxpr"].jaxpr.debug_info.func_filename or ""
@@ -55,14 +55,14 @@ def is_of_jax(equation: Equation) -> bool:
 
 
 def has_rule_in(equation: Equation, start: str) -> bool:
-    """Whether the rule of an equation is of files whose paths start so."""
+    """Returns whether the rule of an equation is of files whose paths start so."""
     functions = [f for f in rule_of(equation) or () if isinstance(f, FunctionType)]
     files = [inspect.unwrap(f).__code__.co_filename for f in functions]
     return bool(files) and all(file.startswith(start) for file in files)
 
 
 def _are_of_jax(rule: tuple[Any, ...] | None) -> bool:
-    """Whether the functions of a rule, and all that they close over, are of JAX.
+    """Returns whether the functions of a rule, and all that they close over, are of JAX.
 
     A rule of `jax.custom_jvp.defjvps` is a function of JAX that closes over the user's.
     """

@@ -32,7 +32,7 @@ class Keyed:
 
     @classmethod
     def of(cls, program: Program, *rest: Hashable) -> "Keyed | None":
-        """The program with its key; None where there is no telling.
+        """Returns the program with its key; None where there is no telling.
 
         There is none if a parameter of an equation is a function, such as the rule of a user's
         `jax.custom_jvp` or `jax.custom_vjp`: it may close over anything.
@@ -52,7 +52,7 @@ class Keyed:
 
 
 def _key(value: Any) -> Any:
-    """The key of a program, or of a parameter of an equation, which may hold programs."""
+    """Returns the key of a program, or of a parameter of an equation, which may hold programs."""
     if isinstance(value, tuple | list):
         return tuple(map(_key, value))
     calls = callable(value) and not isinstance(value, Mesh)  # which is a decorator, too

@@ -84,7 +84,7 @@ def _check_no_references(atoms: Sequence[Atom]) -> None:
 
 
 def transpose(linear: Program, count: int) -> Program:
-    """The backward program of a linear one.
+    """Returns the backward program of a linear one.
 
     Args:
         linear: From coefficients and tangents to tangents.

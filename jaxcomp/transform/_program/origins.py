@@ -12,12 +12,14 @@ from jaxcomp.transform._program.types import Equation
 
 
 def module_path(equation: Equation | None) -> str:
-    """Path of the innermost module that made an equation, as `scope_path`."""
+    """Returns the path of the innermost module that made an equation, as `scope_path`."""
     return "" if equation is None else scope_path(scopes_of(equation.source_info.name_stack))
 
 
 def located(called: Program, call: Equation) -> Program:
-    """A called program; equations of a function that is JAX's own have the line of the call.
+    """Returns a called program.
+
+    Equations of a function that is JAX's own have the line of the call.
 
     JAX traces a jitted function such as `jax.nn.relu` once for all its callers, and remembers the
     first one's line.
@@ -34,7 +36,7 @@ def located(called: Program, call: Equation) -> Program:
 
 @functools.lru_cache(4096)
 def _is_of_jax(traceback: Any) -> bool:
-    """Whether the innermost jitted function of a traceback has no line of the user's."""
+    """Returns whether the innermost jitted function of a traceback has no line of the user's."""
     for frame in traceback.frames if traceback else ():
         if not frame.file_name.startswith(LIBRARIES):
             return False

@@ -165,12 +165,12 @@ _COARSEST = 5, 7  # bits of float16's exponent and of bfloat16's mantissa
 
 
 def is_cheap(equation: Equation) -> bool:
-    """Whether results may be computed a second time at little more than the cost of reading."""
+    """Returns whether results may be computed again at little more than the cost of reading."""
     return equation.primitive.name in CHEAP and not equation.effects
 
 
 def is_cheap_rule(equation: Equation) -> bool:
-    """Whether an equation calls a `jax.custom_jvp` function of cheap steps alone."""
+    """Returns whether an equation calls a `jax.custom_jvp` function of cheap steps alone."""
 
     def is_cheap_call(inner: Equation) -> bool:
         called = inner.params.get("jaxpr") or inner.params.get("call_jaxpr")
@@ -182,7 +182,7 @@ def is_cheap_rule(equation: Equation) -> bool:
 
 
 def is_affine(equation: Equation, lossy: Callable[[Any], bool]) -> bool:
-    """Whether a cheap equation is affine in its lossy operands, taken together."""
+    """Returns whether a cheap equation is affine in its lossy operands, taken together."""
     primitive = PRIMITIVES.get(equation.primitive.name, _NONLINEAR)
     at = [i for i, atom in enumerate(equation.invars) if lossy(atom)]
     if not all(jnp.issubdtype(out.aval.dtype, jnp.inexact) for out in equation.outvars):
@@ -200,7 +200,7 @@ def is_affine(equation: Equation, lossy: Callable[[Any], bool]) -> bool:
 
 
 def rounds_coarsely(equation: Equation) -> bool:
-    """Whether an equation is a cast to numbers of fewer digits than bfloat16's, such as `float8`.
+    """Returns whether an equation is a cast to fewer digits than bfloat16's, such as `float8`.
 
     A cast is a staircase: of a decoded value it has another mean, by up to a step. Casts to
     bfloat16 and float16, which mixed precision has everywhere, count as affine.
@@ -251,7 +251,7 @@ def _in(atom: Atom, tangents: Set[Variable]) -> bool:
 
 
 def tangents_of(equations: Sequence[Equation], tangents: Sequence[Variable]) -> set[Variable]:
-    """The variables of a program that depend on these ones, such as a linear one's tangents."""
+    """Returns the variables that depend on these, such as the tangents of a linear program."""
     reached = set(tangents)
     for equation in equations:
         if any(_in(atom, reached) for atom in equation.invars):

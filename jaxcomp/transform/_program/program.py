@@ -51,12 +51,12 @@ class Program:
 
     @classmethod
     def of(cls, traced: Any) -> "Program":
-        """A jaxpr of JAX, with its constants if it has any."""
+        """Returns a jaxpr of JAX, with its constants if it has any."""
         return cls(open_jaxpr(traced), getattr(traced, "consts", ()))
 
     @classmethod
     def trace(cls, function: Callable[..., PyTree], *arguments: PyTree) -> "Program":
-        """A function of arrays as a program, for arguments of these shapes and dtypes."""
+        """Returns a function of arrays as a program, for arguments of these shapes and dtypes."""
         return cls.of(jax.make_jaxpr(function)(*arguments))
 
     @property
@@ -95,12 +95,12 @@ class Program:
         return readers_of(self.equations)
 
     def environment(self, arguments: Sequence[Array]) -> dict[Variable, Array]:
-        """The values of the variables that no equation makes, for some arguments."""
+        """Returns the values of the variables that no equation makes, for some arguments."""
         variables = *self.constants, *self.arguments
         return dict(zip(variables, (*self.consts, *arguments), strict=True))
 
     def __call__(self, *arguments: Array) -> list[Array]:
-        """The results for some arguments."""
+        """Returns the results for some arguments."""
         return list(jaxpr_as_fun(self.closed)(*arguments))
 
 
@@ -123,17 +123,20 @@ def evaluate(program: Program, arguments: Sequence[Array], step: Step) -> list[A
 
 
 def read(env: Mapping[Variable, Array], atom: Atom) -> Array:
-    """The value of a variable, or of a literal."""
+    """Returns the value of a variable, or of a literal."""
     return env[atom] if is_variable(atom) else atom.val
 
 
 def as_array(value: Array) -> Array:
-    """A value that was read, as an array: that of a literal is a scalar of Python or NumPy."""
+    """Returns a value that was read, as an array.
+
+    That of a literal is a scalar of Python or NumPy.
+    """
     return value if isinstance(value, jax.Array) else jnp.asarray(value)
 
 
 def variables(atoms: Sequence[Atom] | Sequence[Var | Literal]) -> list[Variable]:
-    """Those of an equation's operands or results that are variables, each once."""
+    """Returns those of an equation's operands or results that are variables, each once."""
     return list(
         dict.fromkeys(
             a for a in cast(Sequence[Atom], atoms) if is_variable(a) and not isinstance(a, DropVar)
@@ -161,12 +164,12 @@ def apply(equation: Equation, operands: Sequence[Array]) -> list[Array]:
 
 @functools.cache
 def _empty() -> Jaxpr:
-    """A jaxpr without equations."""
+    """Returns a jaxpr without equations."""
     return jax.make_jaxpr(lambda: ())().jaxpr
 
 
 def called_program(equation: Equation) -> Program | None:
-    """The program that an equation calls; None if it asks for more, such as a sharding."""
+    """Returns the program that an equation calls; None if it asks for more, such as a sharding."""
     name = CALLS.get(equation.primitive.name)
     if name is None:
         return None
@@ -178,30 +181,30 @@ def called_program(equation: Equation) -> Program | None:
 
 
 def scope_of(equation: Equation) -> Any:
-    """The context of an equation's name scope and source line, inside of the present one."""
+    """Returns the context of an equation's name scope and source line."""
     info = equation.source_info
     stack = source_info_util.current_name_stack() + info.name_stack
     return source_info_util.user_context(info.traceback, name_stack=stack)
 
 
 def avals(atoms: Sequence[Atom] | Sequence[Var | Literal]) -> list[ShapedArray]:
-    """Shapes, dtypes and manual mesh axes of a program's arguments or results."""
+    """Returns shapes, dtypes and manual mesh axes of a program's arguments or results."""
     return [atom.aval for atom in cast(Sequence[Atom], atoms)]
 
 
 def is_reference(atom: Atom) -> bool:
-    """Whether an argument is a reference of `jax.new_ref`, not an array."""
+    """Returns whether an argument is a reference of `jax.new_ref`, not an array."""
     aval: object = atom.aval
     return isinstance(aval, jax.ref.AbstractRef)
 
 
 def is_of_collective(effect: object) -> bool:
-    """Whether an effect is that of a collective, which names an axis and changes nothing."""
+    """Returns whether an effect is that of a collective, which only names an axis."""
     return type(effect).__name__ == "NamedAxisEffect"
 
 
 def is_placed(equation: Equation) -> bool:
-    """Whether an equation says on which of several devices its result is.
+    """Returns whether an equation says on which of several devices its result is.
 
     All values in a `jax.shard_map` are local.
     """
@@ -215,14 +218,14 @@ def is_placed(equation: Equation) -> bool:
 
 
 def with_bodies(equation: Equation, name: str, change: Callable[[Any], Any]) -> Equation:
-    """The same equation, with other programs in a parameter that holds one or several."""
+    """Returns the same equation, with other programs in a parameter that holds one or several."""
     bodies = equation.params[name]
     changed = tuple(map(change, bodies)) if isinstance(bodies, tuple) else change(bodies)
     return equation.replace(params=equation.params | {name: changed})
 
 
 def needed(equations: Sequence[Equation], results: Sequence[Atom]) -> list[Equation]:
-    """The equations that the wanted values take, and those with effects, in order."""
+    """Returns the equations that the wanted values take, and those with effects, in order."""
     live = set(variables(results))
     needed_equations = []
     for equation in reversed(equations):
@@ -233,7 +236,7 @@ def needed(equations: Sequence[Equation], results: Sequence[Atom]) -> list[Equat
 
 
 def readers_of(equations: Iterable[Equation]) -> dict[Variable, list[Equation]]:
-    """The equations that read each value."""
+    """Returns the equations that read each value."""
     readers: dict[Variable, list[Equation]] = {}
     for equation in equations:
         for value in variables(equation.invars):

@@ -38,5 +38,5 @@ Renaming: TypeAlias = dict[Variable, Atom]  # variables of a program in another 
 
 
 def is_variable(atom: object) -> "TypeIs[Variable]":
-    """Whether an operand is a variable, not a number."""
+    """Returns whether an operand is a variable, not a number."""
     return isinstance(atom, Var)

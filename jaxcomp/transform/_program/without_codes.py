@@ -32,7 +32,9 @@ _BARRIERS = barriers.__file__  # codes without a derivative
 
 
 def without_codes(program: Program) -> Program:
-    """A traced program without the backward passes of this package: JAX takes its own derivatives.
+    """Returns a traced program without the backward passes of this package.
+
+    JAX takes its own derivatives.
 
     They are found in calls of jitted functions, in `jax.checkpoint`, and in the bodies of scans and
     branches, not in those of other loops and of `jax.shard_map`.
@@ -56,14 +58,14 @@ def without_codes(program: Program) -> Program:
 
 
 def has_codes(program: Any) -> bool:
-    """Whether a traced program has a backward pass of this package."""
+    """Returns whether a traced program has a backward pass of this package."""
     return any(
         _is_ours(equation) or _has_codes_inside(equation) for equation in open_jaxpr(program).eqns
     )
 
 
 def saves_codes(gradient: Any) -> bool:
-    """Whether a traced gradient saves a value in a form that is not exact, or a mask in bits."""
+    """Returns whether a traced gradient saves an inexact form of a value, or a mask in bits."""
     kinds = [kind for kind in codec_types() if hasattr(kind, "name") and not kind.is_exact]
     names = {kind.stored_name() for kind in kinds}
 
@@ -82,7 +84,7 @@ def _has_codes_inside(equation: Equation) -> bool:
 
 
 def _without_codes_inside(equation: Equation) -> Equation:
-    """The same equation, with other bodies of a scan or branches."""
+    """Returns the same equation, with other bodies of a scan or branches."""
     name = BODIES.get(equation.primitive.name)
     if name is None or not _has_codes_inside(equation):
         return equation
@@ -90,7 +92,7 @@ def _without_codes_inside(equation: Equation) -> Equation:
 
 
 def _looked_through(equation: Equation) -> Program | None:
-    """The program that an equation calls, of a jitted function or one of this package, or None."""
+    """Returns the program of a call of a jitted function or one of this package, or None."""
     name = CALLS.get(equation.primitive.name)
     if name is None and (_is_ours(equation) or _is_barrier(equation)):
         name = "call_jaxpr"
@@ -98,7 +100,7 @@ def _looked_through(equation: Equation) -> Program | None:
 
 
 def _is_ours(equation: Equation) -> bool:
-    """Whether an equation has a derivative of this package."""
+    """Returns whether an equation has a derivative of this package."""
     start = {"custom_vjp_call": _PACKAGE, "custom_jvp_call": _DERIVATIVES}
     name = equation.primitive.name
     return name in start and has_rule_in(equation, start[name])

@@ -27,7 +27,10 @@ from jaxcomp.transform._recognition.unit import Activation, CodedActivation, Gat
 
 
 def activation_of(pattern: Pattern, value: Variable) -> Activation | None:
-    """The activation function that alone reads a value; None if there is none that is known."""
+    """Returns the activation function that alone reads a value.
+
+    It is None if there is none that is known.
+    """
     return next((f for c in CURVES if (f := _as(pattern, value, c)) is not None), None)
 
 
@@ -55,18 +58,18 @@ def _as(pattern: Pattern, value: Variable, curve: Curve) -> Activation | None:
 def _signature(
     function: Callable[[Array], Array], shape: tuple[int, ...], dtype: DTypeLike
 ) -> tuple[str, list[Any], int]:
-    """A function's equations, the rules of those that have one, and how many there are."""
+    """Returns a function's equations, the rules of those that have one, and how many there are."""
     program = flat(Program.trace(function, jax.ShapeDtypeStruct(shape, dtype)))
     return str(program.jaxpr), _rules(program), len(program.equations)
 
 
 def _rules(program: Program) -> list[Any]:
-    """The rules of the `jax.custom_jvp` functions that a program calls."""
+    """Returns the rules of the `jax.custom_jvp` functions that a program calls."""
     return [rule_of(e) for e in program.equations if e.primitive.name == "custom_jvp_call"]
 
 
 def _from(pattern: Pattern, value: Variable, length: int) -> list[Equation]:
-    """At most so many equations that read a value and what is made of it, in order."""
+    """Returns the first equations that read a value and what is made of it, in order."""
     known, found = {value}, list[Equation]()
     pending = list(pattern.readers.get(value, []))
     while pending and len(found) < length:
@@ -80,7 +83,7 @@ def _from(pattern: Pattern, value: Variable, length: int) -> list[Equation]:
 
 
 def gate_of(equation: Equation, coded: Mapping[Variable, int]) -> Gate | None:
-    """The gate that an equation is, if one of its operands is coded; None if it is none.
+    """Returns the gate that an equation is, if one of its operands is coded; None if it is none.
 
     Args:
         equation: The equation.
@@ -100,7 +103,7 @@ def gate_of(equation: Equation, coded: Mapping[Variable, int]) -> Gate | None:
 
 
 def is_relu(equation: Equation) -> bool:
-    """Whether an equation is `jax.nn.relu`, whose derivative at 0 is 0."""
+    """Returns whether an equation is `jax.nn.relu`, whose derivative at 0 is 0."""
     if equation.primitive.name != "custom_jvp_call":
         return False
     rule = rule_of(equation)
@@ -130,7 +133,7 @@ _VIEWS = LAYOUT - {"broadcast_in_dim"} | {
 def coded_activations(
     pattern: Pattern, reached: Collection[Variable], context: Context
 ) -> Iterator[tuple[CodedActivation, Codec]]:
-    """The activation functions that the policy would quantize twice, with their codecs.
+    """Returns the activation functions that the policy would quantize twice, with their codecs.
 
     Without a unit, the operand of a product behind the function and the function's derivative have
     a code each, and a gated unit has three. Codes of the arguments serve all of them, if rounding
@@ -164,7 +167,7 @@ def coded_activations(
 
 
 def _unit(pattern: Pattern, free: set[Variable], x: Variable) -> CodedActivation | None:
-    """The activation function that alone reads a value, with what only products read of it."""
+    """Returns the activation function that alone reads a value, for products alone."""
     if x.aval.ndim < 2 or dtype_name(x.aval.dtype) not in FLOATS:
         return None
     activation = activation_of(pattern, x)
@@ -193,7 +196,9 @@ def _unit(pattern: Pattern, free: set[Variable], x: Variable) -> CodedActivation
 
 
 def _feature_axis(pattern: Pattern, equation: Equation, value: Variable) -> int | None:
-    """The feature axis of a value that a product or convolution multiplies by weights; else None.
+    """Returns the feature axis of a value that a product or convolution multiplies by weights.
+
+    It is None otherwise.
 
     Weights are an argument or a view of one. A unit's product saves them exactly, which is free.
     """
@@ -210,7 +215,7 @@ def _feature_axis(pattern: Pattern, equation: Equation, value: Variable) -> int 
 
 
 def channel_axis(convolution: Equation) -> int | None:
-    """The feature axis of a convolution's input if its code may be read; else None."""
+    """Returns the feature axis of a convolution's input if its code may be read; else None."""
     batch, feature, *spatial = convolution.params["dimension_numbers"].lhs_spec
     plain = convolution.params["batch_group_count"] == 1 and batch == 0
     return int(feature) if plain and spatial == sorted(spatial) else None

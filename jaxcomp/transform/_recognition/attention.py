@@ -38,12 +38,12 @@ class Attention(Codeless):
         return [self.scores]
 
     def evaluate(self, *operands: Array) -> list[Array]:
-        """The result, by the program's own steps, under `jax.checkpoint`."""
+        """Returns the result, by the program's own steps, under `jax.checkpoint`."""
         return list(jax.checkpoint(self.program)(*operands))
 
 
 def attentions(pattern: Pattern) -> Iterator[Attention]:
-    """The attentions whose scores have more elements than queries, keys and values."""
+    """Returns the attentions whose scores have more elements than queries, keys and values."""
     fixed = constants(pattern.program)
     for equation in pattern.program.equations:
         if _is_batched(equation):
@@ -60,7 +60,7 @@ def _is_batched(equation: Equation) -> bool:
 
 
 def _attention(pattern: Pattern, first: Equation, fixed: set[Variable]) -> Attention | None:
-    """The attention that begins by a product of queries and keys."""
+    """Returns the attention that begins by a product of queries and keys."""
     inside: set[Any] = set(first.outvars)
     last: Equation | None = None
     steps = {id(first): first}

@@ -58,7 +58,10 @@ class TracedNorm(Norm):
 
 
 def _evaluated(program: Program, arguments: Sequence[Array]) -> list[Array]:
-    """A program's results; its arguments may vary over more mesh axes than they do in it."""
+    """Returns a program's results.
+
+    Its arguments may vary over more mesh axes than they do in it.
+    """
 
     def step(equation: Equation, operands: list[Array]) -> list[Any]:
         if equation.primitive.name == "pvary":
@@ -111,15 +114,15 @@ class _Search:
         return self.means.shape
 
     def is_per_feature(self, atom: Atom) -> bool:
-        """Whether an atom has one value for each feature."""
+        """Returns whether an atom has one value for each feature."""
         return self.pattern.feature_axis(atom, self.shape) == self.means.feature
 
     def of_features(self, atom: Atom) -> Any:
-        """The variable of these values."""
+        """Returns the variable of these values."""
         return self.pattern.of_features(atom, self.shape[self.means.feature])
 
     def scaled(self, centred: Variable) -> tuple[Any, list[tuple[Atom, int]], Any] | None:
-        """The result of scaling and shifting a centred array, its factors, and the bias or None."""
+        """Returns the scaled and shifted result of a centred array, its factors and its bias."""
         value, factors, bias = centred, list[tuple[Atom, int]](), None
         while True:
             reader = self._next(value)
@@ -144,7 +147,10 @@ class _Search:
         return (value, factors, bias) if factors else None
 
     def deviation(self, factor: tuple[Atom, int]) -> tuple[Any, float] | None:
-        """The variance and epsilon of a factor 1 / sqrt(variance + epsilon); None if it is none."""
+        """Returns the variance and epsilon of a factor 1 / sqrt(variance + epsilon).
+
+        It is None if it is none.
+        """
         atom, exponent = factor
         pattern = self.pattern
         equation = pattern.made(pattern.through(atom, *LAYOUT), "rsqrt", "sqrt", "pow", "div")
@@ -170,7 +176,7 @@ class _Search:
         return self.of_features(first), epsilon
 
     def _next(self, value: Variable) -> Equation | None:
-        """The one equation that reads a value, but for the squares of a variance."""
+        """Returns the one equation that reads a value, but for the squares of a variance."""
         readers = [
             e
             for e in self.pattern.readers.get(value, [])
@@ -180,14 +186,14 @@ class _Search:
         return readers[0] if len(readers) == 1 and value not in self.pattern.results else None
 
     def _ends(self, cast: Equation) -> bool:
-        """Whether no bias comes after a cast."""
+        """Returns whether no bias comes after a cast."""
         reader = self._next(cast.outvars[0])
         if reader is None or reader.primitive.name != "add":
             return True
         return not any(self.is_per_feature(a) for a in reader.invars if a is not cast.outvars[0])
 
     def _factors(self, atom: Atom) -> list[tuple[Atom, int]]:
-        """The factors of a product of values per feature, each with its exponent."""
+        """Returns the factors of a product of values per feature, each with its exponent."""
         equation = self.pattern.made(self.pattern.through(atom, *LAYOUT), "mul", "div")
         if equation is None or not all(map(is_variable, equation.invars)):
             return [(atom, 1)]
@@ -198,7 +204,7 @@ class _Search:
 
 
 def batch_norm(pattern: Pattern, equation: Equation) -> BatchNorm | None:
-    """The batch norm that begins by an equation `x - mean`; None if there is none."""
+    """Returns the batch norm that begins by an equation `x - mean`; None if there is none."""
     if equation.primitive.name != "sub" or not all(map(is_variable, equation.invars)):
         return None
     out: Any

@@ -11,7 +11,7 @@ from jaxcomp.transform._recognition.unit import NormAct
 
 
 def bias_of_norm(unit: NormAct, codec: Codec) -> float:
-    """The bias of the gradient of a batch norm's input, for normal values, as `bias_of_mean`."""
+    """Returns the bias of the gradient of a batch norm's input, for normal values."""
     sign_aware = inner_codec(codec)
     assert isinstance(sign_aware, SignAware)
     shape = unit.norms[0].x.aval.shape
@@ -24,6 +24,6 @@ def bias_of_norm(unit: NormAct, codec: Codec) -> float:
 
 
 def positions(unit: NormAct) -> int:
-    """How many values of a device a batch norm takes its mean over."""
+    """Returns how many values of a device a batch norm takes its mean over."""
     shape = unit.norms[0].x.aval.shape
     return math.prod(shape) // shape[unit.feature] if math.prod(shape) else 1

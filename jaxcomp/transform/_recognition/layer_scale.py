@@ -38,7 +38,7 @@ class LayerScale(Codeless):
         return list(self.product.outvars)
 
     def evaluate(self, *operands: Array) -> list[Array]:
-        """The result, by the program's own steps, with the derivative of the scaled weights."""
+        """Returns the result by the program's own steps, with the derivative of scaled weights."""
         stock = self.program
 
         @jax.custom_jvp
@@ -54,7 +54,7 @@ class LayerScale(Codeless):
         return scaled(*operands)
 
     def scaled_first(self, x: Array, w: Array, *rest: Array) -> Array:
-        """The same result by the weights times the scale, up to rounding."""
+        """Returns the same result by the weights times the scale, up to rounding."""
         *bias, scale = (jnp.ravel(values) for values in rest)
         params = self.product.params
         (_, contracted), _ = params["dimension_numbers"]
@@ -70,7 +70,7 @@ class LayerScale(Codeless):
 
 
 def layer_scales(pattern: Pattern) -> Iterator[LayerScale]:
-    """The products of which every feature is scaled, and nothing else reads."""
+    """Returns the products of which every feature is scaled, and nothing else reads."""
     for equation in pattern.program.equations:
         if _has_features_last(equation):
             layer_scale = _layer_scale(pattern, equation)
@@ -114,7 +114,7 @@ def _layer_scale(pattern: Pattern, product: Equation) -> LayerScale | None:
 
 
 def _of_features(pattern: Pattern, reader: Equation, value: Variable) -> Any:
-    """The variable of one value per feature that an equation takes besides `value`, or None."""
+    """Returns the variable of one value per feature that an equation takes too, or None."""
     others = [atom for atom in reader.invars if atom is not value]
     if len(others) != 1 or not is_variable(others[0]):
         return None

@@ -44,7 +44,7 @@ class Means:
     feature: int
 
     def mean(self, atom: Atom) -> Mean | None:
-        """What an atom is the mean of; None if it is no mean."""
+        """Returns what an atom is the mean of; None if it is no mean."""
         steps: list[tuple[Equation, Atom]] = []
         picked: list[int] = []
         while not (atom.aval.shape == self.shape and any(_reduces(e) for e, _ in steps)):
@@ -59,7 +59,7 @@ class Means:
         return self._checked(steps[::-1], atom)
 
     def variance(self, atom: Atom) -> Mean | None:
-        """What an atom is the (biased) variance of; None if it is none."""
+        """Returns what an atom is the (biased) variance of; None if it is none."""
         atom = self._without_guards(atom)
         if equation := self.pattern.made(atom, "sub"):
             first, second = equation.invars
@@ -76,7 +76,7 @@ class Means:
         return self._same(dataclasses.replace(squares, of=value), of_mean)
 
     def _without_guards(self, atom: Atom) -> Any:
-        """A variance before it is clipped at 0, and before it is NaN without elements."""
+        """Returns a variance before it is clipped at 0, and before it is NaN without elements."""
         pattern = self.pattern
         atom = pattern.through(atom, *LAYOUT)
         if equation := pattern.made(atom, "max"):
@@ -93,18 +93,18 @@ class Means:
         return atom
 
     def _mean_square(self, atom: Atom) -> Mean | None:
-        """What an atom is the mean square of; None if it is none."""
+        """Returns what an atom is the mean square of; None if it is none."""
         mean = self.mean(atom) if is_variable(atom) else None
         squared = None if mean is None else self._squared(mean.of)
         return None if mean is None or squared is None else dataclasses.replace(mean, of=squared)
 
     def _mean_of_square(self, atom: Atom) -> Mean | None:
-        """What the root of an atom is the mean of; None if it is no square of a mean."""
+        """Returns what the root of an atom is the mean of; None if it is no square of a mean."""
         root = self._squared(self.pattern.through(atom, *LAYOUT))
         return None if root is None else self.mean(root)
 
     def _same(self, first: Mean | None, second: Mean | None) -> Mean | None:
-        """A mean, if another is of the same array."""
+        """Returns a mean, if another is of the same array."""
         if first is None or second is None:
             return None
         first, second = (
@@ -113,7 +113,7 @@ class Means:
         return first if first == second else None
 
     def _squared(self, atom: Atom) -> Any:
-        """What an atom is the square of; None if it is no square."""
+        """Returns what an atom is the square of; None if it is no square."""
         atom = self.pattern.through(atom, "convert_element_type")
         equation = self.pattern.made(atom, "square", "integer_pow", "mul")
         if equation is None:
@@ -127,7 +127,9 @@ class Means:
     # Steps
 
     def _source(self, equation: Equation, atom: Variable, picked: list[int]) -> Any:
-        """The operand of which an equation makes an atom as a step of a mean; None if of none.
+        """Returns the operand of which an equation makes an atom as a step of a mean.
+
+        It is None if of none.
 
         Several means may be stacked for one collective: `picked` has the number of that which is
         looked for.
@@ -158,7 +160,10 @@ class Means:
         return None
 
     def _checked(self, steps: list[tuple[Equation, Atom]], of: Atom) -> Mean | None:
-        """The mean that steps take of an array; None if they take none over all other axes."""
+        """Returns the mean that steps take of an array.
+
+        It is None if they take none over all other axes.
+        """
         labels: Labels | None = list(range(len(self.shape)))
         count, divisor = 1, 1.0
         names: list[str] = []
@@ -209,7 +214,7 @@ def _reduces(equation: Equation) -> bool:
 
 
 def _is_row(equation: Equation) -> bool:
-    """Whether an equation slices one row of all of a matrix."""
+    """Returns whether an equation slices one row of all of a matrix."""
     (before,), (after,) = avals(equation.invars), avals(equation.outvars)
     return (
         before.shape[1:] == after.shape[1:]
@@ -219,7 +224,7 @@ def _is_row(equation: Equation) -> bool:
 
 
 def _replicas(names: list[str], groups: list[Any]) -> int | None:
-    """Over how many devices a mean is taken; None if it is not known."""
+    """Returns over how many devices a mean is taken, or None if that is not known."""
     if groups:
         sizes = {len(group) for group in groups[0]}
         return sizes.pop() if len(groups) == len(names) == len(sizes) == 1 else None

@@ -11,7 +11,7 @@ from jaxcomp.transform._recognition.unit import Recognized
 
 
 def ordered(program: Program, units: Sequence[Recognized]) -> list[Any] | None:
-    """Units and the equations that are needed besides, each after those that it reads.
+    """Returns units and the other equations that are needed, each after those that it reads.
 
     None if there is no such order, because a unit reads what depends on its results. The order is
     that of the program, as far as possible. Without units it is the program's.

@@ -37,7 +37,7 @@ class Pattern:
         self.results = set(variables(program.results))
 
     def made(self, atom: Atom, *primitives: str) -> Equation | None:
-        """The equation that makes a variable, if it is of one of these primitives.
+        """Returns the equation that makes a variable, if it is of one of these primitives.
 
         Casts from or to integers do not count: no gradient passes them.
         """
@@ -49,19 +49,22 @@ class Pattern:
         return equation if equation and equation.primitive.name in primitives else None
 
     def through(self, atom: Atom, *primitives: str) -> Any:
-        """What an atom is made of by operations of these primitives alone."""
+        """Returns what an atom is made of by operations of these primitives alone."""
         while equation := self.made(atom, *primitives):
             atom = equation.invars[0]
         return atom
 
     def only_reader(self, value: Variable) -> Equation | None:
-        """The one equation that reads a value that is no result; None if there is no such one."""
+        """Returns the one equation that reads a value that is no result.
+
+        It is None if there is no such one.
+        """
         readers = self.readers.get(value, [])
         alone = len(readers) == 1 and value not in self.results
         return readers[0] if alone else None
 
     def constant(self, atom: Atom) -> float | None:
-        """The number that an atom is for every input; None if it is none."""
+        """Returns the number that an atom is for every input; None if it is none."""
         if not is_variable(atom):
             return float(atom.val) if np.ndim(atom.val) == 0 else None
         equation = self._maker(atom, "sub", "add", "mul", "div", "max", *LAYOUT)
@@ -81,7 +84,7 @@ class Pattern:
         return steps.get(equation.primitive.name, lambda a: a)(*numbers)
 
     def before_casts(self, atom: Atom) -> Any:
-        """The variable of the same values that an array is a cast of."""
+        """Returns the variable of the same values that an array is a cast of."""
         while equation := self.made(atom, "convert_element_type"):
             if not _keeps_values(equation):
                 break
@@ -89,7 +92,7 @@ class Pattern:
         return atom
 
     def feature_axis(self, atom: Atom, shape: tuple[int, ...]) -> int | None:
-        """The axis of an array of some shape along which alone an operand of it varies.
+        """Returns the axis of an array of some shape along which alone an operand of it varies.
 
         The last axis, if the operand is one value; None if there is no such axis.
         """
@@ -111,7 +114,7 @@ class Pattern:
         return None
 
     def of_features(self, atom: Atom, count: int) -> Any:
-        """The variable of one value per feature that an atom repeats.
+        """Returns the variable of one value per feature that an atom repeats.
 
         It is of shape (features,), unless another operation makes the values in another shape.
         """
@@ -125,7 +128,7 @@ class Pattern:
     def slice(
         self, inputs: Sequence[Variable], outputs: Sequence[Variable], scoped: bool = False
     ) -> Program | None:
-        """The part of the program from some variables to others; None if it reads more.
+        """Returns the part of the program from some variables to others; None if it reads more.
 
         Its equations have their own name scopes if `scoped`; else they have none, and take the
         scope of the operation that evaluates them.
@@ -159,7 +162,10 @@ class Pattern:
 
 
 def relabelled(labels: Labels, before: tuple[int, ...], after: tuple[int, ...]) -> Labels | None:
-    """The labels of axes once axes of size 1 are inserted or removed; None if others change."""
+    """Returns the labels of axes once axes of size 1 are inserted or removed.
+
+    It is None if others change.
+    """
     if before == after:
         return labels
     if [n for n in before if n != 1] != [n for n in after if n != 1]:
@@ -175,7 +181,7 @@ def _is_cast_of_integers(equation: Equation) -> bool:
 
 
 def _keeps_values(cast: Equation) -> bool:
-    """Whether a cast is from floating-point numbers to a dtype that holds all of them."""
+    """Returns whether a cast is from floating-point numbers to a dtype that holds all of them."""
     (before,), (after,) = avals(cast.invars), avals(cast.outvars)
     floating = jnp.issubdtype(before.dtype, jnp.floating)
     return floating and jnp.promote_types(before.dtype, after.dtype) == after.dtype

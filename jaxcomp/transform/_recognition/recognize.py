@@ -46,7 +46,7 @@ _LARGEST_WINDOW = 256
 
 
 def recognize(program: Program, active: Sequence[int], context: Context) -> list[Recognized]:
-    """The units of a flat program that the policy has a codec for; `context` takes note.
+    """Returns the units of a flat program that the policy has a codec for; `context` takes note.
 
     Args:
         program: The program.
@@ -99,7 +99,7 @@ def recognize(program: Program, active: Sequence[int], context: Context) -> list
 
 
 def _with_gates(program: Program, units: list[Recognized]) -> list[Recognized]:
-    """The units and the gates of what they encode."""
+    """Returns the units and the gates of what they encode."""
     coded = [
         (recognized.unit, recognized.codec)
         for recognized in units
@@ -112,7 +112,7 @@ def _with_gates(program: Program, units: list[Recognized]) -> list[Recognized]:
 
 
 def _without_cycles(program: Program, units: list[Recognized]) -> list[Recognized]:
-    """The units but for those that read what is computed from their own results.
+    """Returns the units but for those that read what is computed from their own results.
 
     An example is a skip connection that is scaled by the norm's variance.
     """
@@ -126,7 +126,7 @@ def _without_cycles(program: Program, units: list[Recognized]) -> list[Recognize
 
 
 def is_for_units(rule: Rule) -> bool:
-    """Whether a rule names stock operations that are recognized."""
+    """Returns whether a rule names stock operations that are recognized."""
     anywhere = dataclasses.replace(rule, path="")
     return bool(rule.op) and any(anywhere.matches_layer("", kind) for kind in KINDS)
 
@@ -165,7 +165,7 @@ def _units(pattern: Pattern) -> list[Unit]:
 
 
 def _unit(pattern: Pattern, norm: BatchNorm, norms: dict[Variable, BatchNorm]) -> NormAct:
-    """The unit that begins with a norm."""
+    """Returns the unit that begins with a norm."""
     origin = pattern.made_by[norm.y]
     alone = NormAct((norm,), None, False, None, origin, origin)
     activation = activation_of(pattern, norm.y)
@@ -194,13 +194,13 @@ def _unit(pattern: Pattern, norm: BatchNorm, norms: dict[Variable, BatchNorm]) -
 
 
 def _alike(first: TracedNorm, second: TracedNorm) -> bool:
-    """Whether norms differ in nothing but how they compute."""
+    """Returns whether norms differ in nothing but how they compute."""
     names = "epsilon", "feature", "axis_name", "axis_index_groups"
     return all(getattr(first, name) == getattr(second, name) for name in names)
 
 
 def _with_pool(pattern: Pattern, unit: NormAct) -> NormAct:
-    """The unit with the max pool that alone reads its result, if there is one.
+    """Returns the unit with the max pool that alone reads its result, if there is one.
 
     The axes may be moved before the pool and back after it, as in Equinox.
     """
@@ -226,7 +226,7 @@ def _with_pool(pattern: Pattern, unit: NormAct) -> NormAct:
 
 
 def _pool(equation: Equation, labels: Labels, feature: int) -> tuple[Any, Any, Any] | None:
-    """Shape, strides and padding of a max pool over the spatial axes; None if it is none.
+    """Returns shape, strides and padding of a max pool over the spatial axes; None if it is none.
 
     These are all but the first axis and the feature axis.
 

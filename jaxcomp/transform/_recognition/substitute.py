@@ -42,7 +42,7 @@ Observe = Callable[[NormAct, tuple[Input, ...], ops.CodedArray, Statistics, Stat
 def with_units(
     program: Program, units: Sequence[Recognized], observe: Observe | None = None
 ) -> Program:
-    """The program with units in place of the equations that they stand for.
+    """Returns the program with units in place of the equations that they stand for.
 
     Its last argument is a seed. `observe` is called while norms without smooth activations are
     traced.
@@ -83,7 +83,7 @@ def with_units(
 
 
 def _type_of_seed(arguments: Sequence[Atom]) -> Any:
-    """The type of a seed that varies over all mesh axes over which an argument varies."""
+    """Returns the type of a seed that varies over all mesh axes over which an argument varies."""
 
     def seed(*arguments: Array) -> Array:
         return vary_like(jnp.uint32(0), arguments)
@@ -107,7 +107,7 @@ class _Coded(NamedTuple):
 
 
 def _convolve(params: dict[str, Any], tree: Any, leaves: list[Array], rhs: Array) -> list[Array]:
-    """A convolution whose input has a code."""
+    """Returns a convolution whose input has a code."""
     lhs = jax.tree.unflatten(tree, leaves)
     last = lhs.value.ndim - 1
     numbers = params["dimension_numbers"]
@@ -126,7 +126,7 @@ def _convolve(params: dict[str, Any], tree: Any, leaves: list[Array], rhs: Array
 def _multiply(
     params: dict[str, Any], first: bool, x: _Coded, leaves: list[Array], other: Array
 ) -> list[Array]:
-    """A product of which one operand has a code, the first or the second."""
+    """Returns a product of which one operand has a code, the first or the second."""
     operand = jax.tree.unflatten(x.tree, leaves)
 
     def product(value: Array, other: Array) -> Array:
@@ -137,7 +137,7 @@ def _multiply(
 
 
 def _reads_code(equation: Equation, coded: dict[Variable, _Coded]) -> bool:
-    """Whether a convolution's input has a code."""
+    """Returns whether a convolution's input has a code."""
     lhs, rhs = equation.invars
     if lhs not in coded or rhs in coded:
         return False
@@ -282,7 +282,7 @@ def _evaluate(
     seed: Array,
     observe: Observe | None,
 ) -> tuple[ops.CodedArray, list[Array]]:
-    """The unit's result, and the mean and variance of each of its norms."""
+    """Returns the unit's result, and the mean and variance of each of its norms."""
     inputs = tuple(_input(unit.feature, *arrays) for arrays in operands_of_norms)
     norms = tuple(norm.norm for norm in unit.norms)
     if unit.activation is None:

@@ -205,7 +205,7 @@ class Codeless(OneResult, abc.ABC):
 
     @abc.abstractmethod
     def evaluate(self, *operands: Array) -> list[Array]:
-        """The result, by the program's own steps, with the other derivative."""
+        """Returns the result, by the program's own steps, with the other derivative."""
 
 
 Unit = NormAct | MaxPool | Gate | CodedActivation | Codeless
