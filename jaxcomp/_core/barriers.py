@@ -9,8 +9,8 @@ An array that passes a barrier is written to memory. Each barrier therefore take
 written to memory anyway. XLA removes unused operands from a barrier, so each operand is also used.
 """
 
-import typing
 from collections.abc import Callable
+from typing import Any, ClassVar, NoReturn, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -21,16 +21,16 @@ from jaxtyping import Array
 from jaxcomp._core import platforms
 from jaxcomp._core.shard_map import match_varying
 
-T = typing.TypeVar("T")
-C = typing.TypeVar("C")
+T = TypeVar("T")
+C = TypeVar("C")
 
 
-@typing.runtime_checkable
-class SavedBy(typing.Protocol):
+@runtime_checkable
+class SavedBy(Protocol):
     """The properties of a codec that barriers read; `jaxcomp.codecs.Codec` documents them."""
 
-    is_exact: typing.ClassVar[bool]
-    on_host: typing.ClassVar[bool]
+    is_exact: ClassVar[bool]
+    on_host: ClassVar[bool]
 
     @property
     def fuses_decode_on_tpu(self) -> bool: ...
@@ -80,7 +80,7 @@ def name_residual(residual: C, codec: SavedBy) -> C:
     return jax.tree.map(lambda leaf: checkpoint_name(leaf, codec.stored_name()), residual)
 
 
-def await_host_copy(value: Array, residual: typing.Any) -> Array:
+def await_host_copy(value: Array, residual: Any) -> Array:
     """Delays the use of an array on a GPU until residuals of `Offload` are copied to the host.
 
     XLA for GPUs delays a copy to the host until its result is used, and keeps the original until
@@ -132,7 +132,7 @@ def undifferentiable(residual: C) -> C:
 
 
 @undifferentiable.defjvp
-def _refuse(primals: tuple[C], tangents: tuple[C]) -> typing.NoReturn:
+def _refuse(primals: tuple[C], tangents: tuple[C]) -> NoReturn:
     raise NotImplementedError(
         "second derivatives through an encoded residual are not defined; keep it as it is, by the "
         "codec Exact() or the policy 'exact'"
@@ -194,21 +194,19 @@ def gradient_before(gradient: C, cotangent: T) -> tuple[C, T]:
 
 
 @gradient_before.defjvp
-def _of_both(primals: tuple[C, T], tangents: tuple[C, T]) -> typing.Any:
+def _of_both(primals: tuple[C, T], tangents: tuple[C, T]) -> Any:
     # The rule for `jax.vmap` has no derivative.
     return gradient_before(*primals), tangents
 
 
 @jax.custom_batching.custom_vmap
-def _unless_of_examples(gradient: typing.Any, cotangent: typing.Any) -> typing.Any:
+def _unless_of_examples(gradient: Any, cotangent: Any) -> Any:
     return lax.optimization_barrier((gradient, cotangent))
 
 
 @_unless_of_examples.def_vmap
-def _of_examples(
-    count: int, is_batched: typing.Any, gradient: typing.Any, cotangent: typing.Any
-) -> typing.Any:
-    def elements(value: typing.Any, flags: typing.Any) -> int:
+def _of_examples(count: int, is_batched: Any, gradient: Any, cotangent: Any) -> Any:
+    def elements(value: Any, flags: Any) -> int:
         """Elements of one example."""
         of_each = jax.tree.map(
             lambda a, batched: a.size // count if batched else a.size, value, flags

@@ -2,9 +2,8 @@
 
 import copyreg
 import functools
-import typing
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, cast
 
 from flax import nnx
 
@@ -56,7 +55,7 @@ def _derived(
         "__doc__": kind.__doc__,
         "_made_of": (kind, body, *arguments),
     }
-    return typing.cast(
+    return cast(
         type[nnx.Module], _DerivedMeta(kind.__name__, (kind,), own | body(kind, *arguments))
     )
 

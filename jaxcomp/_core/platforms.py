@@ -6,17 +6,17 @@ so ahead-of-time compilation for an absent device works.
 """
 
 import functools
-import typing
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 from jax import lax
 
-T = typing.TypeVar("T")
+T = TypeVar("T")
 Form = Callable[..., T]
 
 
 def pack_by_platform(
-    operand: typing.Any, *, tpu: Form[T], gpu: Form[T] | None = None, other: Form[T]
+    operand: Any, *, tpu: Form[T], gpu: Form[T] | None = None, other: Form[T]
 ) -> T:
     """Packs or unpacks codes by the operations that are fast on the platform."""
     forms = {"tpu": tpu, "default": other} | ({} if gpu is None else {"cuda": gpu})
@@ -24,7 +24,7 @@ def pack_by_platform(
 
 
 def convert_to_round_on_tpu(
-    operands: tuple[typing.Any, ...], by_conversion: Form[T], by_bits: Form[T]
+    operands: tuple[Any, ...], by_conversion: Form[T], by_bits: Form[T]
 ) -> T:
     """Rounds to integers by a conversion on a TPU, and by the bits of floats elsewhere."""
     return lax.platform_dependent(*operands, tpu=by_conversion, default=by_bits)
@@ -52,15 +52,13 @@ def remake_on_tpu(made: T, remake: Form[T]) -> T:
     return lax.platform_dependent(made, tpu=remake, default=lambda made: made)
 
 
-def pool_over_map_on_tpu(
-    operands: tuple[typing.Any, ...], over_map: Form[T], windows: Form[T]
-) -> T:
+def pool_over_map_on_tpu(operands: tuple[Any, ...], over_map: Form[T], windows: Form[T]) -> T:
     """Sums a pool's backward pass over the map on a TPU, over windows elsewhere."""
     return lax.platform_dependent(*operands, tpu=over_map, default=windows)
 
 
 def multiply_integers_on_gpu(
-    operands: tuple[typing.Any, ...], of_integers: Form[T], of_decoded: Form[T]
+    operands: tuple[Any, ...], of_integers: Form[T], of_decoded: Form[T]
 ) -> T:
     """Multiplies the integers of a code on a GPU, the decoded values elsewhere."""
     return lax.platform_dependent(*operands, cuda=of_integers, default=of_decoded)
@@ -71,17 +69,17 @@ def cast_to_multiply_on_cpu(operands: list[T], by_cast: Form[T], directly: Form[
     return lax.platform_dependent(operands, cpu=by_cast, default=directly)
 
 
-def mark_nans_on_cpu(operands: tuple[typing.Any, ...], mark: Form[T], unmarked: Form[T]) -> T:
+def mark_nans_on_cpu(operands: tuple[Any, ...], mark: Form[T], unmarked: Form[T]) -> T:
     """Makes a maximum NaN on a CPU if a value is; on other platforms it is so by itself."""
     return lax.platform_dependent(*operands, cpu=mark, default=unmarked)
 
 
-def sum_as_one_on_gpu(operands: tuple[typing.Any, ...], as_one: Form[T], apart: Form[T]) -> T:
+def sum_as_one_on_gpu(operands: tuple[Any, ...], as_one: Form[T], apart: Form[T]) -> T:
     """Takes two sums of a GPU by one reduction of one operand, and apart elsewhere."""
     return lax.platform_dependent(*operands, cuda=as_one, default=apart)
 
 
-def interpret_but_on_tpu(operands: tuple[typing.Any, ...], run: Form[T]) -> T:
+def interpret_but_on_tpu(operands: tuple[Any, ...], run: Form[T]) -> T:
     """Runs the kernel `run(interpret, *operands)` on a TPU, and interprets it elsewhere."""
     kernel, interpreted = functools.partial(run, False), functools.partial(run, True)
     return lax.platform_dependent(*operands, tpu=kernel, default=interpreted)

@@ -4,15 +4,15 @@ Types carry these axes if `jax.shard_map` checks them (`check_vma=True`, the def
 `jax.shard_map`, and without the check, no array varies by its type.
 """
 
-import typing
 from collections.abc import Iterable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-T = typing.TypeVar("T")
+T = TypeVar("T")
 
 
 def match_varying(operands: T) -> T:
@@ -88,12 +88,12 @@ def varying_axes(array: jax.Array) -> frozenset[str]:
     return jax.typeof(array).manual_axis_type.varying
 
 
-def filled(aval: typing.Any, value: float) -> jax.Array:
+def filled(aval: Any, value: float) -> jax.Array:
     """Returns an array of one value, that varies over the mesh axes that `aval` varies over."""
     return vary(jnp.full(aval.shape, value, aval.dtype), aval.manual_axis_type.varying)
 
 
-def type_like(array: jax.Array) -> typing.Any:
+def type_like(array: jax.Array) -> Any:
     """Returns shape, dtype and type of an array, as `jax.linear_transpose` takes them.
 
     A `jax.ShapeDtypeStruct` lacks the mesh of the axes.

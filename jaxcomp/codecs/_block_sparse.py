@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-import typing
+from typing import ClassVar, Literal, NamedTuple, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,11 @@ from jaxcomp.codecs._codec import Codec, Encoded, Exact, Seed, array_nbytes
 from jaxcomp.codecs._offload import inner_codec
 
 Block = int | tuple[int, int]
-Product = typing.Literal["auto", "dense", "rows", "tpu"]
+Product = Literal["auto", "dense", "rows", "tpu"]
 _EXACT = Exact()
 
 
-class Grid(typing.NamedTuple):
+class Grid(NamedTuple):
     """Partition of one sample's matrix into blocks.
 
     Attributes:
@@ -106,7 +106,7 @@ class BlockSparse(Codec):
     density: float = 0.25
     values: Codec = _EXACT
     product: Product = "auto"
-    name: typing.ClassVar[str] = "block_sparse"
+    name: ClassVar[str] = "block_sparse"
     kinds = ("conv", "dot", "affine")
     unbiased = False
 
@@ -118,10 +118,8 @@ class BlockSparse(Codec):
             raise ValueError(f"density={self.density!r}: expected more than 0 and at most 1")
         if not isinstance(self.values, Codec):
             raise TypeError(f"values={self.values!r}: expected a codec such as Quantize(bits=4)")
-        if self.product not in typing.get_args(Product):
-            raise ValueError(
-                f"product={self.product!r}: expected one of {typing.get_args(Product)}"
-            )
+        if self.product not in get_args(Product):
+            raise ValueError(f"product={self.product!r}: expected one of {get_args(Product)}")
         object.__setattr__(self, "block", sides)
 
     def check(self, shape: tuple[int, ...], dtype: DTypeLike) -> None:
@@ -149,7 +147,7 @@ class BlockSparse(Codec):
 
     def grid(self, shape: tuple[int, ...]) -> Grid:
         """Returns the partition of one sample's matrix, for an array of this shape."""
-        tall, wide = typing.cast(tuple[int, int], self.block)
+        tall, wide = cast(tuple[int, int], self.block)
         height, width = math.prod(shape[1:-1]), shape[-1]
         block = max(1, min(tall, height)), max(1, min(wide, width))
         rows, columns = -(-height // block[0]), -(-width // block[1])

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 import reprlib
-import typing
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +69,7 @@ class Encoded:
         codec: Codec that encoded it, without an `Offload` around it. No other decodes it.
     """
 
-    arrays: tuple[typing.Any, ...]  # JAX may replace the arrays by shapes or specs
+    arrays: tuple[Any, ...]  # JAX may replace the arrays by shapes or specs
     shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     dtype: jnp.dtype = dataclasses.field(metadata={"static": True})
     codec: "Codec" = dataclasses.field(metadata={"static": True})
@@ -103,8 +103,8 @@ class Codec(abc.ABC):
             host need the barrier.
     """
 
-    name: typing.ClassVar[str]
-    kinds: typing.ClassVar[tuple[str, ...]] = (
+    name: ClassVar[str]
+    kinds: ClassVar[tuple[str, ...]] = (
         "conv",
         "dot",
         "batch_norm",
@@ -114,8 +114,8 @@ class Codec(abc.ABC):
         "affine",
     )
     unbiased: bool
-    is_exact: typing.ClassVar[bool] = False
-    on_host: typing.ClassVar[bool] = False
+    is_exact: ClassVar[bool] = False
+    on_host: ClassVar[bool] = False
     fuses_decode_on_tpu: bool = False
 
     @classmethod
@@ -199,12 +199,12 @@ class Codec(abc.ABC):
         if name not in FLOATS:
             raise TypeError(f"{type(self).__name__} stores {FLOATS}; got x of dtype {name}")
 
-    def _check_array(self, x: typing.Any) -> None:
+    def _check_array(self, x: Any) -> None:
         if not (hasattr(x, "shape") and hasattr(x, "dtype")):
             raise TypeError(f"x={reprlib.repr(x)}: expected an array")
         self.check(x.shape, x.dtype)
 
-    def _check_code(self, encoded: typing.Any) -> None:
+    def _check_code(self, encoded: Any) -> None:
         if not isinstance(encoded, Encoded):
             given = reprlib.repr(encoded)
             raise TypeError(f"encoded={given}: expected what {self}.encode returns")
@@ -213,16 +213,16 @@ class Codec(abc.ABC):
 
     def _encode_explicit(self, x: Array, seed: Seed) -> tuple[Array, ...]:
         """Returns the arrays to store, sharded as `x`."""
-        given: tuple[typing.Any, ...] = (x, None if seed is None else jnp.asarray(seed))
+        given: tuple[Any, ...] = (x, None if seed is None else jnp.asarray(seed))
         stored: tuple[Array, ...] = over_automatic_axes(self._encode_once, given, x)
         return stored
 
     def _decode_explicit(
-        self, arrays: tuple[typing.Any, ...], shape: tuple[int, ...], dtype: DTypeLike
+        self, arrays: tuple[Any, ...], shape: tuple[int, ...], dtype: DTypeLike
     ) -> Array:
         """Returns the array, sharded as that of the stored ones that has the most axes."""
 
-        def decode(arrays: tuple[typing.Any, ...]) -> Array:
+        def decode(arrays: tuple[Any, ...]) -> Array:
             return self._decode_once(arrays, shape, dtype)
 
         most = max(jax.tree.leaves(arrays), key=lambda a: a.ndim)
@@ -237,7 +237,7 @@ class Codec(abc.ABC):
 
     @functools.partial(jax.jit, static_argnums=(0, 2, 3), inline=True)
     def _decode_once(
-        self, arrays: tuple[typing.Any, ...], shape: tuple[int, ...], dtype: DTypeLike
+        self, arrays: tuple[Any, ...], shape: tuple[int, ...], dtype: DTypeLike
     ) -> Array:
         return self._decode(arrays, shape, dtype)
 
@@ -246,7 +246,7 @@ class Codec(abc.ABC):
 
     @abc.abstractmethod
     def _decode(
-        self, arrays: tuple[typing.Any, ...], shape: tuple[int, ...], dtype: DTypeLike
+        self, arrays: tuple[Any, ...], shape: tuple[int, ...], dtype: DTypeLike
     ) -> Array: ...
 
 
@@ -259,7 +259,7 @@ class Exact(Codec):
         24
     """
 
-    name: typing.ClassVar[str] = "exact"
+    name: ClassVar[str] = "exact"
     kinds = (*Codec.kinds, "relu", "dropout", "max_pool", "norm_act")
     unbiased = True
     is_exact = True
@@ -291,7 +291,7 @@ class Cast(Codec):
     """
 
     dtype: str = "bfloat16"
-    name: typing.ClassVar[str] = "cast"
+    name: ClassVar[str] = "cast"
     unbiased = False
 
     def __post_init__(self) -> None:

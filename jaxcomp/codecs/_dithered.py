@@ -1,6 +1,6 @@
 """Codes of values whose rounding error does not depend on the values."""
 
-import typing
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -10,7 +10,7 @@ from jaxcomp.codecs._codec import Seed
 from jaxcomp.codecs._ranges import equidistant, extremes, reciprocal
 
 
-class Dithered(typing.NamedTuple):
+class Dithered(NamedTuple):
     """The arrays of a code.
 
     Attributes:

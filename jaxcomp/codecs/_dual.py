@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-import typing
+from typing import ClassVar, Literal, get_args
 
 import jax.numpy as jnp
 from jax import lax
@@ -15,7 +15,7 @@ from jaxcomp.codecs._pool import AvgPool
 from jaxcomp.codecs._quantize import Quantize
 from jaxcomp.codecs._rounding import to_bfloat16
 
-Along = typing.Literal["map", "features"]
+Along = Literal["map", "features"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,14 +52,14 @@ class DualPrecision(Codec):
     window: int = 8
     bits: int = 2
     along: Along = "map"
-    name: typing.ClassVar[str] = "dual_precision"
+    name: ClassVar[str] = "dual_precision"
     unbiased = True
 
     def __post_init__(self) -> None:
         AvgPool(self.window)
         packing.check_bits(self.bits)
-        if self.along not in typing.get_args(Along):
-            raise ValueError(f"along={self.along!r}: expected one of {typing.get_args(Along)}")
+        if self.along not in get_args(Along):
+            raise ValueError(f"along={self.along!r}: expected one of {get_args(Along)}")
 
     def _encode(self, x: Array, seed: Seed) -> tuple[Array, ...]:
         features = self._as_map(x.shape)

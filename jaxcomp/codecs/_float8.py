@@ -1,7 +1,7 @@
 """Floating-point numbers of 8 bits with a scale for each block of 32."""
 
 import dataclasses
-import typing
+from typing import Any, ClassVar, Literal, get_args
 
 import jax.numpy as jnp
 from jax import lax
@@ -12,7 +12,7 @@ from jaxcomp.codecs import noise
 from jaxcomp.codecs._codec import Codec, Seed
 from jaxcomp.codecs._quantize import Rounding
 
-Format = typing.Literal["e4m3", "e5m2"]
+Format = Literal["e4m3", "e5m2"]
 
 _BLOCK = 32
 _LEAST = -120  # exponent of a scale, so that its inverse is finite
@@ -29,7 +29,7 @@ class _Kind:
     The largest number is 1.75 times a power of two in either format.
     """
 
-    dtype: typing.Any
+    dtype: Any
     mantissa: int
     least: int
     largest: int
@@ -80,13 +80,13 @@ class Float8(Codec):
     format: Format = "e4m3"
     axis: int = -1
     rounding: Rounding = "stochastic"
-    name: typing.ClassVar[str] = "float8"
+    name: ClassVar[str] = "float8"
 
     def __post_init__(self) -> None:
         for field, allowed in (("format", Format), ("rounding", Rounding)):
-            if getattr(self, field) not in typing.get_args(allowed):
+            if getattr(self, field) not in get_args(allowed):
                 raise ValueError(
-                    f"{field}={getattr(self, field)!r}: expected one of {typing.get_args(allowed)}"
+                    f"{field}={getattr(self, field)!r}: expected one of {get_args(allowed)}"
                 )
         if type(self.axis) is not int:
             raise TypeError(f"axis={self.axis!r}: expected an integer, such as -1")

@@ -1,7 +1,7 @@
 """Encoded residuals in host memory."""
 
 import dataclasses
-import typing
+from typing import Any, ClassVar
 
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
@@ -31,7 +31,7 @@ class Offload(Codec):
     """
 
     codec: Codec
-    name: typing.ClassVar[str] = "offload"
+    name: ClassVar[str] = "offload"
     on_host = True
 
     def __post_init__(self) -> None:
@@ -67,15 +67,13 @@ class Offload(Codec):
         """Encodes an array by `codec`; the result is still on the device."""
         return self.codec.encode(x, seed, importance)
 
-    def _check_code(self, encoded: typing.Any) -> None:
+    def _check_code(self, encoded: Any) -> None:
         self.codec._check_code(encoded)
 
     def _encode(self, x: Array, seed: Seed) -> tuple[Array, ...]:
         return self.codec._encode(x, seed)
 
-    def _decode(
-        self, arrays: tuple[typing.Any, ...], shape: tuple[int, ...], dtype: DTypeLike
-    ) -> Array:
+    def _decode(self, arrays: tuple[Any, ...], shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         return self.codec._decode(arrays, shape, dtype)
 
 

@@ -1,7 +1,7 @@
 """Exact storage of masks and small indices."""
 
 import dataclasses
-import typing
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -31,7 +31,7 @@ class Packed(Codec):
     """
 
     bits: int = 1
-    name: typing.ClassVar[str] = "packed"
+    name: ClassVar[str] = "packed"
     kinds = ("relu", "dropout", "max_pool")
     unbiased = True
 

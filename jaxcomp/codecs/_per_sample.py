@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-import typing
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +47,7 @@ class PerSample(Codec):
     """
 
     bits: tuple[int, ...] = (4, 2, 1, 1)
-    name: typing.ClassVar[str] = "per_sample"
+    name: ClassVar[str] = "per_sample"
     kinds = ("conv", "dot", "batch_norm", "layer_norm")
     unbiased = True
 

@@ -1,7 +1,7 @@
 """Average pooling of saved activations."""
 
 import dataclasses
-import typing
+from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -39,7 +39,7 @@ class AvgPool(Codec):
     """
 
     window: int = 2
-    name: typing.ClassVar[str] = "avg_pool"
+    name: ClassVar[str] = "avg_pool"
     kinds = ("conv",)
     unbiased = False
 

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-import typing
+from typing import ClassVar, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +16,8 @@ from jaxcomp.codecs import noise, packing
 from jaxcomp.codecs._codec import Codec, Encoded, Seed, array_nbytes, channel_axes
 from jaxcomp.codecs._ranges import least_and_greatest
 
-Grouping = typing.Literal["channel", "sample", "row"]
-Rounding = typing.Literal["stochastic", "nearest"]
+Grouping = Literal["channel", "sample", "row"]
+Rounding = Literal["stochastic", "nearest"]
 _LEAST = 16  # values of a channel whose extremes take no more bytes than their codes of 4 bits
 
 
@@ -66,16 +66,14 @@ class Quantize(Codec):
     bits: int = 2
     group: Grouping = "channel"
     rounding: Rounding = "stochastic"
-    name: typing.ClassVar[str] = "quantize"
+    name: ClassVar[str] = "quantize"
 
     def __post_init__(self) -> None:
         packing.check_bits(self.bits)
-        if self.group not in typing.get_args(Grouping):
-            raise ValueError(f"group={self.group!r}: expected one of {typing.get_args(Grouping)}")
-        if self.rounding not in typing.get_args(Rounding):
-            raise ValueError(
-                f"rounding={self.rounding!r}: expected one of {typing.get_args(Rounding)}"
-            )
+        if self.group not in get_args(Grouping):
+            raise ValueError(f"group={self.group!r}: expected one of {get_args(Grouping)}")
+        if self.rounding not in get_args(Rounding):
+            raise ValueError(f"rounding={self.rounding!r}: expected one of {get_args(Rounding)}")
 
     @property
     def unbiased(self) -> bool:  # type: ignore[override]

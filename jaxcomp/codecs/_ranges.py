@@ -1,7 +1,7 @@
 """Ranges of each channel of each sample in bfloat16, and levels between their ends."""
 
-import typing
 from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jaxcomp._core import platforms
 from jaxcomp.codecs._codec import channel_axes
 from jaxcomp.codecs._rounding import to_bfloat16
 
-T = typing.TypeVar("T")
+T = TypeVar("T")
 
 _SLACK = 2.0**-8  # relative margin that makes rounding to bfloat16 go outward
 

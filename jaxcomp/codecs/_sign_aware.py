@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-import typing
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ BITS = (2, 3, 4)
 # A threshold of a pre-activation is clipped to these, in standard deviations.
 THRESHOLDS = -3.0, 2.0
 
-ScaleSource = typing.Literal["norm", "range"]
+ScaleSource = Literal["norm", "range"]
 
 # Levels with scales from the norm. They have the least mean square error in a network during
 # training. With 3 and 4 bits the last level is far away, so values are hardly ever clipped.
@@ -104,14 +104,14 @@ class SignAware(Codec):
     bits: int = 4
     signed: bool = False
     scale_source: ScaleSource = "norm"
-    name: typing.ClassVar[str] = "sign_aware"
+    name: ClassVar[str] = "sign_aware"
     kinds = ("norm_act",)
 
     def __post_init__(self) -> None:
         if type(self.bits) is not int or self.bits not in BITS:
             raise ValueError(f"bits={self.bits!r}: expected one of {BITS}")
-        if self.scale_source not in typing.get_args(ScaleSource):
-            expected = typing.get_args(ScaleSource)
+        if self.scale_source not in get_args(ScaleSource):
+            expected = get_args(ScaleSource)
             raise ValueError(f"scale_source={self.scale_source!r}: expected one of {expected}")
 
     @property
@@ -203,9 +203,7 @@ class SignAware(Codec):
             raise ValueError("signed=True: expected False, but for what `ops.norm_act` makes of it")
         return self.encode_scaled(x, self._greatest(x), noise.salt(seed, x)).arrays
 
-    def _decode(
-        self, arrays: tuple[typing.Any, ...], shape: tuple[int, ...], dtype: DTypeLike
-    ) -> Array:
+    def _decode(self, arrays: tuple[Any, ...], shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         *coded, salt, factor, offset = arrays
         dither = None if salt is None else self.levels.dither(noise.indexed_words(shape, salt))
         if self.signed:
@@ -365,7 +363,7 @@ class SignAware(Codec):
         return (2**self.bits - 1) / 2
 
 
-class Preactivation(typing.NamedTuple):
+class Preactivation(NamedTuple):
     """The arrays that `SignAware.encode_preactivation` stores.
 
     Attributes:
@@ -379,7 +377,7 @@ class Preactivation(typing.NamedTuple):
     threshold: Array
 
 
-class Normalized(typing.NamedTuple):
+class Normalized(NamedTuple):
     """The arrays that `SignAware.encode_normalized` stores.
 
     Attributes:

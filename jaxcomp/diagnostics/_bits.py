@@ -8,9 +8,8 @@ its statistics alone.
 import dataclasses
 import heapq
 import re
-import typing
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -115,7 +114,7 @@ def sensitivities(
 
     _, statistics = gradient(params, no_noise, rest, batch)
     filled = coded_modules(nnx.merge(graphdef, params, statistics, rest, copy=True))
-    sinks = {path: typing.cast(Sink, filled[path].sink) for path in layers}
+    sinks = {path: cast(Sink, filled[path].sink) for path in layers}
     found = {path: np.array(sink[...], np.float64) for path, sink in sinks.items()}
     norms = [path for path in layers if modules[path].kind.endswith("norm")]
     drawn = [moved(params, draw) for draw in range(_DRAWS)] if norms else []
@@ -246,7 +245,7 @@ class Needs:
         """Returns the widths that a model has, in runs as long as those that were measured."""
         modules = coded_modules(model)
         codecs = [inner_codec(modules[path].codec or Exact()) for path in self.paths]
-        widths = [typing.cast(Quantize | PerSample, codec).bits for codec in codecs]
+        widths = [cast(Quantize | PerSample, codec).bits for codec in codecs]
         return np.stack([np.broadcast_to(bits, self.needs.shape[1]) for bits in widths])
 
     def by_path(self, widths: Int[np.ndarray, "layers ranks"]) -> dict[str, list[int]]:

@@ -1,8 +1,8 @@
 """`analyze`: reports the device memory that a JAX function needs, without running it."""
 
+import dataclasses
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from typing import Any, NamedTuple
 
 from jaxcomp.memory._collectives import collective_traffic
@@ -137,7 +137,9 @@ def analyze_step(
         CompileError: if the compilation fails for a reason other than lack of memory.
     """
     usable = usable_bytes(where, capacity)
-    figures: dict[str, Any] = dict.fromkeys(field.name for field in fields(MemoryReport))
+    figures: dict[str, Any] = dict.fromkeys(
+        field.name for field in dataclasses.fields(MemoryReport)
+    )
     figures |= {
         "target": where.name,
         "constant_bytes": step.constant_bytes,

@@ -1,15 +1,15 @@
 """One value in device memory, and groups of values that differ only in the index of their layer."""
 
+import dataclasses
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from jaxcomp.memory._origin import Origin
 
 UNKNOWN = Origin(scope="", operation="made by XLA", phase="other", source="")
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Buffer:
     """One value in device memory.
 
@@ -46,7 +46,7 @@ class Buffer:
         return re.sub(r"\d+", "*", self.label())
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class BufferGroup:
     """Buffers of equal size, shape, phase and source line whose labels differ only in numbers.
 

@@ -4,8 +4,8 @@ They are read from the jaxpr, before compilation. They are what the program inte
 may store more or less.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -45,7 +45,7 @@ class NotDifferentiableError(ValueError):
     """JAX cannot differentiate a function."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Residual:
     """One value that the forward pass saves for the backward pass.
 
@@ -74,7 +74,7 @@ class Residual:
     scopes: tuple[str, ...] = ()
 
 
-@dataclass(eq=False)
+@dataclasses.dataclass(eq=False)
 class _Value:
     """A value of the flattened program.
 
@@ -91,7 +91,7 @@ class _Value:
     source: str = ""
 
 
-@dataclass
+@dataclasses.dataclass
 class _Equation:
     """An equation of the flattened program.
 
@@ -109,7 +109,7 @@ class _Equation:
     backward: bool
     effects: bool
     one_of: bool = False
-    inner: list[Jaxpr] = field(default_factory=list)
+    inner: list[Jaxpr] = dataclasses.field(default_factory=list)
 
 
 def declared_residual_bytes(fn: Callable[..., object], *args: object) -> int:

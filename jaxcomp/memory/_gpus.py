@@ -12,10 +12,10 @@ example:
 multiprocessor. They are in the table of technical specifications of the CUDA programming guide.
 """
 
-from dataclasses import dataclass
+import dataclasses
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Gpu:
     """The public properties of a GPU that XLA's compiler needs.
 
@@ -48,7 +48,7 @@ class Gpu:
     link_bandwidth: int
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class _Capability:
     """The limits of all GPUs of one compute capability.
 

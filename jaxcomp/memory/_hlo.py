@@ -4,10 +4,10 @@ The parser supports only what this package needs of the text that XLA prints for
 (`compiled.as_text()`) on CPU, GPU and TPU.
 """
 
+import dataclasses
 import re
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
 from pathlib import Path
@@ -25,7 +25,7 @@ _PACKAGE = Path(__file__).parents[1]
 _HOST_MEMORY = 5
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Array:
     """One array of an instruction's result.
 
@@ -52,7 +52,7 @@ class Array:
         return -(-self.bits // 8)
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Instruction:
     """One HLO instruction: `%name = type opcode(operands), attributes`.
 
@@ -99,7 +99,7 @@ class Instruction:
         return int(found.group(1))
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Computation:
     """A named sequence of instructions, in program order if the module is scheduled."""
 
@@ -126,7 +126,7 @@ class Computation:
         return users
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Module:
     """A parsed HLO module.
 

@@ -1,9 +1,9 @@
 """The live bytes at each point of a compiled program, from XLA's buffer assignment."""
 
+import dataclasses
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
@@ -23,7 +23,7 @@ from jaxcomp.memory._targets import Target, resolve
 from jaxcomp.memory._tracing import TracedStep, trace
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Timeline:
     """The live bytes of one device at each point of a program.
 

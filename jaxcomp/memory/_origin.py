@@ -1,9 +1,9 @@
 """Traces values of a compiled program back to the model scope, the pass and the source line."""
 
+import dataclasses
 import re
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from itertools import dropwhile
 from typing import Any
 
@@ -35,7 +35,7 @@ def scopes_of(name_stack: Any) -> tuple[str, ...]:
     return tuple(element.name for element in name_stack.stack if isinstance(element, _SCOPE))
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Origin:
     """The origin of a value of the compiled program.
 

@@ -3,14 +3,13 @@
 import dataclasses
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from jaxcomp.memory._live_bytes import format_bytes
 
 NOT_GIVEN = "not given by this backend"
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class MemoryReport:
     """The memory and the work of one compiled program.
 

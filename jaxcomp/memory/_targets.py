@@ -3,10 +3,10 @@
 A program is compiled ahead of time for an absent device, which is a device that is not attached.
 """
 
+import dataclasses
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import metadata
 
 import jax
@@ -19,7 +19,7 @@ _GPU_FRACTION = 0.75
 _GPUS_PER_HOST = 8
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Tpu:
     """A TPU generation and the properties of one JAX device of it.
 
@@ -64,7 +64,7 @@ TPUS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Target:
     """One or several equal devices for which a program is compiled.
 

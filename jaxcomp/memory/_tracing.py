@@ -1,9 +1,9 @@
 """Traces a Python function for the shapes of its arguments."""
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ CHECKPOINT_PRIMITIVES = {"checkpoint", "remat", "remat2"}
 """Names of `jax.checkpoint` in a traced program."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class TracedStep:
     """A function that is traced for the shapes of its arguments.
 

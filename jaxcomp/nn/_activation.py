@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-import typing
+from typing import Any, cast
 
 import jax
 from flax import nnx
@@ -218,7 +218,7 @@ class MaxPool(Coded, nnx.Module):
                 'Rule(Packed(bits=8), op="max_pool") first, or Exact() over 256 values'
             )
 
-    def saved_elements(self, args: tuple[typing.Any, ...], result: typing.Any) -> int:
+    def saved_elements(self, args: tuple[Any, ...], result: Any) -> int:
         """Returns the number of elements that a call saves: one index per element of its result."""
         return count_elements(result)
 
@@ -232,9 +232,7 @@ class MaxPool(Coded, nnx.Module):
             The maxima; for a `CodedArray` with a code of the maxima.
         """
         if isinstance(x, CodedArray):
-            unsigned = dataclasses.replace(
-                typing.cast(SignAware, inner_codec(x.codec)), signed=False
-            )
+            unsigned = dataclasses.replace(cast(SignAware, inner_codec(x.codec)), signed=False)
             codec = placed_like(x.codec, unsigned)
             return encode_activation(value(self(x.value)), x.channel_scale, codec)
         if self.codec is None:

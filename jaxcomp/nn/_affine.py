@@ -1,6 +1,6 @@
 """Per-feature scaling and shifting as a layer, with a compressed saved input."""
 
-import typing
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -62,5 +62,5 @@ class Affine(Coded, nnx.Module):
         """Returns `scale * x + bias`."""
         parameters = [self.scale[...], *([] if self.bias is None else [self.bias[...]])]
         seed = None if self.codec is None else noise.fingerprint(*parameters)
-        promoted: list[typing.Any] = promote_dtype(x, *parameters, dtype=self.dtype)
+        promoted: list[Any] = promote_dtype(x, *parameters, dtype=self.dtype)
         return ops.affine(*promoted, codec=self.codec, seed=seed)

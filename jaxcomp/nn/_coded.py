@@ -4,8 +4,8 @@ import contextlib
 import contextvars
 import dataclasses
 import math
-import typing
 from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
 
 import jax
 from flax import nnx
@@ -33,12 +33,12 @@ class Coded:
             convolutions, linear layers and batch norms with a codec use it.
     """
 
-    kind: typing.ClassVar[str]
-    covers: typing.ClassVar[tuple[str, ...]] = ()
+    kind: ClassVar[str]
+    covers: ClassVar[tuple[str, ...]] = ()
     codec: Codec | None
     sink: Sink | None = None
 
-    def __init__(self, *args: typing.Any, codec: Codec | None = None, **kwargs: typing.Any) -> None:
+    def __init__(self, *args: Any, codec: Codec | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.check_codec(codec)
         self.codec = codec
@@ -60,7 +60,7 @@ class Coded:
         if self.kind not in codec.kinds:
             raise ValueError(f"codec={codec}: stores for {', '.join(codec.kinds)}, not {self.kind}")
 
-    def saved_elements(self, args: tuple[typing.Any, ...], result: typing.Any) -> int:
+    def saved_elements(self, args: tuple[Any, ...], result: Any) -> int:
         """Returns the number of elements that a call saves: those of its first argument.
 
         Args:
@@ -78,12 +78,12 @@ class Coded:
         """
         return None if self.codec is None else noise.salt(noise.fingerprint(*parameters), x)
 
-    def sink_argument(self) -> dict[str, typing.Any]:
+    def sink_argument(self) -> dict[str, Any]:
         """Returns the sink as a keyword argument of an operation; an empty dict without a sink."""
         return {} if self.sink is None else {"sink": self.sink[...]}
 
 
-def count_elements(values: typing.Any) -> int:
+def count_elements(values: Any) -> int:
     """Returns the number of elements of all arrays of a pytree.
 
     An `ops.CodedArray` counts as one array.
@@ -124,10 +124,10 @@ class CodedOp:
         codec: Codec of the input. None calls the stock operation.
     """
 
-    op: Callable[..., typing.Any]
+    op: Callable[..., Any]
     codec: Codec | None
 
-    def __call__(self, x: Array, kernel: Array, *args: typing.Any, **kwargs: typing.Any) -> Array:
+    def __call__(self, x: Array, kernel: Array, *args: Any, **kwargs: Any) -> Array:
         """Calls the operation with the codec; the seed is derived from the kernel."""
         seed = None if self.codec is None else noise.fingerprint(kernel)
         activation, given = _GIVEN.get()
@@ -135,12 +135,12 @@ class CodedOp:
         return self.op(lhs, kernel, *args, codec=self.codec, seed=seed, **given, **kwargs)
 
 
-_Given = tuple[CodedArray | None, dict[str, typing.Any]]
+_Given = tuple[CodedArray | None, dict[str, Any]]
 _GIVEN: contextvars.ContextVar[_Given] = contextvars.ContextVar("given", default=(None, {}))
 
 
 @contextlib.contextmanager
-def giving(activation: CodedArray | None, **arguments: typing.Any) -> Iterator[None]:
+def giving(activation: CodedArray | None, **arguments: Any) -> Iterator[None]:
     """Passes arguments through a Flax layer to the `CodedOp` that the layer calls.
 
     Args:

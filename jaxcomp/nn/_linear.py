@@ -1,7 +1,7 @@
 """Flax's convolutions and linear layers with a compressed saved input."""
 
-import typing
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,12 +40,12 @@ class Conv(Coded, nnx.Conv):
 
     kind = "conv"
 
-    def __init__(self, *args: typing.Any, codec: Codec | None = None, **kwargs: typing.Any) -> None:
+    def __init__(self, *args: Any, codec: Codec | None = None, **kwargs: Any) -> None:
         op = ops.conv_general_dilated
         super().__init__(*args, conv_general_dilated=op, codec=codec, **kwargs)
 
     def __call__(
-        self, inputs: Float[Array, "..."] | CodedArray, out_sharding: typing.Any = None
+        self, inputs: Float[Array, "..."] | CodedArray, out_sharding: Any = None
     ) -> Float[Array, "..."]:
         """Convolves `inputs`, as Flax does.
 
@@ -163,13 +163,13 @@ class Linear(Coded, nnx.Linear):
 
     kind = "dot"
 
-    def __init__(self, *args: typing.Any, codec: Codec | None = None, **kwargs: typing.Any) -> None:
+    def __init__(self, *args: Any, codec: Codec | None = None, **kwargs: Any) -> None:
         super().__init__(*args, dot_general=ops.dot_general, codec=codec, **kwargs)
 
     def __call__(
         self,
         inputs: Float[Array, "..."],
-        out_sharding: typing.Any = None,
+        out_sharding: Any = None,
         *,
         scale: Affine | None = None,
     ) -> Float[Array, "..."]:
@@ -200,7 +200,7 @@ class Linear(Coded, nnx.Linear):
             y = super().__call__(inputs, out_sharding)
         return y if scale is None else scale(y)
 
-    def _is_fused_with(self, scale: Affine, inputs: Array, out_sharding: typing.Any) -> bool:
+    def _is_fused_with(self, scale: Affine, inputs: Array, out_sharding: Any) -> bool:
         """Returns whether `ops.scaled_linear` computes both layers and saves less."""
         if self.codec is None or isinstance(scale.codec, Exact | None) or scale.bias is not None:
             return False

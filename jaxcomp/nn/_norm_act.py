@@ -1,6 +1,6 @@
 """Norm, addition and ReLU as one layer, alone or after a convolution."""
 
-import typing
+from typing import Any, cast
 
 import jax
 from flax import nnx
@@ -98,7 +98,7 @@ class NormAct(Coded, nnx.Module):
         if of_residual != options:
             raise ValueError(f"residual_norm with {of_residual}: expected {options}, as norm")
 
-    def saved_elements(self, args: tuple[typing.Any, ...], result: typing.Any) -> int:
+    def saved_elements(self, args: tuple[Any, ...], result: Any) -> int:
         """Returns the number of elements that a call saves.
 
         They are those of the result, of the normalised skip connection, and of the input of a pool.
@@ -137,7 +137,7 @@ class NormAct(Coded, nnx.Module):
             residual_norm=of_residual,
             relu=self.relu is not None,
             pool=None if self.pool is None else self.pool.arguments,
-            codec=typing.cast(SignAware | Offload, self.codec),
+            codec=cast(SignAware | Offload, self.codec),
             seed=noise.fingerprint(*_affine(norm)),
             **_options(norm),
         )
@@ -179,7 +179,7 @@ def _promoted(norm: BatchNorm, x: Array) -> tuple[Array, tuple[Array, Array]]:
     return x, (scale, bias)
 
 
-def _options(norm: BatchNorm) -> dict[str, typing.Any]:
+def _options(norm: BatchNorm) -> dict[str, Any]:
     """Returns the options of a norm as arguments of `ops.norm_act`."""
     names = "epsilon", "use_fast_variance", "axis_name", "axis_index_groups"
     return {name: getattr(norm, name) for name in names}

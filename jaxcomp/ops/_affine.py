@@ -1,6 +1,6 @@
 """Per-feature scaling and shifting with a compressed saved input."""
 
-import typing
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -77,7 +77,7 @@ def affine(
 
         def forward(
             self, choice: bool, seed: Seed, arguments: list[Array]
-        ) -> tuple[list[Array], typing.Any]:
+        ) -> tuple[list[Array], Any]:
             x, scale, *biases = arguments
             if not choice:
                 return [stock(*arguments)], (None, scale)
@@ -90,9 +90,7 @@ def affine(
             y, code = barriers.save_residual(stock(*arguments), code, saved_by)
             return [y], (code, scale)
 
-        def backward(
-            self, choice: bool, residual: typing.Any, cotangents: ByPosition
-        ) -> ByPosition:
+        def backward(self, choice: bool, residual: Any, cotangents: ByPosition) -> ByPosition:
             code, scale = residual
             cotangent = cotangents[0]
             found: ByPosition = {}

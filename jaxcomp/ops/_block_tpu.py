@@ -1,7 +1,7 @@
 """TPU kernel for weight gradients of products whose left operand is stored by `BlockSparse`."""
 
 import functools
-import typing
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -112,10 +112,10 @@ def _nbytes(grid: Grid) -> int:
 def _kernel(
     grid: Grid,
     precision: lax.PrecisionLike,
-    indices: typing.Any,
-    data: typing.Any,
-    cotangent: typing.Any,
-    out: typing.Any,
+    indices: Any,
+    data: Any,
+    cotangent: Any,
+    out: Any,
 ) -> None:
     """Adds the products of one row of blocks to a tile of the gradient, which stays in VMEM."""
 

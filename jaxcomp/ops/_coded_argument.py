@@ -1,8 +1,8 @@
 """Activation functions and gated linear units that save one code of each operand."""
 
 import dataclasses
-import typing
 from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -41,11 +41,11 @@ class CodedArgument(Codec):
 
     quantize: Quantize
     curve: Curve
-    name: typing.ClassVar[str] = "coded_argument"
+    name: ClassVar[str] = "coded_argument"
     kinds = ()
     unbiased = True
 
-    def _encode(self, x: Array, seed: Seed) -> tuple[typing.Any, ...]:
+    def _encode(self, x: Array, seed: Seed) -> tuple[Any, ...]:
         return (self.encode_between(x, seed, self._level),)
 
     def encode_between(
@@ -61,15 +61,13 @@ class CodedArgument(Codec):
         above = jnp.maximum(x - _LINEAR_FROM, 0)
         return x - above + _SCALE * jnp.log(1 + above / _SCALE)
 
-    def _decode(
-        self, arrays: tuple[typing.Any, ...], shape: tuple[int, ...], dtype: DTypeLike
-    ) -> Array:
+    def _decode(self, arrays: tuple[Any, ...], shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         return self.function(arrays, shape, 0).astype(dtype)
 
-    def function(self, arrays: tuple[typing.Any, ...], shape: tuple[int, ...], order: int) -> Array:
+    def function(self, arrays: tuple[Any, ...], shape: tuple[int, ...], order: int) -> Array:
         """Returns the function, or its derivative of order 1, from the argument's code; float32."""
         (code,) = arrays
-        h, step = _dithered.decode(typing.cast(Dithered, code), self.quantize.bits, shape)
+        h, step = _dithered.decode(cast(Dithered, code), self.quantize.bits, shape)
         above = jnp.maximum(h - _LINEAR_FROM, 0)
         stretch = jnp.exp(above / _SCALE)
         z = h - above + _SCALE * (stretch - 1)
@@ -91,21 +89,19 @@ class GatedLinearUnit(Codec):
     """
 
     argument: CodedArgument
-    name: typing.ClassVar[str] = "gated_linear_unit"
+    name: ClassVar[str] = "gated_linear_unit"
     kinds = ()
     unbiased = True
 
     def _encode(self, x: Array, seed: Seed) -> tuple[Array, ...]:
         raise NotImplementedError("a product is not encoded: its factors have codes")
 
-    def _decode(
-        self, arrays: tuple[typing.Any, ...], shape: tuple[int, ...], dtype: DTypeLike
-    ) -> Array:
+    def _decode(self, arrays: tuple[Any, ...], shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         function, factor = self.factors(arrays, shape, 0)
         return (function * factor).astype(dtype)
 
     def factors(
-        self, arrays: tuple[typing.Any, ...], shape: tuple[int, ...], order: int
+        self, arrays: tuple[Any, ...], shape: tuple[int, ...], order: int
     ) -> tuple[Array, Array]:
         """Returns a derivative of the activation function, and the other value; float32."""
         argument, factor = arrays
@@ -137,7 +133,7 @@ def coded_activation(
     Returns:
         The result with its code.
     """
-    argument = CodedArgument(typing.cast(Quantize, inner_codec(codec)), of)
+    argument = CodedArgument(cast(Quantize, inner_codec(codec)), of)
     gated = GatedLinearUnit(argument)
     own = argument if len(operands) == 1 else gated
     operands, seed = match_varying((tuple(operands), seed))
@@ -155,11 +151,11 @@ def coded_activation(
     def op(operands: tuple[Array, ...], seed: Seed) -> tuple[Encoded, Array]:
         return compute(operands, seed)
 
-    def forward(operands: tuple[Array, ...], seed: Seed) -> typing.Any:
+    def forward(operands: tuple[Array, ...], seed: Seed) -> Any:
         code, y = compute(operands, seed)
         return (code, y), code
 
-    def backward(code: Encoded, cotangents: tuple[Encoded, Array]) -> typing.Any:
+    def backward(code: Encoded, cotangents: tuple[Encoded, Array]) -> Any:
         _, dy = cotangents
 
         def read(code: Encoded) -> tuple[Array, ...]:

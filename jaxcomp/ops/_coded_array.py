@@ -1,7 +1,7 @@
 """An array together with its code, so that all operations that read it save the same code."""
 
 import dataclasses
-import typing
+from typing import NoReturn, cast
 
 import jax
 from jaxtyping import Array, Float, Shaped
@@ -35,11 +35,11 @@ class CodedArray:
     code: Encoded | None
     codec: Codec = dataclasses.field(metadata={"static": True})
 
-    def __getattr__(self, name: str) -> typing.NoReturn:
+    def __getattr__(self, name: str) -> NoReturn:
         """Tells how to get at the methods of the array."""
         raise AttributeError(f"'CodedArray' object has no attribute {name!r}: {_REMEDY}")
 
-    def __jax_array__(self) -> typing.NoReturn:
+    def __jax_array__(self) -> NoReturn:
         """Tells functions of `jax.numpy`, and arrays, how to get at the array."""
         raise TypeError(f"a CodedArray was given as an array: {_REMEDY}")
 
@@ -83,7 +83,7 @@ def encode_activation(
         >>> x.code.shape
         (2, 3, 3, 4)
     """
-    sign_aware = typing.cast(SignAware, inner_codec(codec))
+    sign_aware = cast(SignAware, inner_codec(codec))
 
     @jax.custom_vjp
     def op(value: Array, channel_scale: Array) -> tuple[Array, Encoded]:

@@ -2,8 +2,8 @@
 
 import functools
 import math
-import typing
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -33,7 +33,7 @@ def conv_general_dilated(
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     *,
-    out_sharding: typing.Any = None,
+    out_sharding: Any = None,
     codec: Codec | None = None,
     seed: Seed = None,
     sink: Sink | None = None,

@@ -2,8 +2,8 @@
 
 import dataclasses
 import math
-import typing
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ class Curve:
     zero_below: float = -math.inf
 
 
-class Slopes(typing.NamedTuple):
+class Slopes(NamedTuple):
     """What a norm and an activation function after it need in the backward pass.
 
     Attributes:

@@ -1,7 +1,7 @@
 """A coded array times one factor for each channel of each sample, such as squeeze-and-excite."""
 
 import dataclasses
-import typing
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ class Gated(Codec):
     """
 
     codec: Codec
-    name: typing.ClassVar[str] = "gated"
+    name: ClassVar[str] = "gated"
     kinds = ()
 
     @property
@@ -37,9 +37,7 @@ class Gated(Codec):
     def _encode(self, x: Array, seed: Seed) -> tuple[Array, ...]:
         raise NotImplementedError("a product is not encoded: its operand has a code")
 
-    def _decode(
-        self, arrays: tuple[typing.Any, ...], shape: tuple[int, ...], dtype: DTypeLike
-    ) -> Array:
+    def _decode(self, arrays: tuple[Any, ...], shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         *coded, factor = arrays
         decoded = self.codec._decode(tuple(coded), shape, jnp.float32)
         return (decoded * factor.astype(jnp.float32)).astype(dtype)
@@ -70,10 +68,10 @@ def gate(x: CodedArray, factor: Float[Array, "batch ... channels"]) -> CodedArra
     def op(value: Array, code: Encoded, factor: Array) -> Array:
         return value * factor
 
-    def forward(value: Array, code: Encoded, factor: Array) -> typing.Any:
+    def forward(value: Array, code: Encoded, factor: Array) -> Any:
         return value * factor, (code, factor)
 
-    def backward(saved: typing.Any, dy: Array) -> typing.Any:
+    def backward(saved: Any, dy: Array) -> Any:
         code, factor = saved
         decoded = barriers.decode_after(dy, code, codec.decode, x.codec)
         product = dy.astype(jnp.float32) * decoded.astype(jnp.float32)

@@ -1,8 +1,8 @@
 """Matrix products with a compressed saved left operand."""
 
 import functools
-import typing
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 from jax import lax
@@ -35,7 +35,7 @@ def dot_general(
     precision: lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     *,
-    out_sharding: typing.Any = None,
+    out_sharding: Any = None,
     codec: Codec | None = None,
     seed: Seed = None,
     sink: Sink | None = None,
@@ -118,7 +118,7 @@ def layer_gradient(
     return lambda code, cotangent: over_automatic_axes(product, (code, cotangent), like=kernel)
 
 
-class Reads(typing.NamedTuple):
+class Reads(NamedTuple):
     """The part of its left operand that a product reads.
 
     Attributes:
@@ -191,7 +191,7 @@ def bilinear(
 
         def forward(
             self, choice: bool, seed: Seed, arguments: list[Array]
-        ) -> tuple[list[Array], typing.Any]:
+        ) -> tuple[list[Array], Any]:
             lhs, rhs, *optional = arguments
             code, sink = jax.tree.unflatten(tree, optional)
             if not choice:
@@ -203,9 +203,7 @@ def bilinear(
                 rhs = barriers.await_host_copy(rhs, code)
             return [stock(lhs, rhs)], (code, arguments[1])
 
-        def backward(
-            self, choice: bool, residual: typing.Any, cotangents: ByPosition
-        ) -> ByPosition:
+        def backward(self, choice: bool, residual: Any, cotangents: ByPosition) -> ByPosition:
             code, rhs = residual
             cotangent = cotangents[0]
             found: ByPosition = {}

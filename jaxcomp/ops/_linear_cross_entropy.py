@@ -1,8 +1,8 @@
 """The cross-entropy of a linear layer's logits, which are never in memory as a whole."""
 
 import functools
-import typing
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +68,7 @@ def linear_cross_entropy(
     return _loss(x, kernel, offset, labels, min(chunk_size, kernel.shape[1]))
 
 
-class _Part(typing.NamedTuple):
+class _Part(NamedTuple):
     """A part of the classes.
 
     Attributes:

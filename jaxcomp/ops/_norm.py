@@ -1,7 +1,7 @@
 """Normalisation with a compressed saved input."""
 
 import dataclasses
-import typing
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ def batch_norm(
     epsilon: float = 1e-5,
     use_fast_variance: bool = True,
     axis_name: str | None = None,
-    axis_index_groups: typing.Any = None,
+    axis_index_groups: Any = None,
     mask: Array | None = None,
     codec: Codec | None = None,
     seed: Seed = None,
@@ -94,7 +94,7 @@ def layer_norm(
     epsilon: float = 1e-6,
     use_fast_variance: bool = True,
     axis_name: str | None = None,
-    axis_index_groups: typing.Any = None,
+    axis_index_groups: Any = None,
     mask: Array | None = None,
     codec: Codec | None = None,
     seed: Seed = None,
@@ -179,7 +179,7 @@ def _coded(
         mask: Array | None,
         sink: Sink | None,
         seed: Seed,
-    ) -> tuple[tuple[Array, Array, Array], typing.Any]:
+    ) -> tuple[tuple[Array, Array, Array], Any]:
         coded = codec.encode(jnp.moveaxis(x, feature, -1), seed, importance(sink))
         x, code = barriers.save_residual(x, coded, codec)
         mean, var = norm.statistics(x, mask)
@@ -187,9 +187,7 @@ def _coded(
         kept = barriers.name_residual((mean, var), codec)
         return (y, mean, norm.clip(var)), (code, kept, scale, bias, mask)
 
-    def backward(
-        saved: typing.Any, cotangents: tuple[Array, Array, Array]
-    ) -> tuple[Array | None, ...]:
+    def backward(saved: Any, cotangents: tuple[Array, Array, Array]) -> tuple[Array | None, ...]:
         code, (mean, var), scale, bias, mask = saved
         dy, dmean, dvar = cotangents
         x = barriers.decode_after(jnp.moveaxis(dy, feature, -1), code, codec.decode)
@@ -237,7 +235,7 @@ class Norm:
     epsilon: float
     use_fast_variance: bool
     axis_name: str | None = None
-    axis_index_groups: typing.Any = None
+    axis_index_groups: Any = None
 
     def statistics(self, x: Array, mask: Array | None = None) -> Stats:
         """Returns the mean and the variance in float32, before `clip`."""

@@ -2,8 +2,8 @@
 
 import dataclasses
 import functools
-import typing
 from collections.abc import Sequence
+from typing import Any, cast
 
 import jax.numpy as jnp
 from jax import lax
@@ -34,7 +34,7 @@ def norm_act(
     epsilon: float = 1e-5,
     use_fast_variance: bool = True,
     axis_name: str | None = None,
-    axis_index_groups: typing.Any = None,
+    axis_index_groups: Any = None,
     codec: SignAware | Offload,
     seed: Seed = None,
 ) -> tuple[CodedArray, Statistics, Statistics]:
@@ -122,7 +122,7 @@ def norm_act(
     codec.check(x.shape, x.dtype)
     if residual is not None and value(residual).shape != x.shape:
         raise ValueError(f"residual of shape {value(residual).shape}: expected {x.shape}, as x")
-    by = typing.cast(SignAware, inner_codec(codec))
+    by = cast(SignAware, inner_codec(codec))
     if by.scale_source == "range" and x.ndim < 3:
         raise ValueError(
             f"x of shape {x.shape}: expected axes between batch and features, along which "
@@ -151,7 +151,7 @@ def norms_act(
 ) -> tuple[CodedArray, Statistics, Statistics]:
     """Does what `norm_act` does, for any norm of each input and arguments that are checked."""
     norm, x = norms[0], inputs[0].x
-    by = typing.cast(SignAware, inner_codec(codec))
+    by = cast(SignAware, inner_codec(codec))
     signed = relu and residual is None and window is None and len(inputs) == 1
     by = dataclasses.replace(by, signed=signed)
     op = NormActVjp(norms, by, codec, x.shape, relu, window)
@@ -231,7 +231,7 @@ def share_clipped(
         for norm, x, mean, var in zip(norms, inputs, means, variances, strict=True)
     ]
     scale, bias = norms[0].wide(scale), norms[0].wide(bias)
-    codec = typing.cast(SignAware, inner_codec(activation.codec))
+    codec = cast(SignAware, inner_codec(activation.codec))
     outside = [jnp.zeros(normalized[0].shape, bool)]
     if codec.scale_source == "norm" and codec.signed:
         outside = [codec.clips(normalized[0] * sign(scale), threshold(scale, bias))]

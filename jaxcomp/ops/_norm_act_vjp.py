@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-import typing
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from jaxcomp.ops._norm import Norm
 from jaxcomp.ops._pooling import Window
 
 
-class Input(typing.NamedTuple):
+class Input(NamedTuple):
     """Arguments of one batch norm.
 
     Attributes:
@@ -32,7 +32,7 @@ class Input(typing.NamedTuple):
     bias: Array
 
 
-class Kept(typing.NamedTuple):
+class Kept(NamedTuple):
     """The codes that are saved for the backward pass.
 
     Attributes:
@@ -96,17 +96,17 @@ class NormActVjp:
         like = jax.eval_shape(lambda *arguments: arguments, inputs, residual)
 
         @jax.custom_vjp
-        def op(*arguments: typing.Any) -> typing.Any:
+        def op(*arguments: Any) -> Any:
             y, kept, means, variances = self._compute(*arguments)
             return y, kept.code, means, variances
 
-        def forward(*arguments: typing.Any) -> typing.Any:
+        def forward(*arguments: Any) -> Any:
             y, kept, means, variances = self._compute(*arguments)
             scales = [scale for _, scale, _ in arguments[0]]
             saved = kept, barriers.name_residual(variances, self.stored_by), scales
             return (y, kept.code, means, variances), saved
 
-        def backward(saved: typing.Any, cotangents: typing.Any) -> tuple[typing.Any, ...]:
+        def backward(saved: Any, cotangents: Any) -> tuple[Any, ...]:
             dy, _, dmeans, dvars = cotangents
             found = self._transpose(saved, dy, dmeans, dvars, residual is not None)
             return *jax.tree.map(lambda d, a: d.astype(a.dtype), found, like), None, None
@@ -153,7 +153,7 @@ class NormActVjp:
         if codec.signed:
             ((_, scale, bias),) = inputs
             gain, offset = norm.wide(scale), norm.wide(bias)
-            packed: tuple[typing.Any, ...] = codec.encode_preactivation(
+            packed: tuple[Any, ...] = codec.encode_preactivation(
                 normalized[0] * sign(gain), threshold(gain, offset), y > 0, salt
             )
             affine = salt, jnp.abs(gain) + unknown, offset
@@ -270,7 +270,7 @@ class NormActVjp:
         Returns:
             That cotangent in float32, and the result of `_sums`.
         """
-        window = typing.cast(Window, self.window)
+        window = cast(Window, self.window)
         taken = [window.gather(index, h) for h in normalized]
         sums = self._sums(masked.astype(jnp.float32), taken, variances)
         masked, sums = barriers.barrier_together(masked, sums)
@@ -288,7 +288,7 @@ class NormActVjp:
         This form is for TPUs, on which slices of the decoded values cost more than sums over the
         map.
         """
-        window = typing.cast(Window, self.window)
+        window = cast(Window, self.window)
         dz = window.scatter(index, masked).astype(jnp.float32)
         return dz, self._sums(dz, normalized, variances)
 

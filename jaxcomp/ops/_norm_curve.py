@@ -1,8 +1,8 @@
 """A batch norm and a smooth activation function as one operation that saves one code."""
 
 import dataclasses
-import typing
 from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from jaxcomp.ops._norm import Norm
 from jaxcomp.ops._norm_act_vjp import Input, input_gradients, sums_of
 
 
-class Kept(typing.NamedTuple):
+class Kept(NamedTuple):
     """What the backward pass, and operations that read the result, decode.
 
     Attributes:
@@ -49,7 +49,7 @@ class Curved(Codec):
 
     bits: int
     curve: Curve
-    name: typing.ClassVar[str] = "curved"
+    name: ClassVar[str] = "curved"
     kinds = ()
 
     @property
@@ -68,9 +68,7 @@ class Curved(Codec):
     def _encode(self, x: Array, seed: Seed) -> tuple[Array, ...]:
         raise NotImplementedError("only a norm and an activation function are encoded together")
 
-    def _decode(
-        self, arrays: tuple[typing.Any, ...], shape: tuple[int, ...], dtype: DTypeLike
-    ) -> Array:
+    def _decode(self, arrays: tuple[Any, ...], shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         return _curves.result(*self.read(Kept(*arrays), shape)).astype(dtype)
 
 
@@ -100,11 +98,11 @@ def norm_curve(
     Returns:
         The result with its code, the mean and the variance.
     """
-    curved = Curved(typing.cast(SignAware, inner_codec(codec)).bits, curve)
+    curved = Curved(cast(SignAware, inner_codec(codec)).bits, curve)
     given, seed = match_varying((given, noise.salt(seed, given.x)))
     like = jax.eval_shape(lambda given: given, given)
 
-    def compute(x: Array, scale: Array, bias: Array, seed: Array) -> typing.Any:
+    def compute(x: Array, scale: Array, bias: Array, seed: Array) -> Any:
         mean, variance = norm.statistics(x)
         variance = norm.clip(variance)
         code = _dithered.encode(norm.standardize(x, mean, variance), curved.bits, seed)
@@ -120,15 +118,15 @@ def norm_curve(
         return Encoded((*packed, *affine), y.shape, y.dtype, curved), y, mean, variance
 
     @jax.custom_vjp
-    def op(*arguments: Array) -> typing.Any:
+    def op(*arguments: Array) -> Any:
         return compute(*arguments)
 
-    def forward(*arguments: Array) -> typing.Any:
+    def forward(*arguments: Array) -> Any:
         code, *results, variance = compute(*arguments)
         saved = code, barriers.name_residual(variance, codec)
         return (code, *results, variance), saved
 
-    def backward(saved: typing.Any, cotangents: typing.Any) -> typing.Any:
+    def backward(saved: Any, cotangents: Any) -> Any:
         code, variance = saved
         _, dy, dmean, dvariance = cotangents
 

@@ -1,7 +1,7 @@
 """A linear layer and LayerScale as one operation that saves only the layer's input."""
 
-import typing
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -90,7 +90,7 @@ def scaled_linear(
 
         def forward(
             self, choice: bool, seed: Seed, arguments: list[Array]
-        ) -> tuple[list[Array], typing.Any]:
+        ) -> tuple[list[Array], Any]:
             code = None
             given = arguments
             if choice:
@@ -99,9 +99,7 @@ def scaled_linear(
                 )
             return [stock(*given)], (code, arguments[1:])
 
-        def backward(
-            self, choice: bool, residual: typing.Any, cotangents: ByPosition
-        ) -> ByPosition:
+        def backward(self, choice: bool, residual: Any, cotangents: ByPosition) -> ByPosition:
             code, (kernel, scale, *biases) = residual
             cotangent = cotangents[0]
             total = cotangent.sum(others, dtype=wide)

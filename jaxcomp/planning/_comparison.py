@@ -1,9 +1,9 @@
 """`compare`: one training step by several strategies, in one table."""
 
+import dataclasses
 import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -33,7 +33,7 @@ HEADER = (
 )
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Row:
     """One strategy of making the step.
 
@@ -68,7 +68,7 @@ class Row:
         return own | report | {"max_batch": self.max_batch, "error": self.error} | more
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Comparison:
     """The rows of a table; prints as Markdown, with a last line that names the cheapest that fits.
 
@@ -291,7 +291,7 @@ def _without_copies(strategies: Sequence[Strategy], rows: Sequence[Row]) -> list
         )
 
     return [
-        replace(row, report=None, timeline=None, error=error(strategy))
+        dataclasses.replace(row, report=None, timeline=None, error=error(strategy))
         if row.report and figures(row) in plain and not strategy.is_plain
         else row
         for strategy, row in pairs

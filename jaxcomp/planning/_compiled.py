@@ -1,9 +1,9 @@
 """One strategy that was compiled on the way to a plan."""
 
-from dataclasses import dataclass
+import dataclasses
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Compiled:
     """One strategy that was compiled.
 

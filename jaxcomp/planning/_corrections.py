@@ -1,7 +1,7 @@
 """What a compiled plan shows of groups that are alike, such as those of equal blocks."""
 
+import dataclasses
 from collections.abc import Mapping
-from dataclasses import replace
 
 from jaxcomp.planning._groups import block_of
 from jaxcomp.planning._probe import Probe
@@ -36,11 +36,11 @@ def corrected(problem: Problem, ratios: Ratios) -> Problem:
     """Returns the problem with estimated times multiplied by ratios."""
     choices = {
         group: {
-            name: replace(
+            name: dataclasses.replace(
                 choice, seconds=choice.seconds * ratios.get((without_indices(group), name), 1.0)
             )
             for name, choice in named.items()
         }
         for group, named in problem.choices.items()
     }
-    return replace(problem, choices=choices)
+    return dataclasses.replace(problem, choices=choices)

@@ -1,10 +1,10 @@
 """What `fit` returns: a compiled strategy that fits a budget, and the others that were compiled."""
 
 import collections
+import dataclasses
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from jaxcomp.transform._plan import without_indices
 _VERSION = 1
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Part:
     """What a plan does with a group of modules.
 
@@ -49,7 +49,7 @@ class Part:
     noise: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class FittedPlan:
     """A strategy that fits a budget of memory, as compiled; prints as a table.
 
@@ -96,7 +96,7 @@ class FittedPlan:
         """The strategy, as a step factory takes it."""
         if self.policy is None:
             return Strategy.parse(self.spec)
-        return replace(Strategy.of(self.policy), micro_batches=self.micro_batches)
+        return dataclasses.replace(Strategy.of(self.policy), micro_batches=self.micro_batches)
 
     def __str__(self) -> str:
         """Returns tables of the groups, repeated blocks in one row, and of what was compiled."""
@@ -141,7 +141,7 @@ class FittedPlan:
 
     def to_json(self) -> str:
         """Returns the plan as JSON text, which `from_json` reads."""
-        fields = asdict(self) | {"policy": self.policy and self.policy.to_json()}
+        fields = dataclasses.asdict(self) | {"policy": self.policy and self.policy.to_json()}
         return json.dumps({"version": _VERSION} | fields, indent=1)
 
     @classmethod

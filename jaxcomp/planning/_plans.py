@@ -1,8 +1,8 @@
 """Compiles the exact strategies and the quantized step, then plans."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import jax
@@ -27,7 +27,7 @@ _EXTRAPOLATED = 1.05  # micro-batches may be faster than extrapolated by so much
 _PART = 1 / 3  # of the blocks: to keep the products of fewer is not worth a compilation
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Allowed:
     """What a plan may do.
 
@@ -190,7 +190,7 @@ def _kept_products(search: Search, known: Known, allowed: Allowed) -> list[Known
         return []
     others = {b: search.declared(allowed.uniform(coded(b, True))) for b in known.declared}
     kept = {known.bits: quantized}
-    return [replace(known, quantized=kept, keeps_products=True, declared=others)]
+    return [dataclasses.replace(known, quantized=kept, keeps_products=True, declared=others)]
 
 
 def _improve(
@@ -209,7 +209,9 @@ def _improve(
         number = sum(candidate.assignment is not None for candidate in search.found) + 1
         name = f"plan {number}" + (f", accumulate:{micro_batches}" if micro_batches > 1 else "")
         strategy = Strategy.of(policy_of(assignment, allowed.biased))
-        return _tried(search, name, replace(strategy, micro_batches=micro_batches), assignment)
+        return _tried(
+            search, name, dataclasses.replace(strategy, micro_batches=micro_batches), assignment
+        )
 
     def best_seconds() -> float:
         best = search.best()
@@ -244,7 +246,9 @@ def _offload(search: Search, known: Known, allowed: Allowed) -> None:
     choice = f"offload:{coded(known.bits)}" if known.quantized else "offload"
     offloaded = _tried(search, choice, allowed.uniform(choice))
     if offloaded is not None:
-        _improve(search, [replace(known, offloaded=(choice, offloaded))], allowed, reserved=0)
+        _improve(
+            search, [dataclasses.replace(known, offloaded=(choice, offloaded))], allowed, reserved=0
+        )
 
 
 def _fewer_bits(
@@ -266,7 +270,7 @@ def _fewer_bits(
         else:
             result = _tried(search, coded(bits), strategy)
         if result is not None and bits not in known.quantized:
-            known = replace(known, quantized={**known.quantized, bits: result})
+            known = dataclasses.replace(known, quantized={**known.quantized, bits: result})
             _improve(search, [known], allowed, reserved)
 
 

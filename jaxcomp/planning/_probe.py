@@ -1,8 +1,8 @@
 """A compiled step as a plan sees it: bytes and seconds of each group, and its moments."""
 
+import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from flax import nnx
@@ -28,7 +28,7 @@ from jaxcomp.planning._watched import MakeStep, trace_step
 _ANY_BANDWIDTH = 10**12
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Probe:
     """A step, compiled.
 

@@ -1,10 +1,10 @@
 """The integer program of a plan, from steps that were compiled."""
 
 import collections
+import dataclasses
 import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
 from typing import Literal
 
 from jaxcomp.memory._targets import Target
@@ -16,7 +16,7 @@ from jaxcomp.planning._solver import Choice, Moment, Problem
 Action = Literal["keep", "quantize", "recompute", "offload", "accumulate"]
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Known:
     """What was compiled and traced of a model.
 
@@ -82,7 +82,9 @@ def make_problem(known: Known, pinned: Mapping[str, str], target: Target) -> Pro
         if known.offloaded is not None:
             found[known.offloaded[0]] = _choice(known.offloaded[1], group)
         if known.noise is not None:
-            found = {n: replace(c, noise=known.noise.of(group, n)) for n, c in found.items()}
+            found = {
+                n: dataclasses.replace(c, noise=known.noise.of(group, n)) for n, c in found.items()
+            }
         if group in pinned:
             if pinned[group] not in found:
                 raise ValueError(
@@ -116,7 +118,7 @@ def _moments(known: Known, options: Mapping[str, Collection[str]]) -> Iterator[M
             names = options.get(moment.group, ()) if moment.group else ()
             alike = [name for name in names if name in like]
             if alike or not names:
-                yield replace(moment, names=alike)
+                yield dataclasses.replace(moment, names=alike)
 
 
 def _examples(known: Known) -> Iterator[tuple[Probe, set[str]]]:
@@ -154,7 +156,7 @@ def _kept(known: Known, group: str) -> Choice:
     quantized = known.quantized[known.bits]
     if plain.moments:
         kept = _choice(plain, group)
-        return replace(kept, bytes=max(kept.bytes, quantized.saved.get(group, 0)))
+        return dataclasses.replace(kept, bytes=max(kept.bytes, quantized.saved.get(group, 0)))
     declared = sum(quantized.declared.values())
     ratio = sum(quantized.saved.values()) / declared if declared else 1.0
     return Choice(ratio * plain.declared.get(group, 0), quantized.seconds_of.get(group, 0.0))
@@ -188,4 +190,4 @@ def _with_all_groups(moments: Iterable[Moment], names: Iterable[str]) -> Iterabl
             fractions = of_block.get(block_of(group), [])
             if group not in alive and block_of(group) and fractions:
                 alive[group] = max(fractions)
-        yield replace(moment, alive=alive)
+        yield dataclasses.replace(moment, alive=alive)

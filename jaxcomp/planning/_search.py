@@ -1,11 +1,11 @@
 """The strategies that were compiled on the way to a plan."""
 
 import contextlib
+import dataclasses
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any
 
 from jaxcomp.memory._compiling import fingerprint
@@ -24,7 +24,7 @@ _MOST = 64
 _remembered: dict[Any, Probe] = {}  # compiled steps, for further budgets
 
 
-@dataclass
+@dataclasses.dataclass
 class Candidate:
     """A strategy that was compiled.
 
@@ -48,7 +48,7 @@ class Candidate:
         return self.strategy.policy is not None and has_codecs(self.strategy.policy)
 
 
-@dataclass
+@dataclasses.dataclass
 class Search:
     """Compiles strategies, at most so many.
 
@@ -80,10 +80,10 @@ class Search:
     admits: Callable[[Strategy], bool]
     most_noise: float = math.inf
     noise: Noise | None = None
-    ready: dict[str, tuple[TracedStep, bool]] = field(default_factory=dict)
-    found: list[Candidate] = field(default_factory=list)
-    errors: list[float] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    ready: dict[str, tuple[TracedStep, bool]] = dataclasses.field(default_factory=dict)
+    found: list[Candidate] = dataclasses.field(default_factory=list)
+    errors: list[float] = dataclasses.field(default_factory=list)
+    notes: list[str] = dataclasses.field(default_factory=list)
 
     def compile(
         self, name: str, strategy: Strategy, assignment: Mapping[str, str] | None = None

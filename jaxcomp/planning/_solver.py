@@ -1,8 +1,8 @@
 """The integer program of a plan: a choice for each group, within budgets of bytes and of noise."""
 
+import dataclasses
 import functools
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy import optimize, sparse
@@ -12,7 +12,7 @@ _GAP = 1e-3  # relative, of the time that is minimized
 _SECONDS = 2.0
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Choice:
     """One thing that may be done with a group.
 
@@ -30,7 +30,7 @@ class Choice:
 FREE = Choice(0.0, 0.0)
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Moment:
     """A point of a compiled step at which much memory is alive.
 
@@ -59,7 +59,7 @@ class Moment:
         return max(self.alive.get(group, 0.0) for group in pair)
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Problem:
     """What a plan decides.
 
@@ -115,15 +115,18 @@ class Problem:
         """Returns the same for a part of the batch; `given` are bytes of arguments, which stay."""
         choices = {
             group: {
-                name: replace(choice, bytes=choice.bytes / count) for name, choice in named.items()
+                name: dataclasses.replace(choice, bytes=choice.bytes / count)
+                for name, choice in named.items()
             }
             for group, named in self.choices.items()
         }
         moments = [
-            replace(moment, rest=min(moment.rest, given + (moment.rest - given) / count))
+            dataclasses.replace(
+                moment, rest=min(moment.rest, given + (moment.rest - given) / count)
+            )
             for moment in self.moments
         ]
-        return replace(self, choices=choices, moments=moments)
+        return dataclasses.replace(self, choices=choices, moments=moments)
 
     def seconds(self, assignment: Mapping[str, str]) -> float:
         """Returns the sum of the estimated times."""

@@ -1,8 +1,8 @@
 """Strategies for the activations of a training step, which tables compare."""
 
+import dataclasses
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import jax
@@ -48,7 +48,7 @@ _FIRST_BLOCKS = re.compile(
 )
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Strategy:
     """What a training step does about its activations. Calling it on a model applies it.
 
@@ -144,7 +144,9 @@ class Strategy:
                 raise ValueError(
                     f"strategy={spec!r}: expected accumulate:N with N=2 or more micro-batches"
                 )
-            return replace(cls.parse(inner or "plain"), spec=spec, micro_batches=int(count))
+            return dataclasses.replace(
+                cls.parse(inner or "plain"), spec=spec, micro_batches=int(count)
+            )
         try:
             if name == "remat":
                 codec = read(argument)

@@ -1,7 +1,7 @@
 """A step traced by a factory that is watched: what it did with the strategy that it was given."""
 
+import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 from flax import nnx
@@ -14,13 +14,13 @@ MakeStep = Callable[[Strategy, int], tuple[Callable[..., Any], tuple[Any, ...]]]
 M = TypeVar("M", bound=nnx.Module | Callable[..., Any])
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class _Watched(Strategy):
     """A strategy that knows the models that it was applied to, and what was asked of it."""
 
-    apply: Callable[[Any], Any] | None = field(kw_only=True)
-    models: list[Any] = field(default_factory=list)
-    read: set[str] = field(default_factory=set)
+    apply: Callable[[Any], Any] | None = dataclasses.field(kw_only=True)
+    models: list[Any] = dataclasses.field(default_factory=list)
+    read: set[str] = dataclasses.field(default_factory=set)
 
     def __getattribute__(self, name: str) -> Any:
         if name in ("spec", "policy", "remat", "remat_policy", "micro_batches"):
@@ -34,7 +34,7 @@ class _Watched(Strategy):
 
     def unwatched(self) -> Strategy:
         """Returns the same strategy, which the factory may have replaced."""
-        names = [f.name for f in fields(Strategy)]
+        names = [f.name for f in dataclasses.fields(Strategy)]
         return Strategy(**{name: object.__getattribute__(self, name) for name in names})
 
     def check(self, asked: Strategy) -> None:
@@ -85,7 +85,7 @@ def trace_step(
     Raises:
         ValueError: If the factory does not do what the strategy asks for.
     """
-    copied = {f.name: getattr(strategy, f.name) for f in fields(strategy)}
+    copied = {f.name: getattr(strategy, f.name) for f in dataclasses.fields(strategy)}
     watched = _Watched(**copied, apply=apply)
     step, arguments = make_step(watched, batch)
     traced = trace(step, *arguments, target=target)

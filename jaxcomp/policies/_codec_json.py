@@ -1,7 +1,7 @@
 """Codecs as dictionaries that JSON can hold."""
 
 import dataclasses
-import typing
+from typing import Any
 
 from jaxcomp.codecs import Codec
 from jaxcomp.policies._save_compressed import codec_types
@@ -9,7 +9,7 @@ from jaxcomp.policies._save_compressed import codec_types
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def codec_to_dict(codec: Codec) -> dict[str, typing.Any]:
+def codec_to_dict(codec: Codec) -> dict[str, Any]:
     """Returns the codec's name under "name", and its fields.
 
     Raises:
@@ -21,7 +21,7 @@ def codec_to_dict(codec: Codec) -> dict[str, typing.Any]:
         {'name': 'cast', 'dtype': 'float16'}
     """
 
-    def plain(value: typing.Any) -> typing.Any:
+    def plain(value: Any) -> Any:
         if isinstance(value, Codec):
             return codec_to_dict(value)
         if isinstance(value, tuple):
@@ -30,14 +30,14 @@ def codec_to_dict(codec: Codec) -> dict[str, typing.Any]:
             raise TypeError(f"codec={codec!r}: {value!r} cannot be written as JSON")
         return value
 
-    known: typing.Any = codec
+    known: Any = codec
     if not dataclasses.is_dataclass(known):
         raise TypeError(f"codec={codec!r}: expected a dataclass")
     fields = {f.name: plain(getattr(codec, f.name)) for f in dataclasses.fields(known)}
     return {"name": codec.name} | fields
 
 
-def codec_from_dict(fields: dict[str, typing.Any]) -> Codec:
+def codec_from_dict(fields: dict[str, Any]) -> Codec:
     """Reads what `codec_to_dict` returned.
 
     Raises:
@@ -49,7 +49,7 @@ def codec_from_dict(fields: dict[str, typing.Any]) -> Codec:
         Cast(dtype='float16')
     """
 
-    def value(item: typing.Any) -> typing.Any:
+    def value(item: Any) -> Any:
         if isinstance(item, dict):
             return codec_from_dict(item)
         return tuple(map(value, item)) if isinstance(item, list) else item

@@ -2,8 +2,8 @@
 
 import dataclasses
 import json
-import typing
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from jaxcomp._core import table
 from jaxcomp.codecs import Codec, Exact, Offload
@@ -170,7 +170,7 @@ def has_codecs(policy: Policy | JaxPolicy) -> bool:
     return any(isinstance(rule.action, Codec) and not rule.action.is_exact for rule in rules)
 
 
-def _read_rule(fields: dict[str, typing.Any]) -> Rule:
+def _read_rule(fields: dict[str, Any]) -> Rule:
     action = fields["action"]
     if isinstance(action, dict):
         action = codec_from_dict(action)

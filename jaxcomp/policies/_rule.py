@@ -2,14 +2,14 @@
 
 import dataclasses
 import re
-import typing
 from collections.abc import Sequence
+from typing import Literal, get_args
 
 from jaxcomp.codecs import Codec
 from jaxcomp.policies._value import ROLES, Value, dtype_name
 
-Action = typing.Literal["keep", "recompute", "cheapest", "offload"]
-ACTIONS: tuple[Action, ...] = typing.get_args(Action)
+Action = Literal["keep", "recompute", "cheapest", "offload"]
+ACTIONS: tuple[Action, ...] = get_args(Action)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-import typing
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ ROLES = ("operand", "derivative", "mask", "index", "statistic", "input", "other"
 
 
 @functools.lru_cache(256)
-def dtype_name(dtype: typing.Any) -> str:
+def dtype_name(dtype: Any) -> str:
     """Returns the name of a dtype, of those of JAX's keys too.
 
     Example:
@@ -46,7 +46,7 @@ class Value:
     """
 
     shape: tuple[int, ...]
-    dtype: typing.Any
+    dtype: Any
     primitive: str = ""
     names: tuple[str, ...] = ()
     role: str = "other"

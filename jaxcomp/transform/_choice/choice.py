@@ -1,10 +1,9 @@
 """Which values of a forward program wait for the backward pass, so that it can be rebuilt."""
 
 import dataclasses
-import typing
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -46,7 +45,7 @@ class Stored:
         assert self.codec is not None
         if self.bounds is None:
             return self.codec.encode(value, seed)
-        return typing.cast(Quantize, self.codec).encode_within(value, *self.bounds, seed)
+        return cast(Quantize, self.codec).encode_within(value, *self.bounds, seed)
 
     def nbytes(self, aval: ShapedArray) -> int:
         """Returns the bytes in the device's memory."""

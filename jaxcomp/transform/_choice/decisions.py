@@ -1,8 +1,8 @@
 """Applies a policy to every value of a program."""
 
 import dataclasses
-import typing
 from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
@@ -19,7 +19,7 @@ from jaxcomp.transform._choice.graph import Graph, coded_nbytes, nbytes
 from jaxcomp.transform._program.origins import module_path
 from jaxcomp.transform._program.types import Equation, Variable
 
-Action = typing.Literal["either", "cheapest", "keep", "recompute", "offload"]
+Action = Literal["either", "cheapest", "keep", "recompute", "offload"]
 
 # What JAX's policies may return besides booleans, by the names of their types.
 _ANSWERS: dict[str, Action] = {
