@@ -25,7 +25,6 @@ ROOMS = ("_program", "_pieces", "_choice", "_recognition", "_execution", "_neste
 # Modules of `transform` without a test of their name, each with the test that covers it.
 COVERED_BY = {
     "_choice.bias": "recognition/test_bias.py",
-    "_choice.constant_operands": "execution/test_backward.py",
     "_choice.context": "choice/test_schedule.py",
     "_choice.decisions": "choice/test_schedule.py",
     "_choice.graph": "choice/test_choice.py",
@@ -34,15 +33,11 @@ COVERED_BY = {
     "_model_attributes": "test_compress.py",
     "_nested.nested": "nested/test_loops.py",
     "_nested.scheduled": "nested/test_loops.py",
-    "_pieces.axes": "pieces/test_slices.py",
-    "_pieces.hidden": "pieces/test_chunks.py",
     "_pieces.limits": "pieces/test_slices.py",
-    "_pieces.masks": "pieces/test_chunks.py",
     "_pieces.pieces": "pieces/test_slices.py",
     "_pieces.slice": "pieces/test_slices.py",
     "_program.automatic_axes": "../sharding/test_explicit.py",
     "_program.builder": "test_checkpoint.py",
-    "_program.constants": "pieces/test_chunks.py",
     "_program.keyed": "program/test_custom_rules.py",
     "_program.linearized": "test_checkpoint.py",
     "_program.origins": "test_plan.py",

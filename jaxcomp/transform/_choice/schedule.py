@@ -24,7 +24,6 @@ from jaxcomp.transform._choice.choice import (
     without_codecs,
     without_products,
 )
-from jaxcomp.transform._choice.constant_operands import with_constants_inside
 from jaxcomp.transform._choice.context import Context
 from jaxcomp.transform._choice.decisions import Decision, decide
 from jaxcomp.transform._choice.graph import Graph, nbytes, plain_nbytes
@@ -96,10 +95,7 @@ class Schedule:
         rules of transposition, too.
         """
         with remat3.traced_without():
-            backward = transpose(self.linear, len(self.active))
-        return with_constants_inside(
-            backward, [c.value for c in self.coefficients], self.graph.program
-        )
+            return transpose(self.linear, len(self.active))
 
 
 def schedule(

@@ -19,8 +19,6 @@ class Limits:
             least.
         work: Of the FLOPs of all slices to those of the whole, at most.
         sums: All results that are sums have at most this part of the largest array's elements.
-        scores: Elements of masked scores, at least; with fewer, kernels of a chunk are too short.
-        queries: Of a chunk, at least; keys are taken by as many.
         outside: Elements of the largest array outside of the program.
     """
 
@@ -30,8 +28,6 @@ class Limits:
     ratio: float = 8
     work: float = 1.1
     sums: float = 1 / 16
-    scores: int = 2**24
-    queries: int = 128
     outside: int = 0
 
 

@@ -1,6 +1,7 @@
 """Evaluates one part of a value along one of its axes, without the rest of what it is made of."""
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,10 +11,16 @@ from jaxtyping import Array
 
 from jaxcomp._core import platforms
 from jaxcomp.memory._tracing import inner_jaxprs
-from jaxcomp.transform._pieces.axes import WholeError, same_axis
-from jaxcomp.transform._program.constants import constants
 from jaxcomp.transform._program.primitives import POINTWISE
-from jaxcomp.transform._program.program import Program, apply, avals, is_placed, read, scope_of
+from jaxcomp.transform._program.program import (
+    Program,
+    apply,
+    avals,
+    fixed_values,
+    is_placed,
+    read,
+    scope_of,
+)
 from jaxcomp.transform._program.types import Equation, is_variable
 
 _LINEAR = {
@@ -21,6 +28,10 @@ _LINEAR = {
     *("broadcast_in_dim", "reshape", "squeeze", "transpose", "reduce_sum"),
 }
 _REDUCTIONS = {"reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum"}
+
+
+class WholeError(Exception):
+    """A program cannot be evaluated for a part of the arrays along an axis."""
 
 
 class Part:
@@ -49,7 +60,9 @@ class Part:
         self._most = max(array.size for array in arguments)
         self._parts: dict[Any, Array] = {}
         self._asked: dict[Any, int] = {}  # the axis of each large product, computed along one alone
-        self._constants = constants(program)  # such as a causal mask, which XLA fuses into readers
+        self._constants = fixed_values(
+            program
+        )  # such as a causal mask, which XLA fuses into readers
 
     def part(self, atom: Any, axis: int) -> Array:
         """Returns a part of a value along an axis.
@@ -148,7 +161,7 @@ class Part:
             is_repeated = before is None or operands[0].aval.shape[before] == 1
             axes, params = [None if is_repeated else before], params | {"shape": part}
         elif name == "reshape":
-            before = same_axis(operands[0].aval.shape, shape, axis)
+            before = _same_axis(operands[0].aval.shape, shape, axis)
             if before is None or params["dimensions"] is not None:
                 return None
             axes, params = [before], params | {"new_sizes": part}
@@ -194,6 +207,15 @@ def _product(operands: list[Array], params: dict[str, Any], dtype: Any) -> Array
         lambda operands: multiply(*(x.astype(dtype) for x in operands)),
         lambda operands: multiply(*operands),
     )
+
+
+def _same_axis(before: Sequence[int], after: Sequence[int], axis: int) -> int | None:
+    """Returns the axis of an array before a reshape that is an axis of it afterwards."""
+    outer = math.prod(after[:axis])
+    for i, size in enumerate(before):
+        if math.prod(before[:i]) == outer and size == after[axis]:
+            return i
+    return None
 
 
 def _axes_of_product(equation: Equation, axis: int) -> tuple[int | None, int | None]:

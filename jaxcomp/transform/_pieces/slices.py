@@ -15,9 +15,8 @@ from jaxtyping import Array
 from jaxcomp._core.one_device import on_one
 from jaxcomp._core.shard_map import barrier_by_type, vary_like
 from jaxcomp.memory._flops import jaxpr_flops
-from jaxcomp.transform._pieces.axes import WholeError
 from jaxcomp.transform._pieces.limits import Limits
-from jaxcomp.transform._pieces.slice import Part, wide
+from jaxcomp.transform._pieces.slice import Part, WholeError, wide
 from jaxcomp.transform._program.program import Program, avals, variables
 
 Evaluate = Callable[[Array, Sequence[Array]], list[Array]]
@@ -57,14 +56,14 @@ def in_parts(program: Program, whole: Evaluate, limits: Limits) -> Evaluate:
     return evaluate
 
 
-def largest_size(program: Program) -> int:
+def _largest_size(program: Program) -> int:
     """Elements of the largest array that a program makes."""
     return max((v.aval.size for e in program.equations for v in e.outvars), default=0)
 
 
 def _run_of_parts(program: Program, limits: Limits) -> Evaluate | None:
     """Evaluates a program in parts of some bytes, where that is worth it and possible."""
-    largest = largest_size(program)
+    largest = _largest_size(program)
     count = -(-4 * largest // limits.slice_nbytes)
     if count > 1 and largest > limits.outside:
         for division in _divisions(program, count, limits):
@@ -113,7 +112,7 @@ def _divisions(program: Program, count: int, limits: Limits) -> list[_Division]:
     if not results:
         return []
     largest = max(results, key=lambda kind: kind.size)
-    most = limits.sums * largest_size(program)
+    most = limits.sums * _largest_size(program)
     divisions = []
     for axis, size in enumerate(largest.shape):
         limit = min(size, limits.excess * count)

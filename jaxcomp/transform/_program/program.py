@@ -14,7 +14,7 @@ from jax.extend.core import DropVar, Jaxpr, Literal, Var, jaxpr_as_fun
 from jaxtyping import Array, PyTree
 
 from jaxcomp.memory._tracing import open_jaxpr
-from jaxcomp.transform._program.primitives import CHEAP, HEAVY, REDUCTIONS
+from jaxcomp.transform._program.primitives import CHEAP, HEAVY, REDUCTIONS, is_cheap
 from jaxcomp.transform._program.types import Atom, Equation, Step, Variable, is_variable
 
 # Calls that are looked through, by the parameter that holds what is called.
@@ -242,3 +242,16 @@ def readers_of(equations: Iterable[Equation]) -> dict[Variable, list[Equation]]:
         for value in variables(equation.invars):
             readers.setdefault(value, []).append(equation)
     return readers
+
+
+def fixed_values(program: Program) -> set[Variable]:
+    """Returns the variables that are the same for every input, such as a causal mask.
+
+    Cheap equations make them of literals.
+    """
+    fixed: set[Variable] = set()
+    for equation in program.equations:
+        cheap = is_cheap(equation) or equation.primitive.name == "pvary"
+        if cheap and fixed.issuperset(variables(equation.invars)):
+            fixed.update(equation.outvars)
+    return fixed

@@ -8,9 +8,8 @@ import jax
 from jax.extend.core import DropVar
 from jaxtyping import Array
 
-from jaxcomp.transform._program.constants import constants
 from jaxcomp.transform._program.primitives import REDUCTIONS, is_cheap, is_cheap_rule
-from jaxcomp.transform._program.program import variables
+from jaxcomp.transform._program.program import fixed_values, variables
 from jaxcomp.transform._program.types import Equation, Variable
 from jaxcomp.transform._recognition.pattern import Pattern
 from jaxcomp.transform._recognition.unit import Codeless
@@ -44,7 +43,7 @@ class Attention(Codeless):
 
 def attentions(pattern: Pattern) -> Iterator[Attention]:
     """Returns the attentions whose scores have more elements than queries, keys and values."""
-    fixed = constants(pattern.program)
+    fixed = fixed_values(pattern.program)
     for equation in pattern.program.equations:
         if _is_batched(equation):
             attention = _attention(pattern, equation, fixed)
