@@ -26,14 +26,34 @@ from tests.transform.attentions import (
 X, W = normal((8, 128, 64)), 0.2 * normal((4, 64, 64), seed=1)
 
 
-@pytest.fixture(autouse=True)
-def _small_parts(monkeypatch):
+@pytest.fixture(scope="module", autouse=True)
+def _small_parts():
     """Parts of small scores; programs that were decided about before are forgotten."""
-    monkeypatch.setattr(slices, "_PART", 2**17)
-    monkeypatch.setattr(slices, "_RATIO", 1)
-    jax.clear_caches()
-    with jax.numpy_rank_promotion("allow"):  # as users add biases
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(slices, "_PART", 2**17)
+        patch.setattr(slices, "_RATIO", 1)
+        jax.clear_caches()
         yield
+    jax.clear_caches()
+
+
+@pytest.fixture(autouse=True)
+def _as_users_add_biases():
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture
+def limits(monkeypatch):
+    """Sets limits of parts, for one test."""
+
+    def change(**values):
+        for name, value in values.items():
+            monkeypatch.setattr(slices, name, value)
+        jax.clear_caches()
+
+    yield change
+    jax.clear_caches()
 
 
 def _grouped(q, k, v):
@@ -124,14 +144,24 @@ def _tuned(x, adapters):
     return jnp.sin(y + jnp.where(jnp.arange(x.shape[-2])[:, None] % 2, 0, jnp.pi)).sum()
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("shape", [(1, 512, 16), (512, 16), (4, 128, 16), (96, 16), (1, 96, 16)])
-def test_frozen_feed_forward_networks_with_adapters(shape, dtype, monkeypatch):
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((1, 512, 16), jnp.float32),
+        ((512, 16), jnp.bfloat16),
+        ((4, 128, 16), jnp.float16),
+        ((4, 128, 16), jnp.float32),
+        ((96, 16), jnp.float32),
+        ((1, 96, 16), jnp.bfloat16),
+        ((1, 96, 16), jnp.float16),
+    ],
+)
+def test_frozen_feed_forward_networks_with_adapters(shape, dtype, limits):
     """Parts of the tokens; the gradients of adapters and biases are sums over them, in float32.
 
     There may be as many tokens as features within the network.
     """
-    monkeypatch.setattr(slices, "_PART", 2**14)
+    limits(_PART=2**14)
     coded = jc.checkpoint(_tuned, jc.Exact())
     wide = jax.tree.map(lambda a: a.astype(dtype).astype(jnp.float32), (normal(shape), _ADAPTERS))
     x, adapters = jax.tree.map(lambda a: a.astype(dtype), wide)
@@ -184,10 +214,9 @@ def test_what_takes_the_whole_is_left_as_it_is():
         assert_close(gradient(coded, X, other), gradient(function, X, other), 1e-5)
 
 
-def test_parts_repeat_no_work(monkeypatch):
+def test_parts_repeat_no_work(limits):
     """Each part would run the loop, or multiply by the frozen matrix, for all of the array."""
-    for name in ("_PART", "_PART_OF_TPU"):
-        monkeypatch.setattr(slices, name, 2**13)
+    limits(_PART=2**13, _PART_OF_TPU=2**13)
 
     def in_a_loop(q, k, v):
         groups = q.reshape(8, 1, 16, 4, 16)
@@ -230,13 +259,12 @@ def test_weights_that_all_devices_share():
 
 
 @pytest.mark.aot
-def test_a_step_needs_less():
+def test_a_step_needs_less(limits):
     x = normal((8, 256, 64))
     coded = jc.checkpoint(functools.partial(loss_of, causal), jc.Exact())
 
     def needs(part):
-        slices._PART = part  # the fixture restores it
-        jax.clear_caches()
+        limits(_PART=part)
         return memory.analyze(jax.grad(coded), x, W, target="h100").temp_bytes
 
     parts, whole = needs(2**20), needs(2**30)
@@ -244,19 +272,17 @@ def test_a_step_needs_less():
     assert parts < 0.75 * whole
 
 
-def test_small_scores_are_left_as_they_are():
+def test_small_scores_are_left_as_they_are(limits):
     coded = jc.checkpoint(functools.partial(loss_of, causal), jc.Exact())
     assert _has_loop(coded, X, W)
-    slices._RATIO = 32  # the fixture restores it
-    jax.clear_caches()
+    limits(_RATIO=32)
     assert not _has_loop(coded, X, W)
-    slices._RATIO, slices._PART = 1, 2**22
-    jax.clear_caches()
+    limits(_RATIO=1, _PART=2**22)
     assert not _has_loop(coded, X, W)
 
 
-def test_where_other_arrays_are_larger_there_are_parts_on_a_tpu_alone(monkeypatch):
-    monkeypatch.setattr(slices, "_PART_OF_TPU", 2**17)
+def test_where_other_arrays_are_larger_there_are_parts_on_a_tpu_alone(limits):
+    limits(_PART_OF_TPU=2**17)
     head = 0.1 * normal((64, 1024), seed=5)
 
     def loss(x, w):
