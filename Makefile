@@ -34,7 +34,7 @@ demo: $(STAMP)
 	$(BIN)/python -m experiments.demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --durations=20
+	$(BIN)/python -m pytest -n 2 --dist worksteal --durations=20
 
 # Memory and traffic of whole steps, compiled for absent GPUs and TPUs.
 test-aot: $(STAMP)

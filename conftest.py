@@ -1,6 +1,7 @@
 """How JAX and Hypothesis are set for every test and doctest."""
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -37,3 +38,9 @@ hypothesis.settings.register_profile(
     "jaxcomp", deadline=None, derandomize=True, max_examples=25, database=None
 )
 hypothesis.settings.load_profile("jaxcomp")
+
+
+def pytest_collection_finish() -> None:
+    """What is imported stays, and a collection that leaves it out and is rare takes little time."""
+    gc.freeze()
+    gc.set_threshold(100_000, 20, 20)

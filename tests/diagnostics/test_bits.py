@@ -148,7 +148,7 @@ def test_a_plan_meets_its_budget_in_bytes():
     """Codes alone: ranges, and the order of runs, come on top."""
     model = Net(jc.Quantize(bits=2))
     shape = jax.ShapeDtypeStruct(X.shape, X.dtype)
-    for bits in (1, 2, 3.5, 8):
+    for bits in (1, 3.5):
         planned = plan_bits(loss, model, X, bits=bits, run=4)
         jc.compress(jc.uncompress(model), planned)
         saved = jc.plan(model, shape).values

@@ -293,10 +293,10 @@ def loss_of(case, scale_source="norm"):
 
 
 ADDED = ["added", "normed", "pooled"]
+ADDED_AND_SOURCES = [*((case, SCALE_SOURCES[0]) for case in ADDED), ("pooled", SCALE_SOURCES[1])]
 
 
-@pytest.mark.parametrize("scale_source", SCALE_SOURCES)
-@pytest.mark.parametrize("case", ADDED)
+@pytest.mark.parametrize(("case", "scale_source"), ADDED_AND_SOURCES)
 def test_under_vmap_scan_and_checkpoint_it_is_itself(case, scale_source):
     grad, given = loss_of(case, scale_source)
     args = given(jnp.float32)
@@ -309,8 +309,7 @@ def test_under_vmap_scan_and_checkpoint_it_is_itself(case, scale_source):
     assert_close(jax.tree.map(lambda a: a[1], scanned), expected)
 
 
-@pytest.mark.parametrize("scale_source", SCALE_SOURCES)
-@pytest.mark.parametrize("case", ADDED)
+@pytest.mark.parametrize(("case", "scale_source"), ADDED_AND_SOURCES)
 def test_sharded_it_has_the_same_codes_and_no_collective_but_the_norms(case, scale_source):
     grad, given = loss_of(case, scale_source)
     args = given(jnp.float32)

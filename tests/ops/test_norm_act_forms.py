@@ -76,8 +76,10 @@ def test_on_a_tpu_no_barrier_holds_four_bits_back(codec, fewer, as_on):
     assert barriers("cuda") - barriers("tpu") == fewer
 
 
-@pytest.mark.parametrize("scale_source", SCALE_SOURCES)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "scale_source"),
+    [*((dtype, SCALE_SOURCES[0]) for dtype in DTYPES), (DTYPES[0], SCALE_SOURCES[1])],
+)
 def test_sums_over_a_map_are_those_over_the_windows_of_its_pool(dtype, scale_source, monkeypatch):
     call, given = of_case(norm_act, "pooled")
     args = given(dtype)

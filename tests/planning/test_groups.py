@@ -44,6 +44,7 @@ def test_groups_of_a_linen_model_are_its_scopes():
     step, arguments = of_linen(jc.planning.Strategy.parse("plain"), BATCH)
     plain = jc.memory.analyze(step, *arguments, target="cpu").total_bytes
     given = {"batch": BATCH, "budget": int(0.7 * plain), "target": "cpu", "bits": (8,)}
+    given["compiles"] = 4
     plan = fit(of_linen, actions=("keep", "quantize"), **given)
     actions = {part.group: part.action for part in plan.parts}
     assert {"LinenNet", "LinenNet/up_0", "LinenNet/norm_2"} <= actions.keys()

@@ -101,9 +101,8 @@ def _expected(name):
     ("policy", "name"),
     [
         *((POLICIES[0], name) for name in FUNCTIONS),
-        (jax.checkpoint_policies.dots_saveable, "scans"),
-        pytest.param(jax.checkpoint_policies.everything_saveable, "scans", marks=pytest.mark.slow),
-        pytest.param(jax.checkpoint_policies.nothing_saveable, "scans", marks=pytest.mark.slow),
+        (jax.checkpoint_policies.dots_saveable, "block"),
+        *(pytest.param(policy, "scans", marks=pytest.mark.slow) for policy in POLICIES[1:]),
     ],
 )
 def test_all_modes_are_those_of_jax(policy, name):

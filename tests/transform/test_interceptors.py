@@ -102,7 +102,12 @@ POLICIES = {
 
 @pytest.mark.parametrize(
     ("case", "policy"),
-    [*itertools.product(CASES, POLICIES), ("convolution", "fused:bits=4")],
+    [
+        *itertools.product(CASES, ["codes"]),
+        *itertools.product(["product", "convolution"], ["exact"]),
+        *itertools.product(["loop", "inner checkpoint", "custom_vjp"], ["nothing"]),
+        ("convolution", "fused:bits=4"),
+    ],
 )
 def test_what_replaces_a_function_acts_on_the_users_calls_alone(case, policy):
     fn, function, arguments = CASES[case]

@@ -17,6 +17,7 @@ def _print(capsys, what, declared, compiled):
         print(f"\nh100, {what}: declares {declared / 2**20:.2f}, adds {compiled / 2**20:.2f} MiB")
 
 
+@pytest.mark.aot
 def test_h100_keeps_what_a_convolution_unit_declares(capsys):
     pytest.importorskip("jax_cuda13_plugin")
     figures = measure("conv", "each", "h100")

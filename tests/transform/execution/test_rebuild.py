@@ -34,12 +34,12 @@ def gradient(fn):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(("make", "steps"), [(elementwise, 300), (products, 160)])
+@pytest.mark.parametrize(("make", "steps"), [(elementwise, 300), (products, 80)])
 def test_programs_grow_with_the_length_of_a_chain(make, steps, policy):
     def equations(steps):
         return len(jax.make_jaxpr(gradient(jc.checkpoint(make(steps), policy)))(X, W).eqns)
 
-    assert equations(steps) < 2.3 * equations(steps // 2)
+    assert equations(steps) < 4.5 * equations(steps // 4)
 
 
 def test_a_chain_of_several_segments_has_its_gradient():

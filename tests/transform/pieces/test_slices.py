@@ -28,9 +28,14 @@ X, W = normal((8, 128, 64)), 0.2 * normal((4, 64, 64), seed=1)
 
 @pytest.fixture(autouse=True)
 def _small_parts():
-    """Parts of small scores; programs that were decided about before are forgotten."""
-    jax.clear_caches()
-    with limits_of(slice_nbytes=2**17, ratio=1), jax.numpy_rank_promotion("allow"):  # for biases
+    """Parts of small scores."""
+    with limits_of(slice_nbytes=2**17, ratio=1):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _as_users_add_biases():
+    with jax.numpy_rank_promotion("allow"):
         yield
 
 
@@ -122,8 +127,18 @@ def _tuned(x, adapters):
     return jnp.sin(y + jnp.where(jnp.arange(x.shape[-2])[:, None] % 2, 0, jnp.pi)).sum()
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("shape", [(1, 512, 16), (512, 16), (4, 128, 16), (96, 16), (1, 96, 16)])
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((1, 512, 16), jnp.float32),
+        ((512, 16), jnp.bfloat16),
+        ((4, 128, 16), jnp.float16),
+        ((4, 128, 16), jnp.float32),
+        ((96, 16), jnp.float32),
+        ((1, 96, 16), jnp.bfloat16),
+        ((1, 96, 16), jnp.float16),
+    ],
+)
 @limits_of(slice_nbytes=2**14)
 def test_frozen_feed_forward_networks_with_adapters(shape, dtype):
     """Parts of the tokens; the gradients of adapters and biases are sums over them, in float32.
@@ -227,12 +242,11 @@ def test_weights_that_all_devices_share():
 
 
 @pytest.mark.aot
-def test_a_step_needs_less():
+def test_a_step_needs_less(limits):
     x = normal((8, 256, 64))
     coded = jc.checkpoint(functools.partial(loss_of, causal), jc.Exact())
 
     def needs(part):
-        jax.clear_caches()
         with limits_of(slice_nbytes=part):
             return memory.analyze(jax.grad(coded), x, W, target="h100").temp_bytes
 
@@ -241,11 +255,10 @@ def test_a_step_needs_less():
     assert parts < 0.75 * whole
 
 
-def test_small_scores_are_left_as_they_are():
+def test_small_scores_are_left_as_they_are(limits):
     coded = jc.checkpoint(functools.partial(loss_of, causal), jc.Exact())
     assert _has_loop(coded, X, W)
     for sizes in ({"ratio": 32}, {"slice_nbytes": 2**22}):
-        jax.clear_caches()
         with limits_of(**sizes):
             assert not _has_loop(coded, X, W)
 

@@ -44,8 +44,7 @@ def test_attention_saves_no_scores(stop):
     assert error < 0.05
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize(("dtype", "has_bias"), [(jnp.float32, False), (jnp.bfloat16, True)])
 def test_a_scale_of_features_saves_nothing(dtype, has_bias):
     shapes = {"x": (4, 64, 128), "up": (128, 256), "down": (256, 128), "scale": (128,)}
     keys = jax.random.split(jax.random.key(0), 5)

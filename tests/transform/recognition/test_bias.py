@@ -39,7 +39,7 @@ CASES = {
     "batch norm of 8": (batch_norm, (8, 256), "fused:bits=3"),
     "batch norm of 8, 4 bits": (batch_norm, (8, 1024), "fused:bits=4"),
     "residual of 16": (residual, (16, 128), "fused:bits=3"),
-    "silu of 16": (silu, (1, 4, 4, 1024), "automatic:bits=3"),
+    "silu of 16": (silu, (1, 4, 4, 512), "automatic:bits=3"),
     "layer norm of 96": (layer_norm, (32, 96), jc.Quantize(bits=1)),
 }
 
