@@ -242,7 +242,7 @@ def test_weights_that_all_devices_share():
 
 
 @pytest.mark.aot
-def test_a_step_needs_less(limits):
+def test_a_step_needs_less():
     x = normal((8, 256, 64))
     coded = jc.checkpoint(functools.partial(loss_of, causal), jc.Exact())
 
@@ -255,7 +255,7 @@ def test_a_step_needs_less(limits):
     assert parts < 0.75 * whole
 
 
-def test_small_scores_are_left_as_they_are(limits):
+def test_small_scores_are_left_as_they_are():
     coded = jc.checkpoint(functools.partial(loss_of, causal), jc.Exact())
     assert _has_loop(coded, X, W)
     for sizes in ({"ratio": 32}, {"slice_nbytes": 2**22}):
