@@ -1,6 +1,7 @@
 """Which values of a forward program wait for the backward pass, so that it can be rebuilt."""
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, cast
@@ -55,8 +56,7 @@ class Stored:
             return plain_nbytes(aval)
         if self.bounds is None:
             return self.copies * coded_nbytes(self.codec, aval.shape, aval.dtype)
-        x = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
-        return self.copies * int(jax.eval_shape(self.encode, x, jnp.uint32(0)).nbytes)
+        return self.copies * _nbytes_of_code(self, aval.shape, aval.dtype)
 
     @property
     def is_on_host(self) -> bool:
@@ -67,6 +67,13 @@ class Stored:
     def is_noisy(self) -> bool:
         """Whether what comes back is not exact."""
         return self.codec is not None and self.codec != Packed(1)
+
+
+@functools.lru_cache(4096)
+def _nbytes_of_code(storing: Stored, shape: tuple[int, ...], dtype: Any) -> int:
+    """Bytes of one code, which is traced once for each shape."""
+    x = jax.ShapeDtypeStruct(shape, dtype)
+    return int(jax.eval_shape(storing.encode, x, jnp.uint32(0)).nbytes)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -143,7 +143,7 @@ def _size(atom: Atom) -> int:
 def nbytes(aval: ShapedArray | Value) -> int:
     """Returns the bytes of a value stored exactly; a boolean takes a bit."""
     if aval.dtype == jnp.bool:
-        return Packed(1).nbytes(aval.shape, aval.dtype)
+        return coded_nbytes(Packed(1), aval.shape, aval.dtype)
     return plain_nbytes(aval)
 
 

@@ -1,7 +1,7 @@
 """Finds activation functions of `jax.nn` in a program, and gates."""
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -35,9 +35,9 @@ def activation_of(pattern: Pattern, value: Variable) -> Activation | None:
 
 
 def _as(pattern: Pattern, value: Variable, curve: Curve) -> Activation | None:
-    text, rules, length = _signature(curve.function, value.aval.shape, value.aval.dtype)
-    equations = _from(pattern, value, length)
-    if len(equations) != length:
+    text, rules, names = _signature(curve.function, value.aval.shape, value.aval.dtype)
+    equations = _from(pattern, value, len(names))
+    if _names(equations) != names:
         return None
     last = equations[-1]
     inside = [value, *(e.outvars[0] for e in equations[:-1])]
@@ -57,10 +57,15 @@ def _as(pattern: Pattern, value: Variable, curve: Curve) -> Activation | None:
 @functools.cache
 def _signature(
     function: Callable[[Array], Array], shape: tuple[int, ...], dtype: DTypeLike
-) -> tuple[str, list[Any], int]:
-    """Returns a function's equations, the rules of those that have one, and how many there are."""
+) -> tuple[str, list[Any], list[str]]:
+    """Returns a function's equations, the rules of those that have one, and the names of all."""
     program = flat(Program.trace(function, jax.ShapeDtypeStruct(shape, dtype)))
-    return str(program.jaxpr), _rules(program), len(program.equations)
+    return str(program.jaxpr), _rules(program), _names(program.equations)
+
+
+def _names(equations: Iterable[Equation]) -> list[str]:
+    """Returns the primitives of some equations, in alphabetical order."""
+    return sorted(equation.primitive.name for equation in equations)
 
 
 def _rules(program: Program) -> list[Any]:

@@ -35,6 +35,7 @@ class Pattern:
         self.program = program
         self.made_by, self.readers = program.made_by, program.readers
         self.results = set(variables(program.results))
+        self._numbers = {id(equation): i for i, equation in enumerate(program.equations)}
 
     def made(self, atom: Atom, *primitives: str) -> Equation | None:
         """Returns the equation that makes a variable, if it is of one of these primitives.
@@ -143,9 +144,9 @@ class Pattern:
             equation = self.made_by.get(value)
             if equation is None or not all(map(is_of_collective, equation.effects)):
                 return None
-            taken[id(equation)] = equation
+            taken[self._numbers[id(equation)]] = equation
             wanted += variables(equation.invars)
-        equations = [e for e in self.program.equations if id(e) in taken]
+        equations = [taken[number] for number in sorted(taken)]
         if not scoped:
             nowhere = source_info_util.NameStack()
             equations = [
