@@ -71,7 +71,7 @@ class Stored:
 
 @functools.lru_cache(4096)
 def _nbytes_of_code(storing: Stored, shape: tuple[int, ...], dtype: Any) -> int:
-    """Bytes of one code, which is traced once for each shape."""
+    """Returns the bytes of one code, which is traced once for each shape."""
     x = jax.ShapeDtypeStruct(shape, dtype)
     return int(jax.eval_shape(storing.encode, x, jnp.uint32(0)).nbytes)
 

@@ -1,13 +1,10 @@
 """The cheapest set of values from which others can be computed: a minimum cut."""
 
 import collections
-import itertools
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 V = TypeVar("V", bound=Hashable)
-
-Residual = dict[Hashable, dict[Hashable, int]]  # what an edge can still take
 
 NEVER = 1 << 62  # the cost of what cannot be stored
 
@@ -56,83 +53,111 @@ def cheapest(
         >>> sorted(cheapest(["y", "z"], parents.get, costs.get, recompute_costs.__getitem__).stored)
         ['x', 'y']
     """
-    residual: Residual = collections.defaultdict(dict)
+    network = _Network()
+    source, sink = network.node(), network.node()
+    before: dict[V, int] = {}  # the node that a value's way in ends at; the next is its way out
+    edges: dict[V, int] = {}  # between both
 
-    def edge(start: Hashable, end: Hashable, capacity: int) -> None:
-        residual[start][end] = residual[start].get(end, 0) + capacity
-        residual[end].setdefault(start, 0)
+    def way_out(value: V) -> int:
+        if value not in before:
+            before[value] = network.node()
+            network.node()
+            queue.append(value)
+        return before[value] + 1
 
-    source, sink = object(), object()
-    seen = set(wanted)
-    queue = list(wanted)
+    queue: list[V] = []
     for value in wanted:
-        edge((value, "out"), sink, NEVER)
+        network.edge(way_out(value), sink, NEVER)
     while queue:
         value = queue.pop()
-        edge((value, "in"), (value, "out"), max(1, cost(value)))
+        node = before[value]
+        edges[value] = network.edge(node, node + 1, max(1, cost(value)))
         parents = made_of(value)
-        if parents is None:
-            edge(source, (value, "in"), NEVER)
-            continue
-        edge(source, (value, "in"), recompute_cost(value))
-        for parent in parents:
-            edge((parent, "out"), (value, "in"), NEVER)
-            if parent not in seen:
-                seen.add(parent)
-                queue.append(parent)
-    while distance := _distances(residual, source, sink):
-        if not _block(residual, source, sink, distance):
-            raise ValueError("a value is needed that can be neither stored nor computed again")
-    backwards: Residual = collections.defaultdict(dict)
-    for start, ends in residual.items():
-        for end, capacity in ends.items():
-            backwards[end][start] = capacity
-    after = _distances(backwards, sink)
-    flows = {v for v in seen if residual[v, "out"][v, "in"] > 0}
-    stored = {v for v in flows if (v, "out") in after and (v, "in") not in after}
-    return Cut(stored, {v for v in seen if (v, "in") in after})
+        network.edge(source, node, NEVER if parents is None else recompute_cost(value))
+        for parent in parents or ():
+            network.edge(way_out(parent), node, NEVER)
+    network.fill(source, sink)
+    after = network.distances(sink, backwards=True)
+    flows = {v: node for v, node in before.items() if network.flow(edges[v]) > 0}
+    stored = {v for v, node in flows.items() if node + 1 in after and node not in after}
+    return Cut(stored, {v for v, node in before.items() if node in after})
 
 
-def _distances(residual: Residual, source: Hashable, sink: Hashable = None) -> dict[Hashable, int]:
-    """Returns the distance of every node that flow can still reach.
+class _Network:
+    """Nodes, and edges with the flow that they can still take.
 
-    It is empty if the sink is not one.
+    Each edge has one back, of the next number, that can take what flows in the edge.
     """
-    distance: dict[Hashable, int] = {source: 0}
-    queue = collections.deque([source])
-    while queue:
-        node = queue.popleft()
-        for other, capacity in residual[node].items():
-            if capacity > 0 and other not in distance:
-                distance[other] = distance[node] + 1
-                queue.append(other)
-    return distance if sink is None or sink in distance else {}
 
+    def __init__(self) -> None:
+        self._edges: list[list[int]] = []  # that begin at each node
+        self._end: list[int] = []  # of each edge
+        self._room: list[int] = []
 
-def _block(
-    residual: Residual, source: Hashable, sink: Hashable, distance: dict[Hashable, int]
-) -> bool:
-    """Fills all shortest paths (E. Dinic, 1970); False if one has no bound."""
-    rest = {node: iter(list(residual[node])) for node in distance}
-    path = [source]
-    while path:
-        node = path[-1]
-        if node is sink:
-            steps = list(itertools.pairwise(path))
-            flow = min(residual[a][b] for a, b in steps)
-            if flow >= NEVER // 2:  # what other paths have taken is less
-                return False
-            for a, b in steps:
-                residual[a][b] -= flow
-                residual[b][a] += flow
-            full = next(i for i, (a, b) in enumerate(steps) if not residual[a][b])
-            del path[full + 1 :]
-            continue
-        nearer = distance[node] + 1
-        steps_on = (n for n in rest[node] if residual[node][n] > 0 and distance.get(n) == nearer)
-        following = next(steps_on, None)
-        if following is None:
-            path.pop()
-        else:
-            path.append(following)
-    return True
+    def node(self) -> int:
+        """Adds a node, and returns its number."""
+        self._edges.append([])
+        return len(self._edges) - 1
+
+    def edge(self, start: int, end: int, capacity: int) -> int:
+        """Adds an edge, and returns its number."""
+        number = len(self._end)
+        self._edges[start].append(number)
+        self._edges[end].append(number + 1)
+        self._end += end, start
+        self._room += capacity, 0
+        return number
+
+    def flow(self, edge: int) -> int:
+        """Returns what flows in an edge."""
+        return self._room[edge + 1]
+
+    def fill(self, source: int, sink: int) -> None:
+        """Lets flow from a source to a sink what can (E. Dinic, 1970).
+
+        Raises:
+            ValueError: If there is no bound.
+        """
+        while sink in (distance := self.distances(source)):
+            if not self._fill_shortest(source, sink, distance):
+                raise ValueError("a value is needed that can be neither stored nor computed again")
+
+    def distances(self, start: int, *, backwards: bool = False) -> dict[int, int]:
+        """Returns the distance of each node that more flow can reach; or from which it reaches `start`."""
+        distance = {start: 0}
+        queue = collections.deque([start])
+        while queue:
+            node = queue.popleft()
+            for edge in self._edges[node]:
+                end = self._end[edge]
+                if end not in distance and self._room[edge ^ 1 if backwards else edge] > 0:
+                    distance[end] = distance[node] + 1
+                    queue.append(end)
+        return distance
+
+    def _fill_shortest(self, source: int, sink: int, distance: dict[int, int]) -> bool:
+        """Fills all shortest paths; False if one has no bound."""
+        rest = {node: iter(self._edges[node]) for node in distance}
+        path: list[int] = []
+        node = source
+        while True:
+            if node == sink:
+                flow = min(self._room[edge] for edge in path)
+                if flow >= NEVER // 2:  # what other paths have taken is less
+                    return False
+                for edge in path:
+                    self._room[edge] -= flow
+                    self._room[edge ^ 1] += flow
+                full = next(i for i, edge in enumerate(path) if not self._room[edge])
+                node = self._end[path[full] ^ 1]
+                del path[full:]
+            nearer = distance[node] + 1
+            for edge in rest[node]:
+                if self._room[edge] > 0 and distance.get(self._end[edge]) == nearer:
+                    path.append(edge)
+                    node = self._end[edge]
+                    break
+            else:
+                if not path:
+                    return True
+                node = self._end[path.pop() ^ 1]
