@@ -190,6 +190,7 @@ class _Choice:
         self._instead_of = instead_of
         self._exact: set[Any] = set()  # what can be had exactly
         self._lossy: dict[Any, bool] = {}
+        self._recomputable = {v for v in graph.order if self._is_recomputable(v)}
 
     def store(self, demand: Demand) -> dict[Variable, Stored]:
         """Returns how each value that is stored waits for the backward pass."""
@@ -241,7 +242,7 @@ class _Choice:
                 found.add(value)
         return found
 
-    def _may_recompute(self, value: Variable) -> bool:
+    def _is_recomputable(self, value: Variable) -> bool:
         defined = self._graph.defining_equation(value)
         if defined is None or defined[0].effects or self._graph.is_own(value):
             return False
@@ -255,23 +256,24 @@ class _Choice:
 
     def _recompute_cost(self, value: Variable) -> int:
         """Returns the cost, in bytes, of making a product again if the policy allows it."""
-        decision, defined = self._decisions.get(value), self._graph.defining_equation(value)
-        if decision is None or not is_open(decision) or defined is None:
+        decision = self._decisions.get(value)
+        if decision is None or not is_open(decision):
             return 0
-        if is_cheap(defined[0]):
+        defined = self._graph.defining_equation(value)
+        if defined is None or is_cheap(defined[0]):
             return 0
         return nbytes(value.aval) // 2
 
     def _exact_parents(self, value: Variable) -> list[Any] | None:
         if value in self._graph.held or value in self._graph.program.constants:
             return []
-        return self._graph.operands(value) if self._may_recompute(value) else None
+        return self._graph.operands(value) if value in self._recomputable else None
 
     def _exact_cost(self, value: Variable) -> int:
         decision = self._decisions.get(value)
         if decision is None or decision.action == "offload":
             return 0
-        if decision.action == "recompute" and self._may_recompute(value):
+        if decision.action == "recompute" and value in self._recomputable:
             return NEVER
         before = self._instead_of.get(value)
         without = before.nbytes(value.aval) if before is not None and before.is_noisy else 0
@@ -285,7 +287,7 @@ class _Choice:
             decision = self._decisions[value]
             if decision.codec is not None:
                 self._lossy[value] = True
-            elif decision.action in ("keep", "offload") or not self._may_recompute(value):
+            elif decision.action in ("keep", "offload") or value not in self._recomputable:
                 self._lossy[value] = False
             else:
                 self._lossy[value] = any(map(self._is_lossy, self._graph.operands(value)))
@@ -296,7 +298,7 @@ class _Choice:
     def _parents(self, value: Variable) -> list[Any] | None:
         if value in self._exact:
             return []
-        if not self._may_recompute(value):
+        if value not in self._recomputable:
             return None
         defined = self._graph.defining_equation(value)
         assert defined is not None

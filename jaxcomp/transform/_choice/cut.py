@@ -123,7 +123,7 @@ class _Network:
                 raise ValueError("a value is needed that can be neither stored nor computed again")
 
     def distances(self, start: int, *, backwards: bool = False) -> dict[int, int]:
-        """Returns the distance of each node that more flow can reach; or from which it reaches `start`."""
+        """Returns the distance of each node that more flow can reach, or that can reach `start`."""
         distance = {start: 0}
         queue = collections.deque([start])
         while queue:

@@ -45,10 +45,15 @@ class Graph:
         equation = self.program.made_by.get(value)
         return None if equation is None else (equation, equation.outvars.index(value))
 
-    def operands(self, value: Variable) -> list[Any]:
+    def operands(self, value: Variable) -> list[Variable]:
         """Returns the variables that a value is computed again from."""
-        found = self.defining_equation(value)
-        return variables(found[0].invars) if found else []
+        return self._operands.get(value, [])
+
+    @functools.cached_property
+    def _operands(self) -> dict[Variable, list[Variable]]:
+        values = self.program.made_by
+        definitions = {value: self.defining_equation(value) for value in values}
+        return {v: variables(found[0].invars) for v, found in definitions.items() if found}
 
     @functools.cached_property
     def order(self) -> list[Any]:
@@ -103,11 +108,8 @@ class Graph:
         return tuple(dict.fromkeys(str(e.params["name"]) for e in self.names.get(value, ())))
 
     def is_own(self, value: Variable) -> bool:
-        """Returns whether a value was stored by an operation or a part.
-
-        No policy decides about it.
-        """
-        return any(name.startswith(OWN) for name in self.names_of(value))
+        """Returns whether a value was stored by an operation or a loop of ours."""
+        return value in self.names and any(name.startswith(OWN) for name in self.names_of(value))
 
     def roles(self, uses: Mapping[Variable, str]) -> dict[Variable, str]:
         """Returns the role of every value, from the roles of those that the backward pass reads.

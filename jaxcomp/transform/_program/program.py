@@ -26,6 +26,7 @@ CALLS = {
     "remat_opt": "fwd_jaxpr",  # of a jax.custom_vjp with optimize_remat; it has no transpose
 }
 BODIES = {"scan": "jaxpr", "cond": "branches"}  # by the parameter that holds them
+_NO_VARIABLES = (Literal, DropVar)
 _SIMPLE = CHEAP | HEAVY | REDUCTIONS - {"reduce"}  # without programs among their parameters
 
 
@@ -137,11 +138,8 @@ def as_array(value: Array) -> Array:
 
 def variables(atoms: Sequence[Atom] | Sequence[Var | Literal]) -> list[Variable]:
     """Returns those of an equation's operands or results that are variables, each once."""
-    return list(
-        dict.fromkeys(
-            a for a in cast(Sequence[Atom], atoms) if is_variable(a) and not isinstance(a, DropVar)
-        )
-    )
+    found = dict.fromkeys([atom for atom in atoms if not isinstance(atom, _NO_VARIABLES)])
+    return cast(list[Variable], list(found))
 
 
 def apply(equation: Equation, operands: Sequence[Array]) -> list[Array]:
