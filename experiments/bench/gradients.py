@@ -60,7 +60,7 @@ STRATEGIES = {
         TASKS,
         (
             *(f"transformer:bits={bits}" for bits in (1, 2, 3, 4, 8)),
-            *(f"remat:quantize:bits={bits}" for bits in (4, 8)),
+            *(f"boundary:quantize:bits={bits}" for bits in (4, 8)),
         ),
     ),
 }

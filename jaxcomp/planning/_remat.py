@@ -1,27 +1,26 @@
-"""`jax.checkpoint` around each block of a model, whose input may be saved encoded."""
+"""Recomputed blocks of a model, whose inputs may be saved encoded."""
 
-from collections.abc import Callable, Collection, Sequence
+import dataclasses
+import functools
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxcomp._core import barriers
-from jaxcomp._core.modules import derived, set_class, split_model
-from jaxcomp._core.shard_map import match_varying
-from jaxcomp.codecs import Codec, Encoded
-from jaxcomp.transform._execution.waiting import evaluate_after
-from jaxcomp.transform._pieces.limits import current_limits
-from jaxcomp.transform._program.program import Program
+from jaxcomp._core.modules import derived, set_class
+from jaxcomp.codecs import Codec
+from jaxcomp.policies.recipes import boundary
+from jaxcomp.transform._checkpoint import checkpoint
+from jaxcomp.transform._compress import compressed_methods
+
+# A block's parameters, its other state and its arguments are three arguments.
+_WITH_CODED_ARGUMENTS = functools.partial(checkpoint, coded_argnums=2)
 
 
 def remat_blocks(
-    model: nnx.Module,
-    policy: Callable[..., Any] | None = None,
-    codec: Codec | None = None,
-    part: slice = slice(None),
+    model: nnx.Module, policy: Callable[..., Any] | None = None, part: slice = slice(None)
 ) -> nnx.Module:
     """Recomputes each block of a model in the backward pass, or a part of the blocks.
 
@@ -29,30 +28,59 @@ def remat_blocks(
     a tuple), in lists inside of lists, too. Of blocks inside of blocks the outermost count.
     Parameters, state and paths stay as they are.
 
-    With a codec the arguments of a block are saved encoded, and the block is recomputed and
-    differentiated at the decoded arguments. The gradient is biased even if the codec is not, since
-    a block is not linear.
-
     Args:
         model: The model, which is changed.
         policy: What of a block is kept, as `jax.checkpoint` takes it; None keeps nothing.
-        codec: Encodes the arguments of a block; None saves them as they are. Not with a policy.
         part: Which blocks, in the order of their paths.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: If the model has no blocks, or fewer than `part` names, or there are both a
-            policy and a codec; in the call, if the codec cannot store an argument.
+        ValueError: If the model has no blocks, or fewer than `part` names.
 
     Example:
         >>> model = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
         >>> remat_blocks(model) is model
         True
     """
-    if policy is not None and codec is not None:
-        raise ValueError(f"codec={codec}: expected None with a policy")
+    blocks = _expect_blocks(model)
+    if part.stop is not None and part.stop > len(blocks):
+        raise ValueError(
+            f"model={type(model).__name__}: expected {part.stop} blocks or more, not {len(blocks)}"
+        )
+    for block in blocks[part]:
+        set_class(block, derived(type(block), _recomputed, policy))
+    return model
+
+
+def encode_boundaries(model: nnx.Module, codec: Codec) -> nnx.Module:
+    """Saves the inputs of each block of a model by a codec, and recomputes the block from them.
+
+    The gradient is biased even if the codec is not, since a block is not linear
+    (`recipes.boundary`).
+
+    Args:
+        model: The model, which is changed.
+        codec: Encodes the floating-point arrays among the arguments of a block.
+
+    Returns:
+        The same model.
+
+    Raises:
+        ValueError: If the model has no blocks.
+    """
+    policy = boundary(codec)
+    optional = [dataclasses.replace(rule, required=False) for rule in policy.rules]
+    policy = dataclasses.replace(policy, rules=tuple(optional))  # a block may take integers alone
+    for block in _expect_blocks(model):
+        kind = derived(type(block), compressed_methods, policy, _WITH_CODED_ARGUMENTS)
+        set_class(block, kind)
+    return model
+
+
+def _expect_blocks(model: nnx.Module) -> list[nnx.Module]:
+    """Returns the blocks of a model; a ValueError if there are none."""
     blocks = blocks_of(model)
     if not blocks:
         called = [path for path, module in nnx.iter_modules(model) if path and callable(module)]
@@ -62,13 +90,7 @@ def remat_blocks(
             f"nnx.Sequential or a tuple), for each to be recomputed; its modules are {others}. Put "
             "the blocks in a list, or nnx.remat around what calls them"
         )
-    if part.stop is not None and part.stop > len(blocks):
-        raise ValueError(
-            f"model={type(model).__name__}: expected {part.stop} blocks or more, not {len(blocks)}"
-        )
-    for block in list(blocks.values())[part]:
-        set_class(block, derived(type(block), _recomputed, policy, codec))
-    return model
+    return list(blocks.values())
 
 
 def blocks_of(model: nnx.Module) -> dict[str, nnx.Module]:
@@ -88,9 +110,7 @@ def _has_arrays(value: Any) -> bool:
     return any(isinstance(leaf, jax.Array | np.ndarray) for leaf in jax.tree.leaves(value))
 
 
-def _recomputed(
-    kind: type[nnx.Module], policy: Callable[..., Any] | None, codec: Codec | None
-) -> dict[str, Any]:
+def _recomputed(kind: type[nnx.Module], policy: Callable[..., Any] | None) -> dict[str, Any]:
     """Returns a call under `jax.checkpoint`; an argument without arrays is a constant."""
 
     def call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
@@ -102,74 +122,6 @@ def _recomputed(
             named = {key: next(rest) if _has_arrays(a) else a for key, a in kwargs.items()}
             return kind.__call__(block, *given, **named)
 
-        if codec is not None:
-            return _from_codes(run, codec, self, arrays)
         return nnx.remat(run, policy=policy)(self, *arrays)
 
-    return {"__call__": call, "encodes": codec is not None}
-
-
-def _from_codes(
-    run: Callable[..., Any], codec: Codec, block: nnx.Module, arrays: Sequence[Any]
-) -> Any:
-    """Calls a block and saves the codes of its arguments."""
-    graphdef, params, rest = split_model(block)
-
-    def pure(params: Any, rest: Any, arrays: Any) -> tuple[Any, Any]:
-        block = nnx.merge(graphdef, params, rest, copy=True)
-        out = run(block, *arrays)
-        _, _, *state = nnx.split(block, nnx.Param, nnx.BatchStat, ...)
-        return out, state
-
-    def forward(params: Any, rest: Any, arrays: Any) -> tuple[Any, Any]:
-        codes = jax.tree.map(lambda a: codec.encode(a) if _is_float(a) else a, arrays)
-        arrays, codes = barriers.save_residual(arrays, codes, codec)
-        return pure(params, rest, arrays), (params, rest, codes)
-
-    def backward(saved: Any, cotangents: Any) -> tuple[Any, ...]:
-        params, rest, codes = saved
-        # Parameters pass, too, or XLA keeps the casts of the forward pass for this one.
-        out_cotangent, (_, others) = cotangents
-        cotangent = out_cotangent, _floats(others)
-        (params, rest, codes), cotangent = barriers.barrier_together(
-            (params, rest, codes), cotangent
-        )
-        arrays = jax.tree.map(
-            lambda code: codec.decode(code) if isinstance(code, Encoded) else code,
-            codes,
-            is_leaf=lambda leaf: isinstance(leaf, Encoded),
-        )
-
-        def pulled(params: Any, arrays: Any, cotangent: Any) -> Any:
-            def differentiable(params: Any, arrays: Any) -> Any:
-                out, (_, others) = pure(params, rest, arrays)
-                return out, _floats(others)
-
-            _, pull = jax.vjp(differentiable, params, arrays)
-            return pull(cotangent)
-
-        given = params, arrays, cotangent
-        traced, shape = jax.make_jaxpr(pulled, return_shape=True)(*given)
-        largest = max(jax.tree.leaves(cotangent[0]), key=lambda leaf: leaf.size)
-        leaves = evaluate_after(
-            Program.of(traced), largest, jax.tree.leaves(given), current_limits()
-        )
-        dparams, darrays = jax.tree.unflatten(jax.tree.structure(shape), leaves)
-        dparams, darrays = barriers.barrier_together(dparams, darrays)
-        return dparams, None, darrays
-
-    op = jax.custom_vjp(pure)
-    op.defvjp(forward, backward)
-    params, given = match_varying((params, list(arrays)))
-    out, changed = op(params, rest, given)
-    nnx.update(block, *changed)
-    return out
-
-
-def _floats(state: Any) -> list[Any]:
-    """Returns the floating-point arrays of a state, or their cotangents."""
-    return [leaf for leaf in jax.tree.leaves(state) if _is_float(leaf)]
-
-
-def _is_float(value: Any) -> bool:
-    return jnp.issubdtype(value.dtype, jnp.floating)
+    return {"__call__": call}

@@ -9,7 +9,7 @@ import jax
 from flax import linen, nnx
 
 from jaxcomp.codecs import Codec
-from jaxcomp.planning._remat import remat_blocks
+from jaxcomp.planning._remat import encode_boundaries, remat_blocks
 from jaxcomp.policies._policy import JaxPolicy, Policy
 from jaxcomp.policies._specs import PolicyLike, from_spec, policy_for_model, read
 from jaxcomp.transform._checkpoint import checkpoint
@@ -112,8 +112,8 @@ class Strategy:
                   of a list by their indices;
                 - `remat:N+dots:M`, `remat:N+weights:M`: `remat` for the first N blocks, and
                   `remat:dots` or `remat:weights` for the next M ones;
-                - `remat:CODEC`: the input of a block is saved by a codec, such as
-                  `remat:quantize:bits=8`, and the block is recomputed from it (biased);
+                - `boundary:CODEC`: the input of each block is saved by a codec, such as
+                  `boundary:quantize:bits=8`, and the block is recomputed from it (biased);
                 - `offload`: results of products and convolutions are kept in the host's memory;
                 - `accumulate:N`: gradients of N micro-batches are averaged, N=2 or more;
                 - `accumulate:N:SPEC`: each micro-batch by another strategy;
@@ -149,6 +149,8 @@ class Strategy:
             )
         try:
             if name == "remat":
+                raise ValueError("a codec for the inputs of recomputed blocks is boundary:CODEC")
+            if name == "boundary":
                 codec = read(argument)
                 if not isinstance(codec, Codec):
                     raise ValueError(f"{argument!r} is a recipe, expected a codec")
@@ -157,7 +159,7 @@ class Strategy:
         except ValueError as error:
             raise ValueError(
                 f"strategy={spec!r}: expected plain, {', '.join(_REMAT)}, remat:N (N=1 or more "
-                "blocks), remat:N+weights:M, accumulate:N, or the "
+                "blocks), remat:N+weights:M, boundary:CODEC, accumulate:N, or the "
                 f"spec of a recipe or codec: {error}"
             ) from error
 
@@ -195,8 +197,10 @@ class Strategy:
             first, others = self.first_blocks
             remat_blocks(model, part=slice(first))
             remat_blocks(model, self.remat_policy, part=slice(first, first + others))
+        elif self.block_codec is not None:
+            encode_boundaries(model, self.block_codec)
         elif self.remat:
-            remat_blocks(model, self.remat_policy, self.block_codec)
+            remat_blocks(model, self.remat_policy)
         return model
 
     def _of_function(self, fn: Any) -> Any:

@@ -127,7 +127,7 @@ class Blocks(nnx.Module):
         return x
 
 
-@pytest.mark.parametrize("way", ["quantize:bits=2", "remat:quantize:bits=2"])
+@pytest.mark.parametrize("way", ["quantize:bits=2", "boundary:quantize:bits=2"])
 def test_the_control_of_a_model_that_is_coded_as_a_whole_is_exact(way):
     model = Strategy.parse(way)(Blocks())
     batch = normal((1024, 16)), jnp.arange(1024) % 16

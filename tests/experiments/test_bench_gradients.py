@@ -72,7 +72,7 @@ def test_a_transformer_is_looked_at_before_and_after_training(tmp_path, monkeypa
         "numbers",
     )
     monkeypatch.setitem(module.TASKS, "lm", lambda batch: task)
-    strategies = ["transformer:bits=2", "remat:quantize:bits=8"]
+    strategies = ["transformer:bits=2", "boundary:quantize:bits=8"]
     module.main(tmp_path, strategy=strategies, model="lm", steps=[2], batch=16, draws=3)
     rows = json.loads((tmp_path / "gradients.json").read_text())["rows"]
     expected = [(name, steps) for name in strategies for steps in (0, 2)]

@@ -62,7 +62,7 @@ def test_blocks_under_a_scan_compute_the_same_and_are_compressed():
 
 def test_blocks_under_a_scan_take_no_coded_inputs():
     with pytest.raises(ValueError, match="expected none that encodes blocks' inputs"):
-        transformers.scanned_lm(Strategy.parse("remat:quantize:bits=8"), 1)
+        transformers.scanned_lm(Strategy.parse("boundary:quantize:bits=8"), 1)
 
 
 def test_blocks_under_a_scan_are_recomputed():

@@ -287,5 +287,5 @@ def test_a_factory_of_a_linen_model_passes_the_function():
     assert "apply jax.checkpoint to its blocks where transform.remat is true" in remat.error
     (row,) = compare(misuses, ["quantize:bits=4"], batch=1024, target="cpu").rows
     assert row.error.startswith("model of type LinenBlock: expected a function of its variables")
-    (row,) = compare(make_linen_step, ["remat:quantize:bits=4"], batch=8, target="cpu").rows
+    (row,) = compare(make_linen_step, ["boundary:quantize:bits=4"], batch=8, target="cpu").rows
     assert "expected a Flax NNX model, not a function" in row.error

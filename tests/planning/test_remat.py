@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxcomp import Quantize, memory
-from jaxcomp.planning._remat import remat_blocks
+from jaxcomp import Cast, Quantize, memory
+from jaxcomp.planning._remat import encode_boundaries, remat_blocks
 from tests.helpers import assert_close, assert_same_bits, normal
 
 X = normal((8, 4))
@@ -51,7 +51,7 @@ def test_values_gradients_state_and_paths_are_those_of_the_model():
 
 
 def test_a_block_is_differentiated_at_what_its_input_is_decoded_to():
-    codec = Quantize(bits=2)
+    codec = Cast("bfloat16")
 
     def decoded(x):
         return codec.decode(codec.encode(x))
@@ -63,7 +63,7 @@ def test_a_block_is_differentiated_at_what_its_input_is_decoded_to():
         def __call__(self, x):
             return jnp.sin(self.blocks[0](x))
 
-    plain, coded = Linear(), remat_blocks(Linear(), codec=codec)
+    plain, coded = Linear(), encode_boundaries(Linear(), codec)
     assert_same_bits(jax.jit(coded)(X), jax.jit(plain)(X))
     kernel, bias = plain.blocks[0].kernel[...], plain.blocks[0].bias[...]
     g = jnp.cos(plain.blocks[0](X))
@@ -82,7 +82,7 @@ def test_parameters_are_the_same_on_all_devices_inside_of_shard_map():
         def __call__(self, x):
             return jnp.sin(self.blocks[0](x))
 
-    graphdef, params = nnx.split(remat_blocks(Stack(), codec=Quantize(bits=2)))
+    graphdef, params = nnx.split(encode_boundaries(Stack(), Quantize(bits=2)))
     mesh = jax.make_mesh((8,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
 
     def local(params, x):
@@ -98,13 +98,27 @@ def test_parameters_are_the_same_on_all_devices_inside_of_shard_map():
     assert_close(jax.jit(mapped)(params, X), expected, 1e-5)
 
 
-def test_codes_of_inputs_wait_alone_and_state_changes():
-    plain, coded = Net(), remat_blocks(Net(), codec=Quantize(bits=4))
+def test_state_of_blocks_with_encoded_inputs_changes():
+    plain, coded = Net(), encode_boundaries(Net(), Quantize(bits=4))
     gradient(coded)
     gradient(plain)
     assert_close(nnx.state(coded, nnx.Variable), nnx.state(plain, nnx.Variable))
-    with pytest.raises(ValueError, match=r"codec=.*: expected None with a policy"):
-        remat_blocks(Net(), jax.checkpoint_policies.checkpoint_dots, Quantize(bits=4))
+
+
+def test_a_block_may_take_integers_alone():
+    class Embedded(nnx.Module):
+        def __init__(self):
+            self.blocks = nnx.List(
+                [nnx.Embed(8, 4, rngs=nnx.Rngs(0)), nnx.Linear(4, 4, rngs=nnx.Rngs(1))]
+            )
+
+        def __call__(self, tokens):
+            return self.blocks[1](self.blocks[0](tokens))
+
+    model, tokens = encode_boundaries(Embedded(), Quantize(bits=8)), jnp.arange(8)
+    found = nnx.grad(lambda model: (model(tokens) ** 2).sum())(model)
+    expected = nnx.grad(lambda model: (model(tokens) ** 2).sum())(Embedded())
+    assert_close(jax.tree.leaves(found), jax.tree.leaves(expected), 0.02)
 
 
 def test_each_block_is_computed_again():

@@ -20,8 +20,8 @@ from jaxcomp.policies import recipes
             ),
         ),
         (
-            "remat:quantize:bits=8",
-            Strategy("remat:quantize:bits=8", remat=True, block_codec=jc.Quantize(bits=8)),
+            "boundary:quantize:bits=8",
+            Strategy("boundary:quantize:bits=8", remat=True, block_codec=jc.Quantize(bits=8)),
         ),
         ("remat:3", Strategy("remat:3", remat=True, first_blocks=(3, 0))),
         (
@@ -95,6 +95,7 @@ def test_parse_wrong_accumulate(spec):
         "remat:dots:1:2",
         "remat:\u0664",
         "remat:fused",
+        "boundary:fused",
         "quantize:bits=5",
         "compress:fused",
         "offload:offload:quantize",
@@ -108,6 +109,11 @@ def test_parse_unknown(spec):
 def test_parse_unknown_strategy_of_micro_batches():
     with pytest.raises(ValueError, match="strategy='plane': expected plain, remat, "):
         Strategy.parse("accumulate:2:plane")
+
+
+def test_a_codec_of_recomputed_blocks_has_another_name():
+    with pytest.raises(ValueError, match=r"recomputed blocks is boundary:CODEC"):
+        Strategy.parse("remat:quantize:bits=8")
 
 
 def test_policies_and_codecs_stand_for_strategies():

@@ -131,7 +131,7 @@ def test_blocks_with_encoded_inputs_hand_back_what_they_write():
         loss = nnx.grad(lambda model: model(X).sum() + model.layers[0].balance[...])
         return jax.tree.leaves(nnx.jit(loss)(model))
 
-    assert_close(gradient("remat:quantize:bits=8"), gradient("plain"), 0.05)
+    assert_close(gradient("boundary:quantize:bits=8"), gradient("plain"), 0.05)
 
 
 class Talkative(nnx.Module):
