@@ -41,6 +41,14 @@ _TILE_FLAGS = (
     "--xla_gpu_enable_triton_gemm=false",
 )
 
+# The format of these calls may change between JAX versions. The child has the same JAX. Those of
+# cuDNN are attentions by `jax.nn.dot_product_attention(..., implementation="cudnn")`.
+_OF_ONE_VERSION = (
+    *("__gpu$xla.gpu.triton", "LayoutConstraint"),
+    *("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"),
+    *("__cudnn$fmhaScaleBiasSoftmax", "__cudnn$fmhaScaleBiasSoftmaxBackward"),
+)
+
 
 class CompileError(RuntimeError):
     """The compilation of a program failed.
@@ -268,11 +276,7 @@ def _export(step: TracedStep, platform: str) -> export.Exported:
             "that is not attached; remove the callback (jax.debug.print is also one)"
         )
     function = _TracedFunction(step.traced)  # type: ignore[abstract]  # only traced
-    # The format of these calls may change between JAX versions. The child has the same JAX.
-    calls = [
-        export.DisabledSafetyCheck.custom_call(name)
-        for name in ("__gpu$xla.gpu.triton", "LayoutConstraint")
-    ]
+    calls = [export.DisabledSafetyCheck.custom_call(name) for name in _OF_ONE_VERSION]
     exported = export.export(function, platforms=[platform], disabled_checks=calls)()
     return dataclasses.replace(
         exported,

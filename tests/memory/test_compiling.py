@@ -1,3 +1,5 @@
+import functools
+import re
 from importlib import metadata
 from pathlib import Path
 
@@ -136,6 +138,32 @@ def transposed_rows(x, w):
 
 
 ROWS = (jax.ShapeDtypeStruct((4, 64, 24), jnp.float32), jax.ShapeDtypeStruct((64, 64), jnp.float32))
+
+
+@pytest.mark.aot
+@needs_gpu_compiler
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_an_attention_of_cudnn_is_compiled_without_a_gpu(has_bias, monkeypatch):
+    """JAX looks for cuDNN where it traces; the compiler of an absent GPU does not need it."""
+    module = "jax._src.cudnn.fused_attention_stablehlo"
+    monkeypatch.setattr(f"{module}.check_cudnn_version", lambda: 91900)
+    monkeypatch.setattr(f"{module}.check_compute_capability", lambda least: True)
+    monkeypatch.setattr(f"{module}.is_cuda_compute_capability_equal", lambda one: False)
+    q = jax.ShapeDtypeStruct((2, 512, 4, 64), jnp.bfloat16)
+    bias = jax.ShapeDtypeStruct((2, 4, 512, 512), jnp.bfloat16) if has_bias else None
+
+    @jax.jit
+    def gradient(q, bias):
+        def loss(q):
+            attend = functools.partial(jax.nn.dot_product_attention, is_causal=True)
+            return attend(q, q, q, bias=bias, implementation="cudnn").astype(jnp.float32).sum()
+
+        return jax.grad(loss)(q)
+
+    h100 = resolve("h100")
+    compiled = compile_step(trace(gradient, q, bias, target=h100), h100)
+    calls = re.findall(r'custom_call_target="__cudnn[^"]*Softmax(Backward)?"', compiled.hlo_text)
+    assert calls == ["", "Backward"]
 
 
 @pytest.mark.aot
