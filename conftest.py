@@ -43,4 +43,4 @@ hypothesis.settings.load_profile("jaxcomp")
 def pytest_collection_finish() -> None:
     """What is imported stays, and a collection that leaves it out and is rare takes little time."""
     gc.freeze()
-    gc.set_threshold(100_000, 20, 20)
+    gc.set_threshold(10_000, 10, 10)
