@@ -13,7 +13,7 @@ from jaxcomp._core.shard_map import filled
 from jaxcomp.transform._program.builder import Builder, renamed
 from jaxcomp.transform._program.linearized import Linearized
 from jaxcomp.transform._program.primitives import ELEMENTWISE, tangents_of
-from jaxcomp.transform._program.program import Program, read, scope_of
+from jaxcomp.transform._program.program import Program, evaluate, scope_of
 from jaxcomp.transform._program.types import Equation, Renaming, Variable, is_variable
 
 Costly = Callable[[Variable], bool]
@@ -92,7 +92,9 @@ def _with_derivatives(
         if not tangents.intersection(equation.outvars):
             builder.copy(equation, env)
     for start, chain in chains.items():
-        env.update(zip(chain.ends, _derivatives_of(builder, start, chain, env), strict=True))
+        env.update(
+            zip(chain.ends, _derivatives_of(builder, linear, start, chain, env), strict=True)
+        )
     coefficients = [env[v] for v in (*needed, *start_of)]
     return builder.program(forward, arguments, [*made[: linearized.results], *coefficients])
 
@@ -121,7 +123,7 @@ def _shortened(
 
 
 def _derivatives_of(
-    builder: Builder, start: Variable, chain: _Chain, coefficients: Renaming
+    builder: Builder, linear: Program, start: Variable, chain: _Chain, coefficients: Renaming
 ) -> list[Any]:
     """Returns the derivatives of a chain's ends by its start, each rounded once.
 
@@ -139,18 +141,22 @@ def _derivatives_of(
         if is_variable(atom) and atom in coefficients
     }
 
-    def evaluate(*values: Any) -> list[Any]:
-        env = dict(zip(inputs, values, strict=True))
-        env[start] = filled(start.aval.update(dtype=wide or start.aval.dtype), 1.0)
-        for equation in chain.equations:
-            operands = [read(env, atom) for atom in equation.invars]
-            if wide is not None:
-                operands = [_widened(operand, wide) for operand in operands]
-            with scope_of(equation), equation.ctx.manager:
-                (env[equation.outvars[0]],) = _step(equation, operands)
-        return [env[end].astype(end.aval.dtype) for end in chain.ends]
+    jaxpr = linear.jaxpr.replace(
+        constvars=[], invars=[*inputs, start], outvars=chain.ends, eqns=chain.equations
+    )
 
-    return builder.trace(evaluate, *inputs.values())
+    def step(equation: Equation, operands: list[Array]) -> list[Array]:
+        if wide is not None:
+            operands = [_widened(operand, wide) for operand in operands]
+        with scope_of(equation), equation.ctx.manager:
+            return _step(equation, operands)
+
+    def derivatives(*values: Array) -> list[Array]:
+        one = filled(start.aval.update(dtype=wide or start.aval.dtype), 1.0)
+        ends = evaluate(Program(jaxpr), [*values, one], step)
+        return [x.astype(end.aval.dtype) for x, end in zip(ends, chain.ends, strict=True)]
+
+    return builder.trace(derivatives, *inputs.values())
 
 
 def _step(equation: Equation, operands: list[Array]) -> list[Any]:

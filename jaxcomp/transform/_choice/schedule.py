@@ -33,7 +33,7 @@ from jaxcomp.transform._program.builder import Builder, flat
 from jaxcomp.transform._program.linearized import Linearized, linearize, transpose
 from jaxcomp.transform._program.primitives import tangents_of
 from jaxcomp.transform._program.program import Program
-from jaxcomp.transform._program.types import Atom, Variable, is_variable
+from jaxcomp.transform._program.types import Atom, Equation, Variable, is_variable
 
 _LARGER = "kept exactly: codes of all values take more bytes than what they follow from"
 
@@ -248,22 +248,22 @@ def _number_codes(
 
     builder = Builder()
     variable_of = {key: Variable(key[0].aval) for key in inputs}
-    tangent_inputs = linear.arguments[count:]
-    env = builder.constants_of(linear) | {v: v for v in tangent_inputs}
+    positions = {id(equation): index for index, equation in enumerate(linear.equations)}
 
-    def numbered(atom: Atom, uses: paths.Uses = ()) -> Any:
-        if not is_variable(atom):
-            return atom
-        return variable_of[atom, uses] if atom in behind else env[atom]
+    def numbered(atom: Atom, uses: paths.Uses = ()) -> Atom:
+        return variable_of[atom, uses] if is_variable(atom) and atom in behind else atom
 
-    for index, equation in enumerate(linear.equations):
-        operands = [
+    def step(equation: Equation, operands: list[Atom]) -> list[Variable]:
+        index = positions[id(equation)]
+        with_codes = [
             numbered(atom, assignment.uses.get((index, position), ()))
-            for position, atom in enumerate(equation.invars)
+            for position, atom in enumerate(operands)
         ]
-        env.update(zip(equation.outvars, builder.add(equation, operands), strict=True))
-    arguments = [*variable_of.values(), *tangent_inputs]
-    split = builder.program(linear, arguments, list(map(numbered, linear.results)))
+        return builder.add(equation, with_codes)
+
+    results = builder.inline(linear, linear.arguments, step)
+    arguments = [*variable_of.values(), *linear.arguments[count:]]
+    split = builder.program(linear, arguments, list(map(numbered, results)))
     copies: dict[Any, int] = {}
     for uses in assignment.uses.values():
         for root, number in uses:

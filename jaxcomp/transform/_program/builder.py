@@ -1,7 +1,7 @@
 """Builds programs from equations of other programs, without evaluating them."""
 
 import contextlib
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -10,7 +10,7 @@ from jax.extend.core import DropVar, Literal, Var
 from jaxtyping import Array, PyTree
 
 from jaxcomp.transform._program.origins import located
-from jaxcomp.transform._program.program import Program, avals, called_program, scope_of
+from jaxcomp.transform._program.program import Program, avals, called_program, evaluate, scope_of
 from jaxcomp.transform._program.types import (
     Atom,
     Constant,
@@ -88,19 +88,18 @@ class Builder:
         Returns:
             The program's results.
         """
-        step = step or self.add
-        env = self.constants_of(program) | dict(zip(program.arguments, operands, strict=True))
-        for equation in program.equations:
-            values = renamed(env, equation.invars)
+        add = step or self.add
+
+        def take(equation: Equation, values: list[Atom]) -> Sequence[Atom]:
             if call is not None:
                 equation = _within(equation, call)
             called = called_program(equation)
             if called is None:
-                results = step(equation, values)
-            else:
-                results = self.inline(located(called, equation), values, step, equation)
-            env.update(zip(equation.outvars, results, strict=True))
-        return renamed(env, program.results)
+                return add(equation, values)
+            return self.inline(located(called, equation), values, add, equation)
+
+        constants: Any = list(self.constants_of(program).values())
+        return evaluate(Program(program.jaxpr, constants), operands, take, _renamed)
 
     def trace(
         self, function: Callable[..., list[Array]], *operands: PyTree, at: Equation | None = None
@@ -158,7 +157,11 @@ class Builder:
 
 def renamed(env: Renaming, atoms: Sequence[Atom] | Sequence[Var | Literal]) -> list[Atom]:
     """Variables by their names in the new program; literals as they are."""
-    return [env[a] if is_variable(a) else a for a in cast(Sequence[Atom], atoms)]
+    return [_renamed(env, atom) for atom in cast(Sequence[Atom], atoms)]
+
+
+def _renamed(env: Mapping[Variable, Atom], atom: Atom) -> Atom:
+    return env[atom] if is_variable(atom) else atom
 
 
 def flat(program: Program) -> Program:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.extend.core
@@ -15,7 +15,9 @@ from jaxtyping import Array, PyTree
 
 from jaxcomp.memory._tracing import open_jaxpr
 from jaxcomp.transform._program.primitives import CHEAP, HEAVY, REDUCTIONS, is_cheap
-from jaxcomp.transform._program.types import Atom, Equation, Step, Variable, is_variable
+from jaxcomp.transform._program.types import Atom, Equation, Variable, is_variable
+
+V = TypeVar("V")  # an array, or what else stands for a value
 
 # Calls that are looked through, by the parameter that holds what is called.
 CALLS = {
@@ -95,7 +97,7 @@ class Program:
         """The equations that read each variable."""
         return readers_of(self.equations)
 
-    def environment(self, arguments: Sequence[Array]) -> dict[Variable, Array]:
+    def environment(self, arguments: Sequence[Any]) -> dict[Variable, Any]:
         """Returns the values of the variables that no equation makes, for some arguments."""
         variables = *self.constants, *self.arguments
         return dict(zip(variables, (*self.consts, *arguments), strict=True))
@@ -105,27 +107,33 @@ class Program:
         return list(jaxpr_as_fun(self.closed)(*arguments))
 
 
-def evaluate(program: Program, arguments: Sequence[Array], step: Step) -> list[Array]:
+def read(env: Mapping[Variable, Array], atom: Atom) -> Array:
+    """Returns the value of a variable, or of a literal."""
+    return env[atom] if is_variable(atom) else atom.val
+
+
+def evaluate(
+    program: Program,
+    arguments: Sequence[V],
+    step: Callable[[Equation, list[V]], Sequence[V]],
+    read: Callable[[Mapping[Variable, V], Atom], V] = read,  # type: ignore[assignment]
+) -> list[V]:
     """Takes a program's steps one by one.
 
     Args:
         program: The program.
-        arguments: Its arguments.
+        arguments: Its arguments: arrays, or what else stands for values.
         step: Takes an equation and its operands and returns its results, as `apply` does.
+        read: Returns what stands for an atom.
 
     Returns:
         The program's results.
     """
-    env = program.environment(arguments)
+    env: dict[Variable, Any] = program.environment(arguments)
     for equation in program.equations:
         operands = [read(env, atom) for atom in equation.invars]
         env |= dict(zip(equation.outvars, step(equation, operands), strict=True))
     return [read(env, atom) for atom in program.results]
-
-
-def read(env: Mapping[Variable, Array], atom: Atom) -> Array:
-    """Returns the value of a variable, or of a literal."""
-    return env[atom] if is_variable(atom) else atom.val
 
 
 def as_array(value: Array) -> Array:

@@ -1,6 +1,5 @@
 """Names for what programs consist of, with types that say that all values are arrays."""
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from jax.extend.core import JaxprEqn, Literal, Var
@@ -33,7 +32,6 @@ else:
     Variable, Constant, Equation = Var, Literal, JaxprEqn
 
 Atom: TypeAlias = Variable | Constant
-Step: TypeAlias = Callable[[Equation, list[Array]], list[Array]]
 Renaming: TypeAlias = dict[Variable, Atom]  # variables of a program in another one
 
 
