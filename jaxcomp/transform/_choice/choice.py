@@ -208,10 +208,10 @@ class _Choice:
         for value in self._graph.order:  # so that recursion stays shallow
             self._is_lossy(value)
         second, _ = cheapest(wanted - self._exact, self._parents, self._cost, self._recompute_cost)
-        stored = {value: self._exactly(value, value in demand.exact) for value in first}
+        stored = {value: self._exactly(value) for value in first}
         for value in second:
             codec = self._decisions[value].codec
-            stored[value] = Stored(codec) if codec else self._exactly(value, False)
+            stored[value] = Stored(codec) if codec else self._exactly(value)
         if not self._biased:
             # What exact values give, too, needs no code.
             exact = self._had_exactly({v for v, how in stored.items() if not how.is_noisy}, again)
@@ -219,7 +219,7 @@ class _Choice:
         order = {value: i for i, value in enumerate(self._graph.program.made_by)}
         return dict(sorted(stored.items(), key=lambda item: order.get(item[0], -1)))
 
-    def _exactly(self, value: Variable, is_read_exactly: bool) -> Stored:
+    def _exactly(self, value: Variable) -> Stored:
         if value.aval.dtype == jnp.bool:
             return Stored(Packed(1))
         decision = self._decisions[value]

@@ -19,8 +19,9 @@ from jaxcomp.transform._program.primitives import REDUCTIONS, is_affine, is_chea
 from jaxcomp.transform._program.program import Program, variables
 from jaxcomp.transform._program.types import Atom, Equation, Variable
 
-OWN = "jaxcomp/"  # begins the names of what an operation, a loop or a conditional of ours stored
-NESTED = OWN + "part/"  # begins the names of what a loop or a conditional has stored
+# Names of stored values begin so: of any operation of ours, and of loops and conditionals.
+OWN = "jaxcomp/"
+NESTED = OWN + "part/"
 _REDUCED = 8  # a reduction to this part of its operand, or less, is a statistic
 
 

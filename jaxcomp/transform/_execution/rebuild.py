@@ -30,7 +30,7 @@ class Rebuild:
     """Makes coefficients of what is stored, when a cotangent asks for them."""
 
     def __init__(self, schedule: Schedule, stored: Residual, arguments: dict[int, Array]) -> None:
-        self._scheme = schedule
+        self._schedule = schedule
         self._values = list(schedule.stored)
         self._position = {value: i for i, value in enumerate(self._values)}
         largest = max((value.aval.size for value in self._values), default=0)
@@ -53,7 +53,7 @@ class Rebuild:
         value = coefficient.value
         if not is_variable(value) or value in self._held:
             return False
-        storing = self._scheme.stored.get(value)
+        storing = self._schedule.stored.get(value)
         return storing is None or storing.codec is not None or storing.offload
 
     def plain(self, coefficient: Coefficient) -> Any:
@@ -118,7 +118,7 @@ class Rebuild:
                 inputs[value] = self._held[value]
             elif value in self._position:
                 residual = self._stored[self._position[value]]
-                coded = self._scheme.stored[value].codec is not None
+                coded = self._schedule.stored[value].codec is not None
                 inputs[value] = residual[numbers.get(value, 0)] if coded else residual
             elif (value, codes) not in self._shared:
                 queue += variables(self._defined(value)[0].invars)
@@ -171,7 +171,7 @@ class Rebuild:
 
     def _find_exact(self) -> None:
         """Adds what is rebuilt from exact values alone, which a value with a code is not."""
-        for value in self._scheme.graph.order:
+        for value in self._schedule.graph.order:
             if value not in self._position and value not in self._exact:
                 equation, _ = self._defined(value)
                 if not equation.effects and self._exact.issuperset(variables(equation.invars)):
@@ -183,7 +183,7 @@ class Rebuild:
         Where its operands are exact it is the function's own, so that a second derivative follows
         the rule of a `jax.custom_jvp` function, and JAX's own at ties.
         """
-        graph = self._scheme.graph
+        graph = self._schedule.graph
         equation = graph.program.made_by.get(value)
         is_own = equation is not None and self._exact.issuperset(variables(equation.invars))
         if equation is not None and is_own and (is_cheap(equation) or is_cheap_rule(equation)):
@@ -193,13 +193,13 @@ class Rebuild:
         return defined
 
     def _decode(self, value: Variable, residual: PyTree) -> Any:
-        storing = self._scheme.stored[value]
+        storing = self._schedule.stored[value]
         if storing.offload:
             return jax.device_put(residual, jax.memory.Space.Device)
         if storing.codec is None:
             return residual
         (code,) = [residual] if isinstance(residual, Encoded) else residual
-        equation = self._scheme.graph.program.made_by.get(value)
+        equation = self._schedule.graph.program.made_by.get(value)
         with contextlib.nullcontext() if equation is None else scope_of(equation):
             return storing.codec.decode(barriers.on_device(code))
 

@@ -18,7 +18,9 @@ from jaxcomp.transform._program.types import Atom, is_variable
 
 @dataclasses.dataclass(frozen=True)
 class Keyed:
-    """A program, equal to any of the same equations, of the same scopes and source lines.
+    """A program with a key; programs with equal keys are decided about once.
+
+    Keys are equal if equations, name scopes and source lines are.
 
     Attributes:
         key: What is equal for equal programs, and the rest.

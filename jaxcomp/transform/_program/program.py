@@ -10,7 +10,7 @@ import jax.extend.core
 import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.extend import source_info_util
-from jax.extend.core import DropVar, Jaxpr, Literal, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, Literal, Var, jaxpr_as_fun
 from jaxtyping import Array, PyTree
 
 from jaxcomp.memory._tracing import open_jaxpr
@@ -63,9 +63,9 @@ class Program:
         return cls.of(jax.make_jaxpr(function)(*arguments))
 
     @property
-    def closed(self) -> Any:
+    def closed(self) -> ClosedJaxpr:
         """The program in the class that JAX has for a jaxpr with constants."""
-        return vars(jax.extend.core)["ClosedJaxpr"](self.jaxpr, self.consts)
+        return ClosedJaxpr(self.jaxpr, self.consts)
 
     @property
     def arguments(self) -> list[Variable]:
