@@ -7,7 +7,29 @@ import re
 ROOT = pathlib.Path(__file__).parent.parent / "jaxcomp"
 PROPERTIES = {"property", "cached_property", "setter"}
 # Nouns that end as verbs in the third person do.
-NOUNS = {"Axes", "Bytes", "Codes", "Its", "Names", "Paths", "Results", "Shapes", "This", "Values"}
+NOUNS = {
+    "Axes",
+    "Bias",
+    "Bits",
+    "Bytes",
+    "Codes",
+    "Coefficients",
+    "Elements",
+    "Its",
+    "Logits",
+    "Methods",
+    "Moments",
+    "Names",
+    "Operands",
+    "Paths",
+    "Results",
+    "Seconds",
+    "Shapes",
+    "This",
+    "Values",
+    "Variables",
+    "Widths",
+}
 
 
 def _functions():

@@ -207,7 +207,7 @@ def _unless_of_examples(gradient: Any, cotangent: Any) -> Any:
 @_unless_of_examples.def_vmap
 def _of_examples(count: int, is_batched: Any, gradient: Any, cotangent: Any) -> Any:
     def elements(value: Any, flags: Any) -> int:
-        """Elements of one example."""
+        """Returns the elements of one example."""
         of_each = jax.tree.map(
             lambda a, batched: a.size // count if batched else a.size, value, flags
         )

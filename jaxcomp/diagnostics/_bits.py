@@ -205,7 +205,7 @@ class Needs:
         return cls(tuple(found), np.array(needs), elements)
 
     def allocate(self, bits: int | float) -> Int[np.ndarray, "layers ranks"]:
-        """Widths of 1, 2, 4 or 8 bits, not increasing along the ranks; see `plan_bits`.
+        """Returns the widths of 1, 2, 4 or 8 bits, not increasing along the ranks; see `plan_bits`.
 
         Example:
             >>> needs = np.array([[[900.0, 100, 4, 0], [9, 1, 0.04, 0]]])

@@ -30,7 +30,7 @@ class Errors:
 
 
 def errors_of(errors: np.ndarray, control: np.ndarray, norm: float) -> Errors:
-    """Bias by the products of different draws, whose noise is zero on average."""
+    """Returns the bias by the products of different draws, whose noise is zero on average."""
     draws = len(errors)
     products = errors @ errors.T
     own = np.diag(products)

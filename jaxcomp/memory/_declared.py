@@ -323,7 +323,7 @@ def _residual(value: _Value) -> Residual:
 
 
 def _element_bits(dtype: Any) -> int:
-    """Bits that XLA stores per element."""
+    """Returns the bits that XLA stores per element."""
     for kind, limits in ((jnp.integer, jnp.iinfo), (jnp.floating, jnp.finfo)):
         if jnp.issubdtype(dtype, kind):
             return int(limits(dtype).bits)

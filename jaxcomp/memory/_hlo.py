@@ -268,7 +268,7 @@ def _array(dtype: str, dims_text: str, layout: str, tiled: bool) -> Array:
 
 
 def _bits(dtype: str) -> int:
-    """Bits per element: 8 for `pred`, else the number in the name (`u4`, `bf16`, `f8e4m3fn`)."""
+    """Returns the bits per element: 8 for `pred`, else the number in the name, such as `u4`."""
     if dtype == "pred":
         return 8
     found = re.search(r"\d+", dtype)

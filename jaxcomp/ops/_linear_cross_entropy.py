@@ -82,7 +82,7 @@ class _Part(NamedTuple):
     place: Array
 
     def logits(self, x: Array) -> Array:
-        """Logits of the part; float32."""
+        """Returns the logits of the part; float32."""
         product = jnp.einsum("...d,dc->...c", x, self.kernel, preferred_element_type=jnp.float32)
         return product + jnp.expand_dims(self.bias.astype(jnp.float32), self._batch)
 

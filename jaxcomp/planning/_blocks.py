@@ -140,7 +140,7 @@ def first_blocks(
 
 
 def seconds_of_each(plain: float, split: float, count: int) -> float:
-    """Seconds that each micro-batch but the first takes more.
+    """Returns the seconds that each micro-batch but the first takes more.
 
     Args:
         plain: The time of the plain step.

@@ -180,7 +180,7 @@ def _of_bits(known: Known, group: str, bits: int, target: Target) -> Choice:
 
 
 def _with_all_groups(moments: Iterable[Moment], names: Iterable[str]) -> Iterable[Moment]:
-    """Moments with a fraction for groups that their step saves nothing of, as their block's."""
+    """Returns moments with a fraction for groups that a step saves nothing of."""
     for moment in moments:
         of_block: dict[str, list[float]] = collections.defaultdict(list)
         for group, fraction in moment.alive.items():

@@ -153,7 +153,7 @@ def compressed_methods(
     policy: Policy | JaxPolicy | None,
     transform: Callable[..., Checkpointed] = checkpoint,
 ) -> dict[str, Any]:
-    """Methods of a compressed model of class `kind`; without a policy the call is the stock one."""
+    """Returns methods of a compressed model of class `kind`; without a policy calls are stock."""
     if policy is None:
         return {"compressed_call": None}
 

@@ -118,7 +118,7 @@ class Demand:
 
 
 def coefficients_returned(linear: Program, behind: dict[Variable, Atom]) -> list[Any]:
-    """Coefficients that are results of the linear program: zeros, as of constant results."""
+    """Returns coefficients that are results of the linear program: zeros, as of constants."""
     return [atom for atom in linear.results if is_variable(atom) and atom in behind]
 
 

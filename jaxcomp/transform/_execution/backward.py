@@ -57,9 +57,8 @@ def backward(
     coefficients = dict(zip(program.arguments, schedule.coefficients, strict=False))
     constants = dict(zip(program.constants, program.consts, strict=True))
     env = constants | dict(zip(program.arguments[count:], cotangents, strict=True))
-    late: dict[
-        Variable, Equation
-    ] = {}  # equations of coefficients alone, evaluated where they are used
+    # Equations of coefficients alone, evaluated where they are used.
+    late: dict[Variable, Equation] = {}
     needed_equations = needed(program.equations, program.results)
     for equation in needed_equations:
         operands = variables(equation.invars)

@@ -71,7 +71,7 @@ class Conditional(Differentiable[Nested]):
         self._branches = [Program.of(branch) for branch in equation.params["branches"]]
         self._equation, self._number, self._outer = equation, number, outer
         self._operands = range(len(equation.invars) - 1)
-        self._coded = [i for i in self._operands if outer.encodes and not is_free[i + 1]]
+        self._coded = [i for i in self._operands if outer.context.encodes and not is_free[i + 1]]
 
     def evaluate(self, seed: Seed, arguments: list[Array]) -> list[Array]:
         """Returns the results of the stock conditional."""
@@ -94,7 +94,7 @@ class Conditional(Differentiable[Nested]):
         """Returns the results, the branch's number, and what the branch stored and reads again."""
         index, *operands = arguments
         branches = choice.programs
-        of_branch = noise.folded(seed, self._number) if self._outer.encodes else None
+        of_branch = noise.folded(seed, self._number) if self._outer.context.encodes else None
 
         def run(
             branch: ScheduledProgram, seed: Seed, *operands: Array

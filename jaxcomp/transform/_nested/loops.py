@@ -85,7 +85,7 @@ class Loop(Differentiable[Nested]):
 
             def step(carry: PyTree, x: list[Array]) -> tuple[Any, Any]:
                 index, state = carry
-                if self._outer.encodes:
+                if self._outer.context.encodes:
                     of_iteration = noise.folded(noise.folded(seed, self._number), index)
                 else:
                     of_iteration = None
@@ -170,7 +170,7 @@ class Loop(Differentiable[Nested]):
         return lax.scan(step, start, xs, reverse=params["reverse"] != backwards, **options)
 
     def _divided(self, arguments: list[Array]) -> tuple[list[Any], list[Any], list[Any]]:
-        """Operands that stay the same, that iterations pass on, and that have a part for each."""
+        """Returns operands that stay the same, that iterations pass on, and with parts for each."""
         return (
             arguments[: self.consts],
             arguments[self.consts : self.at_x],

@@ -112,11 +112,6 @@ class Outer:
     schedule: Callable[[Program, Sequence[int], Collection[int], Context], ScheduledProgram]
     nested: list[Nested]
 
-    @property
-    def encodes(self) -> bool:
-        """Whether the policy has codecs."""
-        return self.context.encodes
-
     def scheduled(
         self,
         body: Program,

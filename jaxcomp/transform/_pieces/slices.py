@@ -57,7 +57,7 @@ def in_parts(program: Program, whole: Evaluate, limits: Limits) -> Evaluate:
 
 
 def _largest_size(program: Program) -> int:
-    """Elements of the largest array that a program makes."""
+    """Returns the elements of the largest array that a program makes."""
     return max((v.aval.size for e in program.equations for v in e.outvars), default=0)
 
 
@@ -94,7 +94,7 @@ def _flops(program: Program) -> float:
 
 
 def _of_products(program: Program) -> int:
-    """Elements of what products read and make, where that is larger than each argument."""
+    """Returns elements of what products read and make, where larger than each argument."""
     most = max((kind.size for kind in avals(program.arguments)), default=0)
     products = [e for e in program.equations if e.primitive.name == "dot_general"]
     operands = {v for e in products for v in (*variables(e.invars), *e.outvars)}

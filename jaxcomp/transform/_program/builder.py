@@ -35,9 +35,8 @@ class Builder:
         self._equations: list[Equation] = []
         self._constants: dict[int, tuple[Variable, Array]] = {}
         self._known: dict[Hashable, list[Variable]] = {}
-        self._before: dict[
-            Variable, list[Variable]
-        ] = {}  # of an array, the shapes that it was reshaped from
+        # Of an array, the shapes that it was reshaped from.
+        self._before: dict[Variable, list[Variable]] = {}
 
     def add(self, equation: Equation, operands: Sequence[Atom]) -> list[Variable]:
         """Adds an equation with other operands, and returns its results."""
@@ -156,7 +155,7 @@ class Builder:
 
 
 def renamed(env: Renaming, atoms: Sequence[Atom] | Sequence[Var | Literal]) -> list[Atom]:
-    """Variables by their names in the new program; literals as they are."""
+    """Returns variables by their names in the new program, and literals as they are."""
     return [_renamed(env, atom) for atom in cast(Sequence[Atom], atoms)]
 
 

@@ -218,13 +218,13 @@ def rounds_coarsely(equation: Equation) -> bool:
 
 
 def _digits(dtype: Any) -> tuple[int, int]:
-    """Bits of the exponent and of the mantissa of numbers of a type."""
+    """Returns the bits of the exponent and of the mantissa of numbers of a type."""
     kind = jnp.finfo(dtype)
     return int(kind.nexp), int(kind.nmant)
 
 
 def linear_uses(equation: Equation, tangents: Set[Variable]) -> dict[int, str]:
-    """Operands of a linear equation that are coefficients which it multiplies tangents by.
+    """Returns the operands of a linear equation by which it multiplies tangents.
 
     Args:
         equation: An equation of a linear program.

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import jax
-import jax.extend.core
 import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.extend import source_info_util
