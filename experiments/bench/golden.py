@@ -1,4 +1,4 @@
-r"""Compares the memory and HBM traffic of ten training steps with an earlier run, to the byte.
+r"""Compares the memory and HBM traffic of eleven training steps with an earlier run, to the byte.
 
     python -m experiments.bench.golden --out experiments/results/golden-h100
     python -m experiments.bench.golden --out OUT \
@@ -33,7 +33,9 @@ ROWS: dict[str, tuple[str, ...]] = {
     ),
     "resmlp_s24": ("pruning:density=0.25,rest_bits=2",),
     "lm": ("transformer:bits=4",),
+    "long_lm": ("transformer:bits=4",),
 }
+LANGUAGE_MODELS = {"lm": (transformers.lm, 8), "long_lm": (transformers.long_lm, 1)}
 FIGURES = ("temp_bytes", "peak_bytes", "hbm_traffic_bytes")
 
 
@@ -50,7 +52,7 @@ def differences(before: list[dict[str, object]], after: list[dict[str, object]])
 
 def compiled(model: str, spec: str, target: str) -> dict[str, object]:
     """Compiles a row and returns its figures."""
-    make_step, batch = (transformers.lm, 8) if model == "lm" else (steps.classifier(model), 128)
+    make_step, batch = LANGUAGE_MODELS.get(model) or (steps.classifier(model), 128)
     figures = jc.compare(make_step, [spec], batch=batch, target=target).rows[0].to_dict()
     if figures["error"]:
         raise ValueError(f"{model} {spec}: {figures['error']}")
@@ -66,7 +68,7 @@ def main(
     ] = None,
     target: Annotated[str, typer.Option(help=TARGET_HELP)] = "h100",
 ) -> None:
-    """Compile the ten rows; write golden.json; exit with 1 if a figure differs."""
+    """Compile the rows; write golden.json; exit with 1 if a figure differs."""
     rows: list[dict[str, object]] = []
     for model, specs in ROWS.items():
         for spec in specs:

@@ -1,5 +1,6 @@
 """Runs the forward pass of a schedule, which stores what waits."""
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -8,6 +9,7 @@ from jax.extend.core import DropVar
 from jaxtyping import Array, PyTree
 
 from jaxcomp._core import barriers
+from jaxcomp._core.custom_derivative import undivided
 from jaxcomp._core.shard_map import seed_like
 from jaxcomp.codecs import Exact, noise
 from jaxcomp.codecs._codec import Seed
@@ -18,6 +20,7 @@ from jaxcomp.transform._program.primitives import HEAVY
 from jaxcomp.transform._program.program import (
     apply,
     as_array,
+    has_loop,
     needed,
     read,
     readers_of,
@@ -78,7 +81,11 @@ def forward(
         settle(value)
     for equation in equations:
         values = [read(env, atom) for atom in equation.invars]
-        env |= dict(zip(equation.outvars, apply(equation, values), strict=True))
+        if has_loop(equation):
+            results_of_equation = undivided(functools.partial(apply, equation), values)
+        else:
+            results_of_equation = apply(equation, values)
+        env |= dict(zip(equation.outvars, results_of_equation, strict=True))
         with scope_of(equation):
             for out in equation.outvars:
                 settle(out)

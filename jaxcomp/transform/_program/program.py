@@ -12,7 +12,7 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, Literal, Var, jaxpr_as_fun
 from jaxtyping import Array, PyTree
 
-from jaxcomp.memory._tracing import open_jaxpr
+from jaxcomp.memory._tracing import inner_jaxprs, open_jaxpr
 from jaxcomp.transform._program.primitives import CHEAP, HEAVY, REDUCTIONS, is_cheap
 from jaxcomp.transform._program.types import Atom, Equation, Variable, is_variable
 
@@ -183,6 +183,13 @@ def called_program(equation: Equation) -> Program | None:
             if type(sharding).__name__ != "UnspecifiedValue":
                 return None
     return Program.of(equation.params[name])
+
+
+def has_loop(equation: Equation) -> bool:
+    """Returns whether an equation is a loop, or calls a program with one."""
+    return equation.primitive.name in ("scan", "while") or any(
+        has_loop(inner) for jaxpr in inner_jaxprs(equation) for inner in jaxpr.eqns
+    )
 
 
 def scope_of(equation: Equation) -> Any:

@@ -351,3 +351,24 @@ def test_a_loop_without_a_gradient_is_left_alone():
     assert not any("iterations" in v.note for v in plan.values)
     got, expected = (jax.jit(jax.grad(f))(X, UP) for f in (jc.checkpoint(run, CODEC), run))
     assert_close(got, expected, 1e-5)
+
+
+def test_masks_of_a_recomputed_loop_stay_in_the_loop():
+    length, queries = 64, 8
+
+    @jax.checkpoint
+    def attend(x):
+        @jax.checkpoint
+        def some(start):
+            scores = lax.dynamic_slice_in_dim(x, start, queries) @ x.T
+            after = start + jnp.arange(queries)[:, None] < jnp.arange(length)[None]
+            return jax.nn.softmax(jnp.where(after, -1e9, scores)) @ x
+
+        return lax.map(some, jnp.arange(0, length, queries)).reshape(x.shape)
+
+    def loss(x):
+        return jc.checkpoint(lambda x: attend(jnp.sin(x)), jc.Quantize(4))(x).sum()
+
+    traced = jax.make_jaxpr(jax.grad(loss))(jnp.ones((length, 4)))
+    outside = [v.aval.size for equation in traced.eqns for v in equation.outvars]
+    assert max(outside) < queries * length
