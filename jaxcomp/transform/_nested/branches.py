@@ -196,4 +196,7 @@ def _switch_with_entries(
 
 def _zero(kind: ShapedArray) -> Any:
     """Returns a zero of a type, in the memory of that type."""
-    return jax.device_put(filled(kind, 0.0), kind.memory_space)
+    zero = filled(kind, 0.0)
+    if kind.memory_space == jax.memory.Space.Device:
+        return zero  # `jax.device_put` would commit results to a device, outside of jax.jit
+    return jax.device_put(zero, kind.memory_space)

@@ -239,6 +239,17 @@ def test_random_keys_and_masks_in_a_branch():
     assert distance(gradient(jc.checkpoint(block, jc.Quantize(bits=8))), gradient(block)) < 0.02
 
 
+@pytest.mark.parametrize("policy", [EXACT, CODEC])
+def test_results_outside_of_jit_are_committed_to_no_device(policy):
+    def branch(x):
+        return lax.cond(x[0, 0] > 0, _hidden, jnp.sin, x)
+
+    def loss(x):
+        return jc.checkpoint(branch, policy)(x).sum()
+
+    assert not any(a.committed for a in jax.value_and_grad(loss)(X))
+
+
 def test_policies_are_asked_in_the_branches():
     few, many = (
         jc.checkpoint(_skipped, policy).plan(1, X, UP, DOWN)
