@@ -161,7 +161,7 @@ def check_exact(program: Program, name: str, calls: int) -> list[Failure]:
         found, made = jax.jit(run)(values)
     except Exception as error:
         return [_of_error(error, name, calls)]
-    failures = _different_results(made, results, name, (run, stock_run), values)
+    failures = _different_results(program, made, results, name, (run, stock_run), values)
     eps = float(jnp.finfo(program.dtype).eps)
     found, expected = _as_float(found), _as_float(expected)
     whole = sum(map(_norm, expected.values()))
@@ -193,7 +193,8 @@ def check_steps(program: Program, name: str, calls: int) -> list[Failure]:
     """Step by step, without XLA's fusions, the gradient is that of `jax.checkpoint` to the bit.
 
     Where three cotangents or more are added, the order may be another: up to two units in the last
-    place of the largest element, or what rounding makes of a leaf that is zero without it.
+    place of the largest element. A leaf that is a sum with cancellation moves further, but not
+    further than its own rounding error, or than rounding of the arguments moves it.
     """
     values = arguments(program)
     stock = around(program, jax.checkpoint(program.function(None)))
@@ -205,22 +206,38 @@ def check_steps(program: Program, name: str, calls: int) -> list[Failure]:
             ours = gradient_of(program, _coded(program, EXACT[name]), calls)(values)[0]
         except Exception as error:
             return [_of_error(error, name, calls)]
-    true, failures = None, []
+    true, moved, failures = None, {}, []
     for leaf, found in _as_float(ours).items():
         distance, largest = (np.abs(x).max() for x in (found - expected[leaf], expected[leaf]))
         unit = float(jnp.finfo(program.dtype).eps) * largest
         if distance <= 2 * unit:
             continue
         true = reference(program, calls, values) if true is None else true
-        if distance > 2 * np.abs(expected[leaf] - true[leaf]).max():
+        if distance <= 2 * np.abs(expected[leaf] - true[leaf]).max():
+            continue
+        if not moved:
+            eps = float(jnp.finfo(program.dtype).eps)
+            with jax.disable_jit():
+                run = gradient_of(program, stock, calls)
+                moved = _errors_of_noisy_arguments(run, program.seed, values, expected, eps)
+        if distance > 2 * moved[leaf]:
             failures.append(Failure("steps", name, f"{leaf}: {distance / unit:.3g} units"))
     return failures
 
 
 def _different_results(
-    ours: Any, results: Any, name: str, runs: Sequence[Callable[..., Any]], values: Any
+    program: Program,
+    ours: Any,
+    results: Any,
+    name: str,
+    runs: Sequence[Callable[..., Any]],
+    values: Any,
 ) -> list[Failure]:
-    """Compares bits; where XLA may have fused two programs in two ways, those of results alone."""
+    """Compares bits; where XLA may have fused two programs in two ways, those of results alone.
+
+    XLA may also divide what is computed outside of a `jax.shard_map` over its devices, and adds the
+    parts of a sum. Results then differ by a few units in the last place.
+    """
     if _same_bits(ours, results):
         return []
     for options in AS_WRITTEN:
@@ -229,6 +246,8 @@ def _different_results(
             return []
     pairs = zip(*map(_as_float, (ours, results)), strict=True)
     most = max(_norm(a - b) / _norm(b) for a, b in pairs)
+    if "shard_map(" in str(program) and most <= 4 * float(jnp.finfo(program.dtype).eps):
+        return []
     return [Failure("results", name, f"differ by {most:.3g} of their norm")]
 
 
@@ -272,7 +291,7 @@ def check_coded(program: Program, name: str, calls: int) -> list[Failure]:
     except Exception as error:
         return [_of_error(error, name, calls)]
     runs = gradient_of(program, _coded(program, policy), calls), stock_run
-    failures = _different_results([y[0] for y in ours], results, name, runs, values)
+    failures = _different_results(program, [y[0] for y in ours], results, name, runs, values)
     drawn, expected = _as_float(drawn), _as_float(expected)
     if any("bias" in value.note for value in plan.values) or any("bias" in n for n in plan.notes):
         return failures
@@ -323,13 +342,14 @@ def _errors_of_noisy_arguments(
     seed: int,
     values: dict[str, np.ndarray],
     expected: dict[str, np.ndarray],
+    noise: float = NOISE,
 ) -> dict[str, float]:
-    """How far the gradient moves if arguments have noise of the size that 4 bits have."""
+    """How far the gradient moves if arguments have noise, a part of their standard deviation."""
     rng = np.random.default_rng(seed)
     moved = []
     for _ in range(4):
         noisy = {
-            n: (v + NOISE * v.std(dtype=np.float32) * rng.normal(size=v.shape)).astype(v.dtype)
+            n: (v + noise * v.std(dtype=np.float32) * rng.normal(size=v.shape)).astype(v.dtype)
             if jnp.issubdtype(v.dtype, jnp.inexact) else v
             for n, v in values.items()
         }  # fmt: skip

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, Literal, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jaxtyping import Array, PyTree
 
 from jaxcomp.memory._tracing import inner_jaxprs, open_jaxpr
@@ -185,7 +185,7 @@ def called_program(equation: Equation) -> Program | None:
     return Program.of(equation.params[name])
 
 
-def has_loop(equation: Equation) -> bool:
+def has_loop(equation: JaxprEqn) -> bool:
     """Returns whether an equation is a loop, or calls a program with one."""
     return equation.primitive.name in ("scan", "while") or any(
         has_loop(inner) for jaxpr in inner_jaxprs(equation) for inner in jaxpr.eqns
