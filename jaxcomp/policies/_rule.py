@@ -8,7 +8,8 @@ from typing import Literal, get_args
 from jaxcomp.codecs import Codec
 from jaxcomp.policies._value import ROLES, Value, dtype_name
 
-Action = Literal["keep", "recompute", "cheapest", "offload"]
+Action = Literal["keep", "recompute", "cheapest", "offload", "open"]
+REGION = "checkpoint"  # the operation of rules for regions under `jax.checkpoint`
 ACTIONS: tuple[Action, ...] = get_args(Action)
 
 
@@ -92,7 +93,15 @@ class Rule:
                 f"op={self.op!r}: expected no names, primitives, roles, dtypes or min_size beside "
                 "it, since a layer of jaxcomp.nn is chosen by its path and its kind alone"
             )
-        if self.op and not (isinstance(self.action, Codec) or self.action == "keep"):
+        if (self.action == "open") > (self.op == REGION):
+            raise ValueError(f"action='open': expected op={REGION!r} beside it, not op={self.op!r}")
+        if self.op == REGION and self.action not in ("open", "keep"):
+            raise ValueError(
+                f"action={self.action!r}: expected 'open' or 'keep' with op={REGION!r}"
+            )
+        if self.op not in ("", REGION) and not (
+            isinstance(self.action, Codec) or self.action == "keep"
+        ):
             raise ValueError(
                 f"action={self.action!r}: expected a codec or 'keep' with op={self.op!r}, since a "
                 "layer of jaxcomp.nn saves by its codec"
@@ -117,6 +126,10 @@ class Rule:
         if not self.op and isinstance(self.action, Codec) and kind not in self.action.kinds:
             return False
         return _fits(self.op, kind) and _fits(self.path, path)
+
+    def matches_region(self, path: str) -> bool:
+        """Returns whether the rule is for a region of this path under `jax.checkpoint`."""
+        return self.op == REGION and _fits(self.path, path)
 
     def matches_value(self, value: Value, size: bool = True) -> bool:
         """Returns whether the rule is for a value; without `size`, whatever the value's size."""

@@ -26,7 +26,7 @@ from jaxcomp.transform._choice.schedule import plain_bytes
 from jaxcomp.transform._nested.nested import scheduled
 from jaxcomp.transform._nested.scheduled import ScheduledProgram
 from jaxcomp.transform._pieces.limits import Limits, current_limits
-from jaxcomp.transform._plan import Plan
+from jaxcomp.transform._plan import Plan, warn_of_closed_regions
 from jaxcomp.transform._program.automatic_axes import automatic, run_over_automatic_axes
 from jaxcomp.transform._program.keyed import Keyed
 from jaxcomp.transform._program.program import Program, as_array, avals, is_reference
@@ -214,6 +214,7 @@ def _scheduled(
     finally:
         _depth.reset(token)
     context.check()
+    warn_of_closed_regions(chosen)
     return chosen, context
 
 

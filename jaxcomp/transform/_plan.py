@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import math
 import re
+import warnings
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from jaxcomp.policies._value import dtype_name
 from jaxcomp.transform._choice.bias import percent
 from jaxcomp.transform._choice.graph import plain_nbytes
 from jaxcomp.transform._choice.schedule import Schedule
+from jaxcomp.transform._nested.regions import Region
 from jaxcomp.transform._nested.scheduled import Nested, ScheduledProgram
 from jaxcomp.transform._program.origins import module_path
 from jaxcomp.transform._program.primitives import rounds_coarsely
@@ -93,7 +95,9 @@ class Plan:
         codes = codes or any(codec is not None for codec in of_units)
         values = tuple(_planned(whole))
         notes = []
-        if sum(value.saved_bytes for value in values) > _HARDLY * exact_bytes:
+        regions = [region for part in _all(whole) for region in part.regions]
+        saved_bytes = sum(value.saved_bytes for value in values)
+        if saved_bytes > _HARDLY * exact_bytes and not any(r.is_open for r in regions):
             notes.append("hardly anything is saved: leave the function as it is")
         if values and asked and not codes:
             is_told = any(why in value.note for value in values for why in _WHY_EXACT)
@@ -104,6 +108,7 @@ class Plan:
         codecs = [*(s.codec for part in schedules for s in part.stored.values()), *of_units]
         biased = {str(codec) for codec in codecs if _is_biased(codec)}
         notes += [f"biased: {codec} is a biased codec" for codec in sorted(biased)]
+        notes += _notes_of_regions(regions)
         if whole.schedule.biased and codes:
             notes.append("biased: nonlinear steps are recomputed from decoded values")
         if codes and any(rounds_coarsely(e) for s in schedules for e in s.linear.equations):
@@ -247,6 +252,70 @@ def _planned(whole: ScheduledProgram, outside: Collection[Variable] = ()) -> Ite
     for nested in whole.nested:
         if nested.name in names:
             yield from _of_nested(nested)
+
+
+def warn_of_closed_regions(whole: ScheduledProgram) -> None:
+    """Warns if more bytes wait exactly than encoded, because of regions under `jax.checkpoint`.
+
+    Regions that a rule keeps are meant to be kept.
+    """
+    coded, exact = _coded_and_exact(whole)
+    closed = [
+        region
+        for part in _all(whole)
+        for region in part.regions
+        if not region.is_open and not region.is_asked and region.kept_bytes
+    ]
+    if exact <= coded or 2 * sum(r.iterations * r.kept_bytes for r in closed) < exact:
+        return
+    largest = max(closed, key=lambda region: region.iterations * region.kept_bytes)
+    (note,) = _notes_of_regions([largest])
+    warnings.warn(
+        f"less than half of the bytes that wait are encoded. {note}. Rule('open', op='checkpoint') "
+        "in front of the policy's rules encodes it all the same, and Rule('keep', op='checkpoint') "
+        "says that it is meant so",
+        stacklevel=2,
+    )
+
+
+def _coded_and_exact(whole: ScheduledProgram) -> tuple[int, int]:
+    """Returns the bytes of what waits encoded and of what waits as it is, both without codes."""
+    graph = whole.schedule.graph
+    coded = [plain_nbytes(v.aval) for unit in whole.units if unit.codec for v in unit.unit.saved]
+    exact: list[int] = []
+    for value, how in whole.schedule.stored.items():
+        if not graph.is_own(value):
+            (exact if how.codec is None else coded).append(plain_nbytes(value.aval))
+    totals = [sum(coded), sum(exact)]
+    for nested in whole.nested:
+        for program in nested.programs:
+            for i, inner in enumerate(_coded_and_exact(program)):
+                totals[i] += inner * (nested.length or 1)
+    return totals[0], totals[1]
+
+
+def _notes_of_regions(regions: Sequence[Region]) -> list[str]:
+    """Returns a note for each kind of region under `jax.checkpoint`, as for repeated blocks."""
+    counts = collections.Counter(
+        dataclasses.replace(region, path=without_indices(region.path)) for region in regions
+    )
+    notes = []
+    for region, count in counts.items():
+        where = ", ".join(filter(None, (region.path, region.source))) or "a function"
+        times = count * region.iterations
+        kept, coded = (format_bytes(times * n) for n in (region.kept_bytes, region.coded_bytes))
+        again = f"{format_bytes(region.recomputed_bytes)} while one is evaluated again"
+        if region.is_open:
+            notes.append(
+                f"{where}: {times} regions of jax.checkpoint are open: {coded} wait instead of "
+                f"{kept} and {again}"
+            )
+        else:
+            notes.append(
+                f"{where}: this block is rematerialised by jax.checkpoint, {times} times: {kept} "
+                f"wait, and {again}; open, {coded} would wait"
+            )
+    return notes
 
 
 def _notes_of_units(units: Sequence[Recognized]) -> list[str]:

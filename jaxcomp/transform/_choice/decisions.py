@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from typing import Literal, cast
 
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
@@ -151,7 +151,7 @@ def _note_of_dtype(policy: Policy, value: Value) -> str:
 def _by_rule(rule: Rule, value: Value) -> Decision:
     codec = rule.action
     if not isinstance(codec, Codec):
-        return Decision(codec)
+        return Decision(cast(Action, codec))  # only rules for regions have others
     if inner_codec(codec).is_exact:
         return Decision("offload" if codec.on_host else "keep")
     if not set(codec.kinds) & set(Codec.kinds):

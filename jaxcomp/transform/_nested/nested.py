@@ -1,12 +1,15 @@
 """Programs whose loops and conditionals store what the policy says of the values in them."""
 
+import dataclasses
 from collections.abc import Collection, Sequence
 
+from jaxcomp.transform._choice.choice import total_bytes
 from jaxcomp.transform._choice.context import Context
 from jaxcomp.transform._choice.graph import Graph
 from jaxcomp.transform._choice.schedule import schedule
 from jaxcomp.transform._nested.branches import Conditional, is_conditional
 from jaxcomp.transform._nested.loops import Loop, is_loop
+from jaxcomp.transform._nested.regions import with_open_regions
 from jaxcomp.transform._nested.scheduled import Outer, ScheduledProgram
 from jaxcomp.transform._program.builder import Builder, flat
 from jaxcomp.transform._program.primitives import tangents_of
@@ -22,7 +25,22 @@ def scheduled(
     program: Program, active: Sequence[int], coded: Collection[int], context: Context
 ) -> ScheduledProgram:
     """Schedules a program, the iterations of its loops and its branches."""
-    program = flat(program)
+    program, regions = with_open_regions(flat(program), active, coded, context, _waiting_bytes)
+    chosen = _with_units(program, active, coded, context)
+    return dataclasses.replace(chosen, regions=tuple(regions))
+
+
+def _waiting_bytes(
+    program: Program, active: Sequence[int], coded: Collection[int], context: Context
+) -> int:
+    """Returns the bytes that wait for the backward pass of a program."""
+    return total_bytes(_with_units(program, active, coded, context).schedule.stored)
+
+
+def _with_units(
+    program: Program, active: Sequence[int], coded: Collection[int], context: Context
+) -> ScheduledProgram:
+    """Schedules a program in which an operation of ours stands for stock ones."""
     units = recognize(program, active, context)
     chosen = _scheduled(program, units, active, coded, context)
     if chosen.schedule.encodes or any(unit.codec is not None for unit in units):

@@ -15,6 +15,7 @@ from jaxcomp.transform._choice.context import Context
 from jaxcomp.transform._choice.graph import NESTED
 from jaxcomp.transform._choice.schedule import Schedule
 from jaxcomp.transform._execution import backward, forward
+from jaxcomp.transform._nested.regions import Region
 from jaxcomp.transform._program.builder import Builder
 from jaxcomp.transform._program.program import Program
 from jaxcomp.transform._program.types import Atom, Equation
@@ -49,12 +50,14 @@ class ScheduledProgram:
         units: Stock operations that an operation of `jaxcomp.ops` stands for.
         takes_seed: Whether the schedule's program has the seed as its last argument, for its
             loops, conditionals and units.
+        regions: The regions under `jax.checkpoint` that the policy decided about.
     """
 
     schedule: Schedule
     nested: tuple[Nested, ...]
     units: tuple[Recognized, ...]
     takes_seed: bool
+    regions: tuple[Region, ...] = ()
 
     @property
     def stored_operands(self) -> dict[int, int]:

@@ -1,0 +1,192 @@
+"""Regions that the user put under `jax.checkpoint`: kept as they are, or opened."""
+
+import dataclasses
+import posixpath
+from collections.abc import Callable, Collection, Sequence, Set
+
+from jaxcomp.memory._source_line import source_line
+from jaxcomp.memory._tracing import CHECKPOINT_PRIMITIVES
+from jaxcomp.policies._policy import Policy
+from jaxcomp.policies._rule import Rule
+from jaxcomp.transform._choice.context import Context, Notes
+from jaxcomp.transform._choice.graph import Graph
+from jaxcomp.transform._choice.schedule import plain_bytes
+from jaxcomp.transform._program.builder import Builder
+from jaxcomp.transform._program.origins import module_path
+from jaxcomp.transform._program.primitives import HEAVY, tangents_of
+from jaxcomp.transform._program.program import Program, avals, variables
+from jaxcomp.transform._program.types import Atom, Equation, Variable, is_variable
+
+BytesOf = Callable[[Program, Sequence[int], Collection[int], Context], int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """A region under `jax.checkpoint`, and what becomes of it.
+
+    Attributes:
+        path: Path of the innermost module that all of it is in, or "".
+        source: `file:line` of its call, or "".
+        is_open: Whether its body is compressed as plain code; else the backward pass evaluates it
+            again.
+        is_asked: Whether a rule of the policy says so.
+        iterations: Of the loops around it.
+        kept_bytes: Bytes that wait if it is evaluated again, in one iteration.
+        coded_bytes: Bytes that wait if it is open, in one iteration.
+        recomputed_bytes: Bytes that JAX keeps while it is evaluated again.
+    """
+
+    path: str
+    source: str
+    is_open: bool
+    is_asked: bool
+    iterations: int
+    kept_bytes: int
+    coded_bytes: int
+    recomputed_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """A region, its body with the regions opened that are open in it, and all that are in it."""
+
+    region: Region
+    body: Program
+    inside: Sequence[Region]
+
+
+def with_open_regions(
+    program: Program,
+    active: Sequence[int],
+    coded: Collection[int],
+    context: Context,
+    bytes_of: BytesOf,
+) -> tuple[Program, list[Region]]:
+    """Returns the program with the regions opened that the policy opens, and all regions.
+
+    The first rule for the operation "checkpoint" decides. Without one, a policy with codecs opens
+    as many regions as it can without more bytes than these take as they are: what they read, and
+    what JAX keeps while the largest is evaluated again. A region without a product with a
+    parameter, such as an attention, is left as it is; so are all with a policy without codecs, or
+    with one that computes nonlinear steps again from decoded values.
+
+    Args:
+        program: The function.
+        active: The arguments that are differentiated.
+        coded: The arguments that the policy may store in another form.
+        context: The policy, which takes note of the rules that decide.
+        bytes_of: Returns the bytes that wait for the backward pass of a program.
+    """
+    policy = context.policy
+    if not isinstance(policy, Policy) or not context.encodes or policy.lossy_recomputation:
+        return program, []
+    reached = tangents_of(program.equations, [program.arguments[i] for i in active])
+    free = Graph(program, {v for i, v in enumerate(program.arguments) if i not in coded}).free
+    found = {
+        number: _found(equation, reached, free, context, bytes_of)
+        for number, equation in enumerate(program.equations)
+        if _is_region(equation) and not reached.isdisjoint(variables(equation.invars))
+    }
+    if not found:
+        return program, []
+    chosen = _closed_until_they_fit({number: each.region for number, each in found.items()})
+    bodies = {id(program.equations[n]): found[n].body for n, r in chosen.items() if r.is_open}
+    builder = Builder()
+
+    def step(equation: Equation, operands: list[Atom]) -> Sequence[Atom]:
+        body = bodies.get(id(equation))
+        return builder.add(equation, operands) if body is None else builder.inline(body, operands)
+
+    results = builder.inline(program, program.arguments, step)
+    inside = [each for n, r in chosen.items() if r.is_open for each in found[n].inside]
+    return builder.program(program, program.arguments, results), [*chosen.values(), *inside]
+
+
+def _is_region(equation: Equation) -> bool:
+    """Returns whether it is a region of the user's, and not of a derivative in his function."""
+    name = equation.primitive.name
+    return name in CHECKPOINT_PRIMITIVES and not equation.params["differentiated"]
+
+
+def _found(
+    equation: Equation,
+    reached: Collection[Variable],
+    free: Collection[Variable],
+    context: Context,
+    bytes_of: BytesOf,
+) -> _Found:
+    """Returns a region with its bytes; open if a rule says so, or if nothing speaks against it."""
+    closed = _in_scope(equation)
+    active = [i for i, atom in enumerate(equation.invars) if atom in reached]
+    coded = [i for i, atom in enumerate(equation.invars) if is_variable(atom) and atom not in free]
+    path = _common_path(closed)
+    rule = _rule_for(path, context)
+    aside = dataclasses.replace(context, notes=Notes())
+    body, inside = with_open_regions(closed, active, coded, aside, bytes_of)
+    held = {v for i, v in enumerate(closed.arguments) if i not in coded}
+    region = Region(
+        path,
+        source_line(equation),
+        _has_parameters(closed, held) if rule is None else rule.action == "open",
+        rule is not None,
+        context.iterations,
+        plain_bytes(_alone(equation), active, coded),
+        bytes_of(body, active, coded, aside),
+        plain_bytes(closed, active, coded),
+    )
+    return _Found(region, body, inside)
+
+
+def _in_scope(equation: Equation) -> Program:
+    """Returns the program of a region, in the name scope of its call."""
+    body = Program(equation.params["jaxpr"])
+    builder = Builder()
+    results = builder.inline(body, body.arguments, call=equation)
+    return builder.program(body, body.arguments, results)
+
+
+def _alone(equation: Equation) -> Program:
+    """Returns a program that calls a region, and does nothing else."""
+    body = Program(equation.params["jaxpr"])
+    results = [Variable(aval) for aval in avals(body.results)]
+    call = equation.replace(invars=body.arguments, outvars=results)
+    return Program(body.jaxpr.replace(eqns=[call], outvars=results))
+
+
+def _common_path(body: Program) -> str:
+    """Returns the path of the innermost module that all equations of a region are in."""
+    paths = [path for e in body.equations if (path := module_path(e))]
+    return posixpath.commonpath(paths) if paths else ""
+
+
+def _rule_for(path: str, context: Context) -> Rule | None:
+    """Returns the first rule for a region of a path; `context` takes note of it."""
+    rule = next((rule for rule in context.rules if rule.matches_region(path)), None)
+    if rule is not None:
+        context.notes.matched.add(rule)
+    return rule
+
+
+def _has_parameters(body: Program, held: Set[Variable]) -> bool:
+    """Returns whether an operand of a product follows from what is held, as a parameter does."""
+    free = Graph(body, held).free
+    products = [e for e in body.equations if e.primitive.name in HEAVY]
+    return any(not free.isdisjoint(variables(product.invars)) for product in products)
+
+
+def _closed_until_they_fit(regions: dict[int, Region]) -> dict[int, Region]:
+    """Closes regions of which no rule says anything, those first that closing saves the most."""
+    others = {n: region for n, region in regions.items() if not region.is_asked}
+    most = _bytes([dataclasses.replace(r, is_open=False) for r in others.values()])
+    open_ones = [n for n, region in others.items() if region.is_open]
+    open_ones.sort(key=lambda n: others[n].coded_bytes - others[n].kept_bytes)
+    while open_ones and _bytes(others.values()) > most:
+        number = open_ones.pop()
+        others[number] = dataclasses.replace(others[number], is_open=False)
+    return regions | others
+
+
+def _bytes(regions: Collection[Region]) -> int:
+    """Returns the bytes that wait, and those of the largest region that is evaluated again."""
+    waiting = sum(r.iterations * (r.coded_bytes if r.is_open else r.kept_bytes) for r in regions)
+    return waiting + max((r.recomputed_bytes for r in regions if not r.is_open), default=0)
