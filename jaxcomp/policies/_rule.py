@@ -93,9 +93,9 @@ class Rule:
                 f"op={self.op!r}: expected no names, primitives, roles, dtypes or min_size beside "
                 "it, since a layer of jaxcomp.nn is chosen by its path and its kind alone"
             )
-        if (self.action == "open") > (self.op == REGION):
+        if self.action == "open" and not self.is_for_regions:
             raise ValueError(f"action='open': expected op={REGION!r} beside it, not op={self.op!r}")
-        if self.op == REGION and self.action not in ("open", "keep"):
+        if self.is_for_regions and self.action not in ("open", "keep"):
             raise ValueError(
                 f"action={self.action!r}: expected 'open' or 'keep' with op={REGION!r}"
             )
@@ -127,9 +127,14 @@ class Rule:
             return False
         return _fits(self.op, kind) and _fits(self.path, path)
 
+    @property
+    def is_for_regions(self) -> bool:
+        """Whether the rule is for regions under `jax.checkpoint`."""
+        return self.op == REGION
+
     def matches_region(self, path: str) -> bool:
         """Returns whether the rule is for a region of this path under `jax.checkpoint`."""
-        return self.op == REGION and _fits(self.path, path)
+        return self.is_for_regions and _fits(self.path, path)
 
     def matches_value(self, value: Value, size: bool = True) -> bool:
         """Returns whether the rule is for a value; without `size`, whatever the value's size."""

@@ -214,7 +214,6 @@ def _scheduled(
     finally:
         _depth.reset(token)
     context.check()
-    warn_of_closed_regions(chosen)
     return chosen, context
 
 
@@ -228,8 +227,11 @@ def _scheduled_once(
     limits = current_limits()
     keyed = Keyed.of(program, tuple(active), tuple(coded), policy, limits)
     if keyed is None:
-        return _scheduled(program, active, coded, policy, limits)[0]
-    return _scheduled_of_key(keyed)
+        chosen, _ = _scheduled(program, active, coded, policy, limits)
+    else:
+        chosen = _scheduled_of_key(keyed)
+    warn_of_closed_regions(chosen)
+    return chosen
 
 
 @functools.lru_cache(_REMEMBERED)

@@ -67,7 +67,11 @@ class LayerCodecs:
 
         There is one if no layer matches a rule, or if a required rule matches no layer.
         """
-        rules = tuple(rule for rule in self.unmatched if rule.is_for_values or is_for_units(rule))
+        rules = tuple(
+            rule
+            for rule in self.unmatched
+            if rule.is_for_values or rule.is_for_regions or is_for_units(rule)
+        )
         is_required = any(rule.required for rule in rules)
         return rules if is_required or not self.codecs else None
 

@@ -26,6 +26,7 @@ from jaxcomp.transform._recognition.unit import NormAct, Recognized
 
 _HARDLY = 0.9
 _NOTED = 1e-3  # a norm's bias, as a part of the gradient
+_WORTH_A_WARNING = 2**20  # bytes
 _WHY_EXACT = ("kept exactly", "no codec encodes")
 
 
@@ -257,7 +258,7 @@ def _planned(whole: ScheduledProgram, outside: Collection[Variable] = ()) -> Ite
 def warn_of_closed_regions(whole: ScheduledProgram) -> None:
     """Warns if more bytes wait exactly than encoded, because of regions under `jax.checkpoint`.
 
-    Regions that a rule keeps are meant to be kept.
+    Regions that a rule keeps are meant to be kept, and less than 1 MiB is nobody's problem.
     """
     coded, exact = _coded_and_exact(whole)
     closed = [
@@ -266,7 +267,11 @@ def warn_of_closed_regions(whole: ScheduledProgram) -> None:
         for region in part.regions
         if not region.is_open and not region.is_asked and region.kept_bytes
     ]
-    if exact <= coded or 2 * sum(r.iterations * r.kept_bytes for r in closed) < exact:
+    if (
+        exact < _WORTH_A_WARNING
+        or exact <= coded
+        or 2 * sum(r.iterations * r.kept_bytes for r in closed) < exact
+    ):
         return
     largest = max(closed, key=lambda region: region.iterations * region.kept_bytes)
     (note,) = _notes_of_regions([largest])

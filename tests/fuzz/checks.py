@@ -175,6 +175,8 @@ def check_exact(program: Program, name: str, calls: int) -> list[Failure]:
         ours, usual = _norm(found[leaf] - true[leaf]), _norm(stock - true[leaf])
         told = f"{leaf}: error {ours:.3g}, stock's {usual:.3g}, norm {size:.3g}"
         if not ours <= 3 * usual + 8 * eps * size + 0.1 * eps * whole:
+            if usual > 10 * _norm(true[leaf]):
+                continue  # stock's is rounding noise alone, as that of a norm of equal values
             is_zero = _norm(found[leaf]) == 0
             failures.append(Failure(f"{kind}{', zero' * is_zero}", name, told))
             continue

@@ -16,10 +16,12 @@ class Notes:
 
     Attributes:
         values: The values.
-        matched: The rules that matched a value, or would but for its size.
+        regions: The paths of regions under `jax.checkpoint`.
+        matched: The rules that matched a value or a region, or would but for a value's size.
     """
 
     values: list[Value] = dataclasses.field(default_factory=list)
+    regions: list[str] = dataclasses.field(default_factory=list)
     matched: set[Rule] = dataclasses.field(default_factory=set)
 
 
@@ -68,11 +70,15 @@ class Context:
         """Raises a ValueError if a required rule of the policy has matched nothing."""
         for rule in self.rules:
             if rule.required and rule not in self.notes.matched:
-                raise ValueError(_unmatched(rule, self.notes.values))
+                raise ValueError(_unmatched(rule, self.notes))
 
 
-def _unmatched(rule: Rule, values: Sequence[Value]) -> str:
+def _unmatched(rule: Rule, notes: Notes) -> str:
     """Says that a required rule matches nothing, and what there is."""
+    values = notes.values
+    if rule.is_for_regions:
+        paths = ", ".join(dict.fromkeys(path or "no path" for path in notes.regions))
+        return f"{rule} matches nothing: the regions under jax.checkpoint are {paths or 'none'}"
     if not rule.is_for_values:
         return (
             f"{rule} matches nothing: op is for layers of jaxcomp.nn, norm_act also for stock "

@@ -5,7 +5,7 @@ import posixpath
 from collections.abc import Callable, Collection, Sequence, Set
 
 from jaxcomp.memory._source_line import source_line
-from jaxcomp.memory._tracing import CHECKPOINT_PRIMITIVES
+from jaxcomp.memory._tracing import CHECKPOINT_PRIMITIVES, inner_jaxprs
 from jaxcomp.policies._policy import Policy
 from jaxcomp.policies._rule import Rule
 from jaxcomp.transform._choice.context import Context, Notes
@@ -123,6 +123,8 @@ def _found(
     rule = _rule_for(path, context)
     aside = dataclasses.replace(context, notes=Notes())
     body, inside = with_open_regions(closed, active, coded, aside, bytes_of)
+    context.notes.regions.extend([path, *aside.notes.regions])
+    context.notes.matched.update(r for r in aside.notes.matched if r.is_for_regions)
     held = {v for i, v in enumerate(closed.arguments) if i not in coded}
     region = Region(
         path,
@@ -167,11 +169,18 @@ def _rule_for(path: str, context: Context) -> Rule | None:
     return rule
 
 
-def _has_parameters(body: Program, held: Set[Variable]) -> bool:
+def _has_parameters(program: Program, held: Set[Variable]) -> bool:
     """Returns whether an operand of a product follows from what is held, as a parameter does."""
-    free = Graph(body, held).free
-    products = [e for e in body.equations if e.primitive.name in HEAVY]
-    return any(not free.isdisjoint(variables(product.invars)) for product in products)
+    free = Graph(program, held).free
+    for equation in program.equations:
+        if equation.primitive.name in HEAVY and not free.isdisjoint(variables(equation.invars)):
+            return True
+        for jaxpr in inner_jaxprs(equation):
+            body = Program(jaxpr)
+            pairs = zip(reversed(body.arguments), reversed(equation.invars), strict=False)
+            if _has_parameters(body, {argument for argument, atom in pairs if atom in free}):
+                return True
+    return False
 
 
 def _closed_until_they_fit(regions: dict[int, Region]) -> dict[int, Region]:

@@ -251,9 +251,14 @@ def _in(atom: Atom, tangents: Set[Variable]) -> bool:
 
 
 def tangents_of(equations: Sequence[Equation], tangents: Sequence[Variable]) -> set[Variable]:
-    """Returns the variables that depend on these, such as the tangents of a linear program."""
+    """Returns the variables that depend differentiably on these.
+
+    In a linear program, these are tangents.
+    """
     reached = set(tangents)
     for equation in equations:
+        if equation.primitive.name == "stop_gradient":
+            continue
         if any(_in(atom, reached) for atom in equation.invars):
             reached.update(equation.outvars)
     return reached
