@@ -22,6 +22,8 @@ class Rule:
 
     - With `op` it is for layers of `jaxcomp.nn`, which save what they need by the codec. Where it
       matches none of them, the kinds "norm_act" and "max_pool" are also for stock operations.
+    - With `op="checkpoint"` it is for regions under `jax.checkpoint` in the function: "open"
+      compresses the values in a region as those of plain code, "keep" leaves it as it is.
     - With `names`, `primitives`, `roles` or `dtypes` it is for values alone.
     - With neither it is for the layers of `jaxcomp.nn` that can save by the codec, whatever their
       size; where it matches none of a model's layers, it is for values.
@@ -33,12 +35,13 @@ class Rule:
             computed again from what is saved, where that takes fewer bytes); "recompute", which
             computes it again in the backward pass; "offload", which saves it as it is in the host's
             memory; or "cheapest", which keeps or recomputes a product, whichever takes fewer bytes.
-            Each product that is recomputed then counts for half of its own bytes.
+            Each product that is recomputed then counts for half of its own bytes. Or "open", with
+            `op="checkpoint"`.
         path: Regular expression for the whole path of the module that computes the value,
             attributes and indices joined by "/"; in a function, for its named scopes, such as
             "Decoder/layers_3/norm" of a Linen model.
         op: Regular expression for the whole kind of operation of a layer of `jaxcomp.nn`, such as
-            "conv|dot"; `jaxcomp.nn.Coded` lists the kinds.
+            "conv|dot"; `jaxcomp.nn.Coded` lists the kinds. Or "checkpoint".
         names: Names given by `jax.ad_checkpoint.checkpoint_name`.
         primitives: Names of the JAX primitives that compute the value.
         roles: Roles, as `jaxcomp.policies.Value` lists them. Without any, all but "statistic"; with

@@ -327,8 +327,11 @@ def checkpoint(
       operand, where a policy quantizes with 3 bits or more. It is unbiased as long as the levels of
       an argument are near to each other: at most 1 apart, which 4 bits reach from -4 to 68.
 
-    So the gradient is unbiased if the codecs are. Values that a user's `jax.custom_vjp`, an inner
-    `jax.checkpoint`, a `while` loop, or a loop or branch with side effects reads are exact.
+    - A region under `jax.checkpoint` is opened, or kept as it is, whichever takes fewer bytes; a
+      rule with `op="checkpoint"` decides itself. Policies without codecs keep all regions.
+
+    So the gradient is unbiased if the codecs are. Values that a user's `jax.custom_vjp`, a region
+    that is kept, a `while` loop, or a loop or branch with side effects reads are exact.
 
     Where nothing is encoded, there is forward mode (`jax.jvp`), and there are higher derivatives in
     any order of the modes. Where something is, forward mode is an error; the attribute
