@@ -31,6 +31,7 @@ COVERED_BY = {
     "_execution.forward": "choice/test_schedule.py",
     "_execution.waiting": "execution/test_backward.py",
     "_model_attributes": "test_compress.py",
+    "_nested.bounded": "nested/test_regions.py",
     "_nested.nested": "nested/test_loops.py",
     "_nested.scheduled": "nested/test_loops.py",
     "_pieces.limits": "pieces/test_slices.py",

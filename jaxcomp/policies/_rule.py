@@ -23,7 +23,8 @@ class Rule:
     - With `op` it is for layers of `jaxcomp.nn`, which save what they need by the codec. Where it
       matches none of them, the kinds "norm_act" and "max_pool" are also for stock operations.
     - With `op="checkpoint"` it is for regions under `jax.checkpoint` in the function: "open"
-      compresses the values in a region as those of plain code, "keep" leaves it as it is.
+      compresses the values in a region as those of plain code, "keep" leaves it as it is, and with
+      a codec its inputs are encoded and the region is evaluated again from them, which is biased.
     - With `names`, `primitives`, `roles` or `dtypes` it is for values alone.
     - With neither it is for the layers of `jaxcomp.nn` that can save by the codec, whatever their
       size; where it matches none of a model's layers, it is for values.
@@ -98,9 +99,9 @@ class Rule:
             )
         if self.action == "open" and not self.is_for_regions:
             raise ValueError(f"action='open': expected op={REGION!r} beside it, not op={self.op!r}")
-        if self.is_for_regions and self.action not in ("open", "keep"):
+        if self.is_for_regions and self.action in ("recompute", "cheapest", "offload"):
             raise ValueError(
-                f"action={self.action!r}: expected 'open' or 'keep' with op={REGION!r}"
+                f"action={self.action!r}: expected 'open', 'keep' or a codec with op={REGION!r}"
             )
         if self.op not in ("", REGION) and not (
             isinstance(self.action, Codec) or self.action == "keep"

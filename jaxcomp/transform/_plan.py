@@ -10,6 +10,7 @@ from typing import Any
 
 from jaxcomp._core import table
 from jaxcomp.codecs import Codec
+from jaxcomp.codecs._offload import inner_codec
 from jaxcomp.memory._live_bytes import format_bytes
 from jaxcomp.memory._source_line import source_call, source_line
 from jaxcomp.policies._value import dtype_name
@@ -310,7 +311,13 @@ def _notes_of_regions(regions: Sequence[Region]) -> list[str]:
         times = count * region.iterations
         kept, coded = (format_bytes(times * n) for n in (region.kept_bytes, region.coded_bytes))
         again = f"{format_bytes(region.recomputed_bytes)} while one is evaluated again"
-        if region.is_open:
+        if isinstance(region.action, Codec):
+            bias = "" if inner_codec(region.action).is_exact else ", which is biased"
+            notes.append(
+                f"{where}: {times} regions of jax.checkpoint are evaluated again from inputs saved "
+                f"by {region.action}{bias}"
+            )
+        elif region.is_open:
             notes.append(
                 f"{where}: {times} regions of jax.checkpoint are open: {coded} wait instead of "
                 f"{kept} and {again}"
@@ -342,13 +349,14 @@ def _of_nested(nested: Nested) -> Iterator[SavedValue]:
     if nested.length is None:
         yield from _of_branches(nested.programs)
         return
+    of_all = f"{nested.length} iterations" if nested.length > 1 else ""
     for value in _planned(nested.programs[0]):
         yield dataclasses.replace(
             value,
-            shape=(nested.length, *value.shape),
+            shape=(nested.length, *value.shape) if nested.length > 1 else value.shape,
             exact_bytes=nested.length * value.exact_bytes,
             saved_bytes=nested.length * value.saved_bytes,
-            note=f"{nested.length} iterations; {value.note}".removesuffix("; "),
+            note="; ".join(filter(None, (of_all, value.note))),
         )
 
 

@@ -7,9 +7,10 @@ from jaxcomp.transform._choice.choice import total_bytes
 from jaxcomp.transform._choice.context import Context
 from jaxcomp.transform._choice.graph import Graph
 from jaxcomp.transform._choice.schedule import schedule
+from jaxcomp.transform._nested.bounded import Bounded
 from jaxcomp.transform._nested.branches import Conditional, is_conditional
 from jaxcomp.transform._nested.loops import Loop, is_loop
-from jaxcomp.transform._nested.regions import with_open_regions
+from jaxcomp.transform._nested.regions import codec_of_inputs, with_open_regions
 from jaxcomp.transform._nested.scheduled import Outer, ScheduledProgram
 from jaxcomp.transform._program.builder import Builder, flat
 from jaxcomp.transform._program.primitives import tangents_of
@@ -58,7 +59,10 @@ def _scheduled(
     coded: Collection[int],
     context: Context,
 ) -> ScheduledProgram:
-    has_nested = any(is_loop(e) or is_conditional(e) for e in program.equations)
+    has_nested = any(
+        is_loop(e) or is_conditional(e) or codec_of_inputs(e, context) is not None
+        for e in program.equations
+    )
     takes_seed = bool(units) or has_nested
     if takes_seed:
         program = with_units(program, units)
@@ -86,11 +90,13 @@ def _with_nested(
             return builder.add(equation, operands)
         is_free = [not is_variable(v) or v in free for v in equation.invars]
         number = numbers[id(equation)]
-        nested: Loop | Conditional
+        nested: Loop | Conditional | Bounded
         if is_loop(equation):
             nested = Loop(equation, number, is_free, outer)
         elif is_conditional(equation):
             nested = Conditional(equation, number, is_free, outer)
+        elif (codec := codec_of_inputs(equation, outer.context)) is not None:
+            nested = Bounded(equation, number, is_free, outer, codec)
         else:
             return builder.add(equation, operands)
         return builder.trace(nested, seed, *operands, at=equation)

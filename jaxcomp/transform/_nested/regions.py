@@ -3,7 +3,9 @@
 import dataclasses
 import posixpath
 from collections.abc import Callable, Collection, Sequence, Set
+from typing import Any, Literal, cast
 
+from jaxcomp.codecs import Codec
 from jaxcomp.memory._source_line import source_line
 from jaxcomp.memory._tracing import CHECKPOINT_PRIMITIVES, inner_jaxprs
 from jaxcomp.policies._policy import Policy
@@ -27,8 +29,8 @@ class Region:
     Attributes:
         path: Path of the innermost module that all of it is in, or "".
         source: `file:line` of its call, or "".
-        is_open: Whether its body is compressed as plain code; else the backward pass evaluates it
-            again.
+        action: "open": its body is compressed as plain code. "keep": the backward pass evaluates it
+            again. A codec: it does so from inputs that are saved by the codec.
         is_asked: Whether a rule of the policy says so.
         iterations: Of the loops around it.
         kept_bytes: Bytes that wait if it is evaluated again, in one iteration.
@@ -38,12 +40,17 @@ class Region:
 
     path: str
     source: str
-    is_open: bool
+    action: Codec | Literal["open", "keep"]
     is_asked: bool
     iterations: int
     kept_bytes: int
     coded_bytes: int
     recomputed_bytes: int
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its body is compressed as plain code."""
+        return self.action == "open"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,20 +123,23 @@ def _found(
     bytes_of: BytesOf,
 ) -> _Found:
     """Returns a region with its bytes; open if a rule says so, or if nothing speaks against it."""
-    closed = _in_scope(equation)
+    closed = region_body(equation)
     active = [i for i, atom in enumerate(equation.invars) if atom in reached]
     coded = [i for i, atom in enumerate(equation.invars) if is_variable(atom) and atom not in free]
     path = _common_path(closed)
     rule = _rule_for(path, context)
+    if rule is not None:
+        context.notes.matched.add(rule)
     aside = dataclasses.replace(context, notes=Notes())
     body, inside = with_open_regions(closed, active, coded, aside, bytes_of)
     context.notes.regions.extend([path, *aside.notes.regions])
     context.notes.matched.update(r for r in aside.notes.matched if r.is_for_regions)
     held = {v for i, v in enumerate(closed.arguments) if i not in coded}
+    action: Any = "open" if _has_parameters(closed, held) else "keep"
     region = Region(
         path,
         source_line(equation),
-        _has_parameters(closed, held) if rule is None else rule.action == "open",
+        action if rule is None else cast(Any, rule.action),
         rule is not None,
         context.iterations,
         plain_bytes(_alone(equation), active, coded),
@@ -139,7 +149,15 @@ def _found(
     return _Found(region, body, inside)
 
 
-def _in_scope(equation: Equation) -> Program:
+def codec_of_inputs(equation: Equation, context: Context) -> Codec | None:
+    """Returns the codec that a rule has for the inputs of a region; None of any other equation."""
+    if not _is_region(equation) or not any(rule.is_for_regions for rule in context.rules):
+        return None
+    rule = _rule_for(_common_path(region_body(equation)), context)
+    return rule.action if rule is not None and isinstance(rule.action, Codec) else None
+
+
+def region_body(equation: Equation) -> Program:
     """Returns the program of a region, in the name scope of its call."""
     body = Program(equation.params["jaxpr"])
     builder = Builder()
@@ -162,11 +180,8 @@ def _common_path(body: Program) -> str:
 
 
 def _rule_for(path: str, context: Context) -> Rule | None:
-    """Returns the first rule for a region of a path; `context` takes note of it."""
-    rule = next((rule for rule in context.rules if rule.matches_region(path)), None)
-    if rule is not None:
-        context.notes.matched.add(rule)
-    return rule
+    """Returns the first rule for a region of a path."""
+    return next((rule for rule in context.rules if rule.matches_region(path)), None)
 
 
 def _has_parameters(program: Program, held: Set[Variable]) -> bool:
@@ -186,12 +201,12 @@ def _has_parameters(program: Program, held: Set[Variable]) -> bool:
 def _closed_until_they_fit(regions: dict[int, Region]) -> dict[int, Region]:
     """Closes regions of which no rule says anything, those first that closing saves the most."""
     others = {n: region for n, region in regions.items() if not region.is_asked}
-    most = _bytes([dataclasses.replace(r, is_open=False) for r in others.values()])
+    most = _bytes([dataclasses.replace(r, action="keep") for r in others.values()])
     open_ones = [n for n, region in others.items() if region.is_open]
     open_ones.sort(key=lambda n: others[n].coded_bytes - others[n].kept_bytes)
     while open_ones and _bytes(others.values()) > most:
         number = open_ones.pop()
-        others[number] = dataclasses.replace(others[number], is_open=False)
+        others[number] = dataclasses.replace(others[number], action="keep")
     return regions | others
 
 

@@ -91,6 +91,19 @@ def test_regions_stay_closed_where_codes_take_more_bytes():
     assert distance(closed[1], _gradients(deep, jc.Exact(), weights)[1]) < 1e-5
 
 
+@pytest.mark.parametrize("function", [_blocks, _scanned])
+def test_a_codec_is_for_the_inputs_of_regions(function):
+    region = functools.partial(function, around=jax.checkpoint)
+    policy = Policy((Rule(jc.Quantize(bits=8), op="checkpoint"), Rule(CODEC)))
+    note, *_ = _notes(region, policy)
+    assert "evaluated again from inputs saved by Quantize(bits=8" in note and "biased" in note
+    saved = jc.plan(jc.checkpoint(region, policy), X, *WEIGHTS).saved_bytes
+    assert 0 < saved < 3 * 1.3 * X.size  # one byte an element, and ranges
+    (value, found), (stock, exact) = _gradients(region, policy), _gradients(function, jc.Exact())
+    assert_same_bits(value, stock)
+    assert 1e-4 < distance(found, exact) < 0.05
+
+
 def test_rules_choose_regions_by_path():
     class Net(nnx.Module):
         def __init__(self):
