@@ -126,6 +126,12 @@ def test_a_rule_matches_layers_that_can_save_by_its_codec():
         ({"op": "conv", "names": ("q",)}, ValueError, "op='conv': expected no names"),
         ({"op": "conv", "min_size": 4}, ValueError, "op='conv': expected no names"),
         ({"op": "conv", "action": "recompute"}, ValueError, "action='recompute': expected a codec"),
+        ({"action": "open"}, ValueError, "action='open': expected op='checkpoint' beside it"),
+        (
+            {"op": "checkpoint", "action": "offload"},
+            ValueError,
+            "'offload': expected 'open', 'keep'",
+        ),
     ],
 )
 def test_rules_that_make_no_sense_are_refused(kwargs, error, message):
