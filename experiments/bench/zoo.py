@@ -5,7 +5,8 @@ r"""Compares stock networks compressed by one argument: memory, HBM traffic and 
 
 `experiments/zoo` has the networks and the steps. The steps are compiled ahead of time; nothing is
 run. Each row has a process of its own, which is ended at the limit of time. Activations are the
-bytes that a step needs besides its arguments. Times are of one compilation without a cache; compare
+bytes that a step needs besides its arguments. `--way remat+automatic` is for a network whose blocks
+are under `jax.checkpoint`, as an author wrote them. Times are of one compilation without a cache; compare
 them within one run only.
 """
 
@@ -57,12 +58,19 @@ HEADER = (
 )
 
 
+def of_way(way: str) -> Strategy:
+    """Returns the strategy of a row; after "remat+", of a network that is under `jax.checkpoint`."""
+    spec = way.removeprefix("remat+")
+    strategy = Strategy.parse(spec)
+    return strategy if spec == way else dataclasses.replace(strategy, remat=True)
+
+
 def measure(network: str, target: str, way: str, batch: int) -> dict[str, Any]:
     """Compiles a step, and returns its figures and the seconds of each stage."""
     jax.config.update("jax_enable_compilation_cache", False)
     where = resolve(target)
     start = time.perf_counter()
-    step, arguments = NETWORKS[network].make_step(Strategy.parse(way), batch)
+    step, arguments = NETWORKS[network].make_step(of_way(way), batch)
     traced = trace(step, *arguments, target=where)
     traced_at = time.perf_counter()
     traced.traced.lower(lowering_platforms=(where.platform,))
