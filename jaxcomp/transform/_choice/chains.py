@@ -114,8 +114,8 @@ def _shortened(
         (*_, out) = equation.outvars
         if out in start_of:
             tangent = env[start_of[out]]
-            made = builder.trace(_scaled, tangent, derivatives[out], at=equation, key=_scaled)
-            (env[out],) = made
+            operands = tangent, derivatives[out]
+            (env[out],) = builder.trace(_scaled, *operands, at=equation, key=_scaled)
         elif out in tangents and out not in inside:
             builder.copy(equation, env)
     arguments = [*needed, *derivatives.values(), *linear.arguments[count:]]
@@ -135,13 +135,13 @@ def _derivatives_of(
     if _has_casts(chain) or _begins_with_scalar(chain, start):
         wide = jnp.result_type(jnp.float32, start.aval, *(end.aval for end in chain.ends))
     kind = start.aval.update(dtype=wide or start.aval.dtype)
-    (one,) = builder.trace(lambda: [filled(kind, 1.0)], key=kind)
-    env: Renaming = {start: one}
+    env: Renaming = {}
+    (env[start],) = builder.trace(lambda: [filled(kind, 1.0)], key=kind)
     for equation in chain.equations:
         step, equal = functools.partial(_step, equation, wide), key_of_step(equation)
         operands = [env.get(v) or coefficients[v] for v in variables(equation.invars)]
-        made = builder.trace(step, *operands, at=equation, key=equal and (equal, wide))
-        env |= zip(equation.outvars, made, strict=True)
+        results = builder.trace(step, *operands, at=equation, key=equal and (equal, wide))
+        env |= zip(equation.outvars, results, strict=True)
     return [_cast(builder, env[end], end.aval.dtype) for end in chain.ends]
 
 

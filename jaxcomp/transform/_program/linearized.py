@@ -7,12 +7,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import DropVar
 from jax.extend.source_info_util import NameStack
 from jaxtyping import Array
 
 from jaxcomp._core.shard_map import filled
-from jaxcomp.transform._program.builder import Builder, flat, key_of_step, renamed
+from jaxcomp.transform._program.builder import Builder, key_of_step, renamed
+from jaxcomp.transform._program.primitives import tangents_of
 from jaxcomp.transform._program.program import (
     Program,
     apply,
@@ -73,22 +75,22 @@ def linearize(program: Program, active: Sequence[int]) -> Linearized:
             builder.copy(equation, env)
             continue
         _check_no_references(operands)
-        made = builder.trace(
+        values = builder.trace(
             functools.partial(_derivative, equation, moving),
             renamed(env, operands),
             renamed(tangent_of, moving),
             at=equation,
             key=_key(equation, moving),
         )
-        env.update(zip(results, made, strict=False))
-        pairs = zip(filter(_is_smooth, results), made[len(results) :], strict=True)
+        env.update(zip(results, values, strict=False))
+        pairs = zip(filter(_is_smooth, results), values[len(results) :], strict=True)
         tangent_of |= {v: t for v, t in pairs if is_variable(t) and t in builder.tangents}
     smooth = [i for i, v in enumerate(program.results) if _is_smooth(v)]
     moved = [_tangent(builder.linear, tangent_of, program.results[i]) for i in smooth]
     linear = builder.linear_program(program, tangents, moved)
     coefficients = linear.arguments[: len(linear.arguments) - len(tangents)]
-    made = renamed(env, program.results)
-    forward = builder.program(program, arguments, [*made, *coefficients])
+    values = renamed(env, program.results)
+    forward = builder.program(program, arguments, [*values, *coefficients])
     return Linearized(forward, linear, len(program.results), tuple(active), tuple(smooth))
 
 
@@ -114,10 +116,10 @@ class _Split(Builder):
         """Returns the linear program, whose first arguments are the coefficients."""
         jaxpr = self.linear.program(like, tangents, results).jaxpr
         equations = needed(Program(jaxpr).equations, results)
-        made = {*tangents, *(v for e in equations for v in e.outvars)}
+        defined = {*tangents, *(v for e in equations for v in e.outvars)}
         read = variables([*(atom for e in equations for atom in e.invars), *results])
-        arguments = [*(v for v in read if v not in made), *tangents]
-        _check_no_references([*arguments, *made])
+        arguments = [*(v for v in read if v not in defined), *tangents]
+        _check_no_references([*arguments, *defined])
         effects = {effect for e in equations for effect in e.effects}
         return Program(jaxpr.replace(invars=arguments, eqns=equations, effects=effects))
 
@@ -138,18 +140,17 @@ def _derivative(
 ) -> list[Array]:
     """Returns the results of an equation, and the tangents of those that have one."""
     operands = variables(equation.invars)
-    here = equation.replace(source_info=equation.source_info.replace(name_stack=NameStack()))
 
     def at(*moved: Array) -> tuple[list[Array], list[Array]]:
         env = dict(zip((*operands, *moving), (*values, *moved), strict=True))
-        made = apply(here, [read(env, atom) for atom in equation.invars])
-        pairs = zip(equation.outvars, made, strict=True)
+        outputs = apply(_unplaced(equation), [read(env, atom) for atom in equation.invars])
+        pairs = zip(equation.outvars, outputs, strict=True)
         results = [(v, value) for v, value in pairs if not isinstance(v, DropVar)]
         return [value for v, value in results if _is_smooth(v)], [value for _, value in results]
 
     chosen = [values[operands.index(v)] for v in moving]
-    _, move, made = jax.linearize(at, *chosen, has_aux=True)
-    return [*made, *move(*tangents)]
+    _, move, results = jax.linearize(at, *chosen, has_aux=True)
+    return [*results, *move(*tangents)]
 
 
 def _key(equation: Equation, moving: Sequence[Variable]) -> Hashable | None:
@@ -157,6 +158,11 @@ def _key(equation: Equation, moving: Sequence[Variable]) -> Hashable | None:
     equal, moves = key_of_step(equation), [v in moving for v in variables(equation.invars)]
     dropped = [isinstance(v, DropVar) for v in equation.outvars]
     return equal and (equal, tuple(moves), tuple(dropped))
+
+
+def _unplaced(equation: Equation) -> Equation:
+    """Returns an equation without its name scope."""
+    return equation.replace(source_info=equation.source_info.replace(name_stack=NameStack()))
 
 
 def _is_smooth(atom: Atom) -> bool:
@@ -177,6 +183,8 @@ def _check_no_references(atoms: Sequence[Atom]) -> None:
 def transpose(linear: Program, count: int) -> Program:
     """Returns the backward program of a linear one.
 
+    It consists of the transposed equations. JAX transposes equal ones once.
+
     Args:
         linear: From coefficients and tangents to tangents.
         count: How many of its arguments are tangents.
@@ -184,13 +192,79 @@ def transpose(linear: Program, count: int) -> Program:
     Returns:
         From the coefficients and the cotangents of the results to those of these arguments.
     """
-    kinds = avals(linear.arguments)
-    coefficients, tangents = kinds[: len(kinds) - count], kinds[len(kinds) - count :]
+    tangents = linear.arguments[len(linear.arguments) - count :]
+    moving = tangents_of(linear.equations, tangents)
+    arriving = [Variable(v.aval) for v in linear.results]
+    builder = _Following(arriving)
+    env = builder.constants_of(linear) | {v: v for v in linear.arguments}
+    cotangents: Renaming = {}
 
-    def backward(coefficients: list[Array], cotangents: list[Array]) -> Any:
-        def pushed(*tangents: Array) -> list[Any]:
-            return linear(*coefficients, *tangents)
+    def arrive(values: Sequence[Atom], of_values: Sequence[Atom]) -> None:
+        for value, cotangent in zip(values, of_values, strict=True):
+            if not (is_variable(value) and value in moving):
+                continue
+            if not (is_variable(cotangent) and cotangent in builder.followed):
+                continue  # zeros
+            if value in cotangents:
+                both = cotangents[value], cotangent
+                (cotangent,) = builder.trace(lambda x, y: [lax.add(x, y)], *both, key="sum")
+            cotangents[value] = cotangent
 
-        return jax.linear_transpose(pushed, *tangents)(cotangents)
+    for equation in linear.equations:
+        if moving.isdisjoint(variables(equation.invars)):
+            builder.copy(equation, env)
+    arrive(linear.results, arriving)
+    for equation in reversed(linear.equations):
+        operands = variables(equation.invars)
+        moved = [v for v in operands if v in moving]
+        pushed = [v for v in variables(equation.outvars) if v in cotangents]
+        if not moved or not pushed:
+            continue
+        equal, arrived = _key(equation, moved), [v in cotangents for v in equation.outvars]
+        of_moved = builder.trace(
+            functools.partial(_transposed, equation, moved, pushed),
+            [env[v] for v in operands if v not in moving],
+            renamed(cotangents, pushed),
+            at=equation,
+            key=equal and (equal, *arrived, *avals(moved)),
+        )
+        arrive(moved, of_moved)
+    for value in tangents:
+        if value not in cotangents:
+            (cotangents[value],) = builder.trace(lambda kind=value.aval: [filled(kind, 0.0)])
+    arguments = [*linear.arguments[: len(linear.arguments) - count], *arriving]
+    return builder.program(linear, arguments, renamed(cotangents, tangents))
 
-    return flat(Program.trace(backward, coefficients, avals(linear.results)))
+
+class _Following(Builder):
+    """Notes which variables depend on some of them."""
+
+    def __init__(self, followed: Sequence[Variable]) -> None:
+        super().__init__()
+        self.followed: set[Variable] = set(followed)
+
+    def add(self, equation: Equation, operands: Sequence[Atom]) -> list[Variable]:
+        """Adds an equation, whose results depend on what its operands do."""
+        results = super().add(equation, operands)
+        if not self.followed.isdisjoint(variables(operands)):
+            self.followed.update(results)
+        return results
+
+
+def _transposed(
+    equation: Equation,
+    moving: Sequence[Variable],
+    pushed: Sequence[Variable],
+    values: Sequence[Array],
+    cotangents: Sequence[Array],
+) -> list[Array]:
+    """Returns the cotangents of some operands of a linear equation, from those of its results."""
+    others = [v for v in variables(equation.invars) if v not in moving]
+
+    def push(*moved: Array) -> list[Array]:
+        env = dict(zip((*others, *moving), (*values, *moved), strict=True))
+        outputs = apply(_unplaced(equation), [read(env, atom) for atom in equation.invars])
+        result_of = dict(zip(equation.outvars, outputs, strict=True))
+        return [result_of[v] for v in pushed]
+
+    return list(jax.linear_transpose(push, *avals(moving))(list(cotangents)))
