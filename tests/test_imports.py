@@ -40,7 +40,6 @@ COVERED_BY = {
     "_program.automatic_axes": "../sharding/test_explicit.py",
     "_program.builder": "test_checkpoint.py",
     "_program.keyed": "program/test_custom_rules.py",
-    "_program.linearized": "test_checkpoint.py",
     "_program.origins": "test_plan.py",
     "_program.program": "test_jax_features.py",
     "_program.types": "choice/test_choice.py",

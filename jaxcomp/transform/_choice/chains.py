@@ -1,6 +1,7 @@
 """Chains of elementwise derivatives become one coefficient each."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,11 +11,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jaxcomp._core.shard_map import filled
-from jaxcomp.transform._program.builder import Builder, renamed
+from jaxcomp.transform._program.builder import Builder, key_of_step, renamed
 from jaxcomp.transform._program.linearized import Linearized
 from jaxcomp.transform._program.primitives import ELEMENTWISE, tangents_of
-from jaxcomp.transform._program.program import Program, evaluate, scope_of
-from jaxcomp.transform._program.types import Equation, Renaming, Variable, is_variable
+from jaxcomp.transform._program.program import Program, read, variables
+from jaxcomp.transform._program.types import Atom, Equation, Renaming, Variable, is_variable
 
 Costly = Callable[[Variable], bool]
 
@@ -92,9 +93,7 @@ def _with_derivatives(
         if not tangents.intersection(equation.outvars):
             builder.copy(equation, env)
     for start, chain in chains.items():
-        env.update(
-            zip(chain.ends, _derivatives_of(builder, linear, start, chain, env), strict=True)
-        )
+        env.update(zip(chain.ends, _derivatives_of(builder, start, chain, env), strict=True))
     coefficients = [env[v] for v in (*needed, *start_of)]
     return builder.program(forward, arguments, [*made[: linearized.results], *coefficients])
 
@@ -115,7 +114,8 @@ def _shortened(
         (*_, out) = equation.outvars
         if out in start_of:
             tangent = env[start_of[out]]
-            (env[out],) = builder.trace(_scaled, tangent, derivatives[out], at=equation)
+            operands = tangent, derivatives[out]
+            (env[out],) = builder.trace(_scaled, *operands, at=equation, key=_scaled)
         elif out in tangents and out not in inside:
             builder.copy(equation, env)
     arguments = [*needed, *derivatives.values(), *linear.arguments[count:]]
@@ -123,7 +123,7 @@ def _shortened(
 
 
 def _derivatives_of(
-    builder: Builder, linear: Program, start: Variable, chain: _Chain, coefficients: Renaming
+    builder: Builder, start: Variable, chain: _Chain, coefficients: Renaming
 ) -> list[Any]:
     """Returns the derivatives of a chain's ends by its start, each rounded once.
 
@@ -134,40 +134,37 @@ def _derivatives_of(
     wide: Any = None
     if _has_casts(chain) or _begins_with_scalar(chain, start):
         wide = jnp.result_type(jnp.float32, start.aval, *(end.aval for end in chain.ends))
-    inputs = {
-        atom: coefficients[atom]
-        for equation in chain.equations
-        for atom in equation.invars
-        if is_variable(atom) and atom in coefficients
-    }
-
-    jaxpr = linear.jaxpr.replace(
-        constvars=[], invars=[*inputs, start], outvars=chain.ends, eqns=chain.equations
-    )
-
-    def step(equation: Equation, operands: list[Array]) -> list[Array]:
-        if wide is not None:
-            operands = [_widened(operand, wide) for operand in operands]
-        with scope_of(equation), equation.ctx.manager:
-            return _step(equation, operands)
-
-    def derivatives(*values: Array) -> list[Array]:
-        one = filled(start.aval.update(dtype=wide or start.aval.dtype), 1.0)
-        ends = evaluate(Program(jaxpr), [*values, one], step)
-        return [x.astype(end.aval.dtype) for x, end in zip(ends, chain.ends, strict=True)]
-
-    return builder.trace(derivatives, *inputs.values())
+    kind = start.aval.update(dtype=wide or start.aval.dtype)
+    env: Renaming = {}
+    (env[start],) = builder.trace(lambda: [filled(kind, 1.0)], key=kind)
+    for equation in chain.equations:
+        step, equal = functools.partial(_step, equation, wide), key_of_step(equation)
+        operands = [env.get(v) or coefficients[v] for v in variables(equation.invars)]
+        results = builder.trace(step, *operands, at=equation, key=equal and (equal, wide))
+        env |= zip(equation.outvars, results, strict=True)
+    return [_cast(builder, env[end], end.aval.dtype) for end in chain.ends]
 
 
-def _step(equation: Equation, operands: list[Array]) -> list[Any]:
+def _step(equation: Equation, wide: DTypeLike | None, *values: Array) -> list[Any]:
+    """Returns the derivative after a step of a chain, of that before it and of factors."""
+    env = dict(zip(variables(equation.invars), values, strict=True))
+    operands = [read(env, atom) for atom in equation.invars]
+    if wide is not None:
+        operands = [_widened(operand, wide) for operand in operands]
     if equation.primitive.name == "convert_element_type":
         return operands
-    return [equation.primitive.bind(*operands, **equation.params)]
+    with equation.ctx.manager:
+        return [equation.primitive.bind(*operands, **equation.params)]
 
 
 def _widened(value: Array, dtype: DTypeLike) -> Any:
     is_float = jnp.issubdtype(jnp.result_type(value), jnp.floating)
     return jnp.asarray(value, dtype) if is_float else value
+
+
+def _cast(builder: Builder, value: Atom, dtype: Any) -> Atom:
+    (cast,) = builder.trace(lambda x: [x.astype(dtype)], value, key=dtype)
+    return cast
 
 
 def _scaled(tangent: Any, derivative: Any) -> list[Any]:

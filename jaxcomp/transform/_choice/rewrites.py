@@ -42,8 +42,9 @@ def with_rewrites(forward: Program) -> tuple[Program, dict[Any, Any]]:
         elif equation.primitive.name in _COMPARED:
             (kind,) = avals(results)
             if jnp.issubdtype(kind.dtype, jnp.floating):
-                selected = functools.partial(_selected, _COMPARED[equation.primitive.name], kind)
-                (same[results[0]],) = builder.trace(selected, *operands, at=equation)
+                key = _COMPARED[equation.primitive.name], kind
+                selected = functools.partial(_selected, *key)
+                (same[results[0]],) = builder.trace(selected, *operands, at=equation, key=key)
         return results
 
     arguments = forward.arguments

@@ -1,6 +1,5 @@
 """Builds programs from equations of other programs, without evaluating them."""
 
-import contextlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, cast
 
@@ -9,8 +8,8 @@ import numpy as np
 from jax.extend.core import DropVar, Literal, Var
 from jaxtyping import Array, PyTree
 
-from jaxcomp.transform._program.origins import located
-from jaxcomp.transform._program.program import Program, avals, called_program, evaluate, scope_of
+from jaxcomp.transform._program.origins import located, placed
+from jaxcomp.transform._program.program import Program, avals, called_program, evaluate, variables
 from jaxcomp.transform._program.types import (
     Atom,
     Constant,
@@ -34,13 +33,14 @@ class Builder:
     def __init__(self) -> None:
         self._equations: list[Equation] = []
         self._constants: dict[int, tuple[Variable, Array]] = {}
+        self._traced: dict[Hashable, Program] = {}  # by key and types of operands
         self._known: dict[Hashable, list[Variable]] = {}
         # Of an array, the shapes that it was reshaped from.
         self._before: dict[Variable, list[Variable]] = {}
 
     def add(self, equation: Equation, operands: Sequence[Atom]) -> list[Variable]:
         """Adds an equation with other operands, and returns its results."""
-        key = _key(equation, operands)
+        key = _key_of(equation, operands)
         if key is not None and key in self._known:
             return self._known[key]
         if _is_reshape(equation) and is_variable(operands[0]):
@@ -101,7 +101,11 @@ class Builder:
         return evaluate(Program(program.jaxpr, constants), operands, take, _renamed)
 
     def trace(
-        self, function: Callable[..., list[Array]], *operands: PyTree, at: Equation | None = None
+        self,
+        function: Callable[..., list[Array]],
+        *operands: PyTree,
+        at: Equation | None = None,
+        key: Hashable | None = None,
     ) -> list[Atom]:
         """Adds the equations of a function of arrays.
 
@@ -109,17 +113,22 @@ class Builder:
             function: The function. It returns a list of arrays.
             *operands: Its arguments: pytrees of atoms.
             at: Equation whose name scope and source line the new ones get.
+            key: What the function depends on. With a key, it is traced once for operands of equal
+                types.
 
         Returns:
             The function's results.
         """
         leaves, tree = jax.tree.flatten(operands)
+        kinds = avals(leaves)
+        traced, types = {} if key is None else self._traced, (key, tree, *kinds)
+        if types not in traced:
+            traced[types] = Program.trace(function, *jax.tree.unflatten(tree, kinds))
 
-        def run(*leaves: Array) -> list[Array]:
-            with contextlib.nullcontext() if at is None else scope_of(at):
-                return function(*jax.tree.unflatten(tree, leaves))
+        def step(equation: Equation, values: list[Atom]) -> Sequence[Atom]:
+            return self.add(equation if at is None else placed(equation, at), values)
 
-        return self.inline(Program.trace(run, *avals(leaves)), leaves)
+        return self.inline(traced[types], leaves, step)
 
     def program(self, like: Program, arguments: Sequence[Atom], results: Sequence[Atom]) -> Program:
         """Returns the program so far.
@@ -193,13 +202,18 @@ def _of_operands(effect: Any, given: dict[Variable, Atom]) -> Any:
     return effect.replace(given[operand]) if is_variable(operand) else effect
 
 
-def _key(equation: Equation, operands: Sequence[Atom]) -> Hashable | None:
-    """Returns what is equal for equations of equal results; None where there is no telling."""
+def _key_of(equation: Equation, operands: Sequence[Hashable]) -> Hashable | None:
+    """Returns what is equal for equations of equal results; None where there is no telling.
+
+    Args:
+        equation: The equation.
+        operands: Its literals, and what stands for its variables.
+    """
     if equation.effects or equation.primitive.name == _BARRIER:
         return None
     key = (
         equation.primitive,
-        tuple(a if is_variable(a) else _key_of_literal(a) for a in operands),
+        tuple(_key_of_literal(a) if isinstance(a, Constant) else a for a in operands),
         tuple(equation.params.items()),
         equation.ctx,
     )
@@ -208,6 +222,12 @@ def _key(equation: Equation, operands: Sequence[Atom]) -> Hashable | None:
     except TypeError:
         return None
     return key
+
+
+def key_of_step(equation: Equation) -> Hashable | None:
+    """Returns what is equal for equations that do the same to variables of equal types."""
+    number = {v: i for i, v in enumerate(variables(equation.invars))}
+    return _key_of(equation, [number[a] if is_variable(a) else a for a in equation.invars])
 
 
 def _key_of_literal(literal: Constant) -> Hashable:

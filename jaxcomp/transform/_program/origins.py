@@ -34,6 +34,15 @@ def located(called: Program, call: Equation) -> Program:
     return Program(called.jaxpr.replace(eqns=equations), called.consts)
 
 
+def placed(equation: Equation, at: Equation) -> Equation:
+    """Returns an equation with the line of another one, and that one's name scopes first."""
+    info = at.source_info
+    stack = info.name_stack
+    for name in scopes_of(equation.source_info.name_stack):
+        stack = stack.extend(name)
+    return equation.replace(source_info=info.replace(name_stack=stack))
+
+
 @functools.lru_cache(4096)
 def _is_of_jax(traceback: Any) -> bool:
     """Returns whether the innermost jitted function of a traceback has no line of the user's."""
