@@ -5,6 +5,7 @@ import functools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from jaxcomp._core import remat3
@@ -212,13 +213,15 @@ def _graph(forward: Program, coded: Collection[int], same: Any = None) -> Graph:
 def plain_bytes(program: Program, active: Sequence[int], coded: Collection[int]) -> int:
     """Returns the bytes that JAX itself declares to keep for a program's backward pass.
 
-    Those of the coefficients of `jax.linearize` that are neither held nor constants.
+    Those of the coefficients of `jax.linearize` that are neither held nor constants, nor in the
+    host's memory.
     """
     linearized = linearize(flat(program), active)
     graph = _graph(linearized.forward, coded)
     constant = Graph(graph.program, set()).free
-    values = {v for v in linearized.coefficients if is_variable(v)}
-    return sum(plain_nbytes(v.aval) for v in values - constant - graph.held)
+    values = {v for v in linearized.coefficients if is_variable(v)} - constant - graph.held
+    on_device = jax.memory.Space.Device
+    return sum(plain_nbytes(v.aval) for v in values if v.aval.memory_space == on_device)
 
 
 def _number_codes(

@@ -140,6 +140,22 @@ def test_attentions_stay_closed():
     assert "rematerialised" in note
 
 
+def test_what_an_author_offloads_does_not_wait_on_the_device():
+    offloaded = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["hidden"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    with_offload, without = (
+        _notes(functools.partial(_scanned, around=functools.partial(jax.checkpoint, policy=policy)))
+        for policy in (offloaded, jax.checkpoint_policies.nothing_saveable)
+    )
+    assert [n.split("instead of")[1].split(" and")[0] for n in with_offload] == [
+        n.split("instead of")[1].split(" and")[0] for n in without
+    ]
+
+
 def test_linen_remat_is_opened():
     class Block(linen.Module):
         @linen.compact
