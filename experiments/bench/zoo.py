@@ -6,8 +6,8 @@ r"""Compares stock networks compressed by one argument: memory, HBM traffic and 
 `experiments/zoo` has the networks and the steps. The steps are compiled ahead of time; nothing is
 run. Each row has a process of its own, which is ended at the limit of time. Activations are the
 bytes that a step needs besides its arguments. `--way remat+automatic` is for a network whose blocks
-are under `jax.checkpoint`, as an author wrote them. Times are of one compilation without a cache; compare
-them within one run only.
+are under `jax.checkpoint`, as an author wrote them. Times are of one compilation without a cache;
+compare them within one run only.
 """
 
 import contextlib
@@ -59,7 +59,7 @@ HEADER = (
 
 
 def of_way(way: str) -> Strategy:
-    """Returns the strategy of a row; after "remat+", of a network that is under `jax.checkpoint`."""
+    """Returns the strategy of a row; after "remat+", with blocks under `jax.checkpoint`."""
     spec = way.removeprefix("remat+")
     strategy = Strategy.parse(spec)
     return strategy if spec == way else dataclasses.replace(strategy, remat=True)
