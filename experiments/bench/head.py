@@ -1,9 +1,12 @@
-"""Cross-entropy of a language model's head, with whole logits and with parts of them.
+r"""Cross-entropy of a language model's head, with whole logits and with parts of them.
 
     python -m experiments.bench.head --target h100 --out experiments/results/head-h100
+    python -m experiments.bench.head --target v5e --tokens 4096 --features 1152 --classes 262144 \
+        --log-probs --out experiments/results/head-v5e-log-probs
 
 The gradient of the mean loss of 8192 tokens with 768 features and 50,257 classes in bfloat16, as
-of GPT-2, compiled ahead of time. Nothing is run.
+of GPT-2, compiled ahead of time. With `--log-probs`, the loss is a policy's, of log-probabilities
+and entropies of the tokens. Nothing is run.
 """
 
 import functools
@@ -18,9 +21,8 @@ import typer
 import jaxcomp as jc
 from experiments.common.options import TARGET_HELP, Out, usage_errors
 from experiments.common.record import describe_environment, write_json, write_table
-from jaxcomp.ops import linear_cross_entropy
+from jaxcomp.ops import linear_cross_entropy, linear_log_probs
 
-TOKENS, FEATURES, CLASSES = 8192, 768, 50_257
 CHUNKS = (1024, 2048, 4096, 8192, 16384)
 Loss = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
@@ -29,6 +31,19 @@ def whole(x: jax.Array, kernel: jax.Array, labels: jax.Array) -> jax.Array:
     """The loss as most people write it."""
     logits = (x @ kernel).astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+
+
+def whole_of_policy(x: jax.Array, kernel: jax.Array, labels: jax.Array) -> jax.Array:
+    """A policy's loss as most people write it."""
+    log_probs = jax.nn.log_softmax((x @ kernel).astype(jnp.float32))
+    entropy = -(jnp.exp(log_probs) * log_probs).sum(-1)
+    return -jnp.take_along_axis(log_probs, labels[:, None], -1)[:, 0] - 0.01 * entropy
+
+
+def of_policy(x: jax.Array, kernel: jax.Array, labels: jax.Array, *, chunk_size: int) -> jax.Array:
+    """The same loss."""
+    found = linear_log_probs(x, kernel, labels, chunk_size=chunk_size)
+    return -found.log_probs - 0.01 * found.entropy
 
 
 def gradient(loss: Loss) -> Callable[..., Any]:
@@ -44,16 +59,24 @@ def gradient(loss: Loss) -> Callable[..., Any]:
 
 
 @usage_errors()
-def main(out: Out, target: Annotated[str, typer.Option(help=TARGET_HELP)] = "h100") -> None:
+def main(
+    out: Out,
+    target: Annotated[str, typer.Option(help=TARGET_HELP)] = "h100",
+    tokens: Annotated[int, typer.Option(help="Tokens in a batch.")] = 8192,
+    features: Annotated[int, typer.Option(help="Features of a hidden state.")] = 768,
+    classes: Annotated[int, typer.Option(help="Size of the vocabulary.")] = 50_257,
+    log_probs: Annotated[bool, typer.Option(help="A policy's loss.")] = False,
+) -> None:
     """Compile each form and write a table."""
     inputs = (
-        jax.ShapeDtypeStruct((TOKENS, FEATURES), jnp.bfloat16),
-        jax.ShapeDtypeStruct((FEATURES, CLASSES), jnp.float32),
-        jax.ShapeDtypeStruct((TOKENS,), jnp.int32),
+        jax.ShapeDtypeStruct((tokens, features), jnp.bfloat16),
+        jax.ShapeDtypeStruct((features, classes), jnp.float32),
+        jax.ShapeDtypeStruct((tokens,), jnp.int32),
     )
-    losses: dict[str, Loss] = {"whole logits": whole}
+    losses: dict[str, Loss] = {"whole logits": whole_of_policy if log_probs else whole}
+    in_chunks = of_policy if log_probs else linear_cross_entropy
     for size in CHUNKS:
-        part = functools.partial(linear_cross_entropy, chunk_size=size)
+        part = functools.partial(in_chunks, chunk_size=size)
         losses[f"chunk_size={size}"] = part
     rows, table = {}, [["loss", "temporaries, MiB", "HBM traffic, GiB", "TFLOP", "estimate, ms"]]
     for name, loss in losses.items():
@@ -69,7 +92,10 @@ def main(out: Out, target: Annotated[str, typer.Option(help=TARGET_HELP)] = "h10
         table.append([name, *cells])
         content = describe_environment() | {"target": target, "rows": rows}
         write_json(out / "head.json", content)
-    title = f"{TOKENS} tokens, {FEATURES} features, {CLASSES} classes, compiled for {target}:"
+    of = "Log-probabilities and entropies" if log_probs else "Cross-entropy"
+    title = (
+        f"{of} of {tokens} tokens, {features} features, {classes} classes, compiled for {target}:"
+    )
     typer.echo(write_table(out / "head.md", title, table, content["command"]))
 
 

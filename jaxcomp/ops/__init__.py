@@ -11,7 +11,9 @@ from jaxcomp.ops._coded_array import value as value
 from jaxcomp.ops._conv import conv_general_dilated as conv_general_dilated
 from jaxcomp.ops._conv import conv_transpose as conv_transpose
 from jaxcomp.ops._linear import dot_general as dot_general
-from jaxcomp.ops._linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
+from jaxcomp.ops._linear_log_probs import LogProbs as LogProbs
+from jaxcomp.ops._linear_log_probs import linear_cross_entropy as linear_cross_entropy
+from jaxcomp.ops._linear_log_probs import linear_log_probs as linear_log_probs
 from jaxcomp.ops._norm import batch_norm as batch_norm
 from jaxcomp.ops._norm import layer_norm as layer_norm
 from jaxcomp.ops._norm_act import clipped as clipped

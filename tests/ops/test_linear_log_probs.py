@@ -7,7 +7,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxcomp as jc
 from jaxcomp.memory._collectives import collective_traffic
-from jaxcomp.ops import linear_cross_entropy
+from jaxcomp.ops import linear_cross_entropy, linear_log_probs
 from tests.helpers import assert_close, normal, without_type_checks
 
 CLASSES = 37
@@ -49,6 +49,47 @@ def test_loss_and_gradients_are_those_of_whole_logits(chunk_size, dtype):
         assert_close(one, other, 1e-5 if dtype == jnp.float32 else 0.02)
 
 
+@pytest.mark.parametrize("chunk_size", [1, 8, 37])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("wanted", [(1, 0), (0, 1), (1, 1)])
+def test_log_probs_entropies_and_gradients_are_those_of_whole_logits(chunk_size, dtype, wanted):
+    x, kernel, labels, bias = arguments(dtype=dtype)
+    bias = bias.at[9:20].set(-jnp.inf)  # more than a chunk that no example can have
+    labels = jnp.where((labels >= 9) & (labels < 20), 0, labels)
+    weights = normal((2, 6, 5), seed=3) * jnp.array(wanted)[:, None, None]
+
+    def ours(x, kernel, bias):
+        return linear_log_probs(
+            x, kernel, labels, bias=bias, temperature=0.7, chunk_size=chunk_size
+        )
+
+    def theirs(x, kernel, bias):
+        logits = jnp.dot(x, kernel, preferred_element_type=jnp.float32)
+        logits = (logits + jnp.broadcast_to(bias.astype(jnp.float32), logits.shape)) / 0.7
+        log_probs = jax.nn.log_softmax(logits)
+        finite = jnp.where(jnp.isfinite(log_probs), log_probs, 0)
+        entropy = -(jnp.exp(log_probs) * finite).sum(-1)
+        return jnp.take_along_axis(log_probs, labels[..., None], -1)[..., 0], entropy
+
+    results = [jax.jit(f)(x, kernel, bias) for f in (ours, theirs)]
+    assert_close(tuple(results[0]), results[1], 1e-6)
+    gradients = [
+        jax.jit(jax.grad(lambda *a, f=f: (jnp.stack(f(*a)) * weights).sum(), (0, 1, 2)))(
+            x, kernel, bias
+        )
+        for f in (ours, theirs)
+    ]
+    for one, other in zip(*gradients, strict=True):
+        assert_close(one, other, 1e-5 if dtype == jnp.float32 else 0.02)
+
+
+def test_a_temperature_is_positive():
+    x, kernel, labels, _ = arguments()
+    for temperature in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="expected a positive number"):
+            linear_log_probs(x, kernel, labels, temperature=temperature)
+
+
 def test_without_a_bias_under_vmap_and_scan():
     x, kernel, labels, _ = arguments()
     wanted = jax.jit(linear_cross_entropy, static_argnames="chunk_size")(
@@ -68,6 +109,11 @@ def test_what_is_not_finite_shows():
     x, kernel, labels, _ = arguments((3,))
     loss = linear_cross_entropy(x.at[0, 0].set(jnp.nan), kernel, labels.at[1].set(-1))
     assert np.isnan(loss).tolist() == [True, True, False]
+    found = linear_log_probs(x.at[0, 0].set(jnp.nan), kernel, labels.at[1].set(-1))
+    assert np.isnan(found.log_probs).tolist() == [True, True, False]
+    assert np.isnan(found.entropy).tolist() == [True, False, False]
+    gradient = jax.grad(lambda x: linear_cross_entropy(x, kernel, labels.at[1].set(-1)).sum())(x)
+    assert np.isnan(gradient).all(1).tolist() == [False, True, False]
     impossible = linear_cross_entropy(
         x, kernel, jnp.array([0, 1, 2]), bias=jnp.zeros(CLASSES).at[:8].set(-jnp.inf), chunk_size=8
     )
