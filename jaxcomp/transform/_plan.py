@@ -259,14 +259,15 @@ def _planned(whole: ScheduledProgram, outside: Collection[Variable] = ()) -> Ite
 def warn_of_closed_regions(whole: ScheduledProgram) -> None:
     """Warns if more bytes wait exactly than encoded, because of regions under `jax.checkpoint`.
 
-    Regions that a rule keeps are meant to be kept, and less than 1 MiB is nobody's problem.
+    Regions that a rule keeps are meant to be kept, as attentions are, and less than 1 MiB is
+    nobody's problem.
     """
     coded, exact = _coded_and_exact(whole)
     closed = [
         region
         for part in _all(whole)
         for region in part.regions
-        if not region.is_open and not region.is_asked and region.kept_bytes
+        if region.has_parameters and not region.is_open and not region.is_asked
     ]
     if (
         exact < _WORTH_A_WARNING

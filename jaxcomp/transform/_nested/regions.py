@@ -32,6 +32,7 @@ class Region:
         action: "open": its body is compressed as plain code. "keep": the backward pass evaluates it
             again. A codec: it does so from inputs that are saved by the codec.
         is_asked: Whether a rule of the policy says so.
+        has_parameters: Whether a product with a parameter is in it.
         iterations: Of the loops around it.
         kept_bytes: Bytes that wait if it is evaluated again, in one iteration.
         coded_bytes: Bytes that wait if it is open, in one iteration.
@@ -42,6 +43,7 @@ class Region:
     source: str
     action: Codec | Literal["open", "keep"]
     is_asked: bool
+    has_parameters: bool
     iterations: int
     kept_bytes: int
     coded_bytes: int
@@ -135,12 +137,14 @@ def _found(
     context.notes.regions.extend([path, *aside.notes.regions])
     context.notes.matched.update(r for r in aside.notes.matched if r.is_for_regions)
     held = {v for i, v in enumerate(closed.arguments) if i not in coded}
-    action: Any = "open" if _has_parameters(closed, held) else "keep"
+    has_parameters = _has_parameters(closed, held)
+    by_default: Any = "open" if has_parameters else "keep"
     region = Region(
         path,
         source_line(equation),
-        action if rule is None else cast(Any, rule.action),
+        by_default if rule is None else cast(Any, rule.action),
         rule is not None,
+        has_parameters,
         context.iterations,
         plain_bytes(_alone(equation), active, coded),
         bytes_of(body, active, coded, aside),
