@@ -6,9 +6,10 @@ from collections.abc import Callable, Collection, Sequence, Set
 from typing import Any, Literal, cast
 
 from jaxcomp.codecs import Codec
+from jaxcomp.codecs._offload import inner_codec
 from jaxcomp.memory._source_line import source_line
 from jaxcomp.memory._tracing import CHECKPOINT_PRIMITIVES, inner_jaxprs
-from jaxcomp.policies._policy import Policy
+from jaxcomp.policies._policy import JaxPolicy, Policy
 from jaxcomp.policies._rule import Rule
 from jaxcomp.transform._choice.context import Context, Notes
 from jaxcomp.transform._choice.graph import Graph
@@ -86,8 +87,7 @@ def with_open_regions(
         context: The policy, which takes note of the rules that decide.
         bytes_of: Returns the bytes that wait for the backward pass of a program.
     """
-    policy = context.policy
-    if not isinstance(policy, Policy) or not context.encodes or policy.lossy_recomputation:
+    if not _may_open(context.policy):
         return program, []
     reached = tangents_of(program.equations, [program.arguments[i] for i in active])
     free = Graph(program, {v for i, v in enumerate(program.arguments) if i not in coded}).free
@@ -109,6 +109,14 @@ def with_open_regions(
     results = builder.inline(program, program.arguments, step)
     inside = [each for n, r in chosen.items() if r.is_open for each in found[n].inside]
     return builder.program(program, program.arguments, results), [*chosen.values(), *inside]
+
+
+def _may_open(policy: Policy | JaxPolicy) -> bool:
+    """Returns whether a policy encodes values, and computes none again from codes."""
+    if not isinstance(policy, Policy) or policy.lossy_recomputation:
+        return False
+    codecs = [rule.action for rule in policy.rules if isinstance(rule.action, Codec)]
+    return any(not inner_codec(codec).is_exact for codec in codecs)
 
 
 def _is_region(equation: Equation) -> bool:
