@@ -134,8 +134,9 @@ def undifferentiable(residual: C) -> C:
 @undifferentiable.defjvp
 def _refuse(primals: tuple[C], tangents: tuple[C]) -> NoReturn:
     raise NotImplementedError(
-        "second derivatives through an encoded residual are not defined; keep it as it is, by the "
-        "codec Exact() or the policy 'exact'"
+        "second derivatives through an encoded residual are not defined; put jaxcomp.checkpoint "
+        "around the whole loss that takes the inner gradient of the stock model, or keep the "
+        "residual as it is, by the codec Exact() or the policy 'exact'"
     )
 
 

@@ -1,4 +1,4 @@
-"""Where nothing is coded, a function has second derivatives: those of its own rules."""
+"""Second derivatives, of functions in which nothing is coded and of losses with a gradient."""
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +6,7 @@ import pytest
 from jax import lax
 
 import jaxcomp as jc
-from tests.helpers import assert_close
+from tests.helpers import assert_close, assert_unbiased, normal
 
 POLICIES = (
     jc.Exact(),
@@ -95,3 +95,52 @@ def test_second_derivatives_of_a_custom_vjp_with_optimize_remat(name, policy):
 
     ours = second(jc.checkpoint(around(_sine(True)), policy))
     assert_close(ours, second(around(_sine(False))))
+
+
+def _mlp(weights, x):
+    return jax.nn.silu(jax.nn.silu(x @ weights[0]) @ weights[1]) @ weights[2]
+
+
+def _forces(weights, x):
+    """The loss of an interatomic potential."""
+
+    def energy(positions):
+        distances = jnp.sqrt(jnp.square(positions[:, None] - positions[None]).sum(-1) + 0.01)
+        centres = jnp.arange(8.0).reshape(1, 1, 8)
+        features = jnp.exp(-jnp.square(distances[..., None] - centres))
+        return _mlp(weights, features).sum()
+
+    return jnp.square(jax.vmap(jax.grad(energy))(x.reshape(4, -1, 3)) - 1).mean()
+
+
+def _penalty(weights, x):
+    """The loss of a WGAN's critic, with the penalty of its gradient."""
+
+    def score(x):
+        return _mlp(weights, x)[..., 0]
+
+    norms = jnp.linalg.norm(jax.vmap(jax.grad(score))(x.reshape(-1, 8)), axis=-1)
+    return score(x.reshape(-1, 8)).mean() + 10 * jnp.square(norms - 1).mean()
+
+
+@pytest.mark.parametrize("loss", [_forces, _penalty])
+def test_a_loss_that_contains_a_gradient_is_coded_as_a_whole(loss):
+    weights = [0.3 * normal(shape, seed=i) for i, shape in enumerate([(8, 32), (32, 32), (32, 1)])]
+    x = normal((192,), seed=3)
+    exact = jax.grad(loss)(weights, x)
+    plan = jc.plan(jc.checkpoint(loss, jc.Quantize(bits=4)), weights, x)
+    assert plan.saved_bytes < 0.4 * plan.exact_bytes
+
+    def draw(seed):
+        return jax.grad(jc.checkpoint(loss, jc.Quantize(bits=4), seed=seed))(weights, x)
+
+    draws = jax.jit(lambda seeds: lax.map(draw, seeds))(jnp.arange(256, dtype=jnp.uint32))
+    for i, of_leaf in enumerate(exact):
+        assert_unbiased(draws[i], of_leaf)
+
+
+def test_an_inner_gradient_of_codes_says_what_to_do():
+    inner = jc.checkpoint(lambda x: jnp.sin(x @ x).sum(), jc.Quantize(bits=4))
+
+    with pytest.raises(NotImplementedError, match=r"jaxcomp\.checkpoint around the whole loss"):
+        jax.grad(lambda x: jnp.square(jax.grad(inner)(x)).sum())(normal((64, 64)))
