@@ -112,9 +112,11 @@ def with_open_regions(
 
 
 def _may_open(policy: Policy | JaxPolicy) -> bool:
-    """Returns whether a policy encodes values, and computes none again from codes."""
+    """Returns whether a policy encodes values, and computes none again from codes, or says so."""
     if not isinstance(policy, Policy) or policy.lossy_recomputation:
         return False
+    if any(rule.action == "open" for rule in policy.rules):
+        return True
     codecs = [rule.action for rule in policy.rules if isinstance(rule.action, Codec)]
     return any(not inner_codec(codec).is_exact for codec in codecs)
 
