@@ -163,8 +163,8 @@ class Strategy:
             return cls(spec, policy=from_spec(spec))
         except ValueError as error:
             raise ValueError(
-                f"strategy={spec!r}: expected plain, open, {', '.join(_REMAT)}, remat:N (N=1 or more "
-                "blocks), remat:N+weights:M, boundary:CODEC, accumulate:N, or the "
+                f"strategy={spec!r}: expected plain, open, {', '.join(_REMAT)}, remat:N (N=1 or "
+                "more blocks), remat:N+weights:M, boundary:CODEC, accumulate:N, or the "
                 f"spec of a recipe or codec: {error}"
             ) from error
 
