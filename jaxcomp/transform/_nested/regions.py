@@ -136,7 +136,7 @@ def _found(
 ) -> _Found:
     """Returns a region with its bytes; open if a rule says so, or if nothing speaks against it."""
     closed = region_body(equation)
-    active = [i for i, atom in enumerate(equation.invars) if atom in reached]
+    active = [i for i, a in enumerate(equation.invars) if is_variable(a) and a in reached]
     coded = [i for i, atom in enumerate(equation.invars) if is_variable(atom) and atom not in free]
     path = _common_path(closed)
     rule = _rule_for(path, context)
@@ -207,7 +207,8 @@ def _has_parameters(program: Program, held: Set[Variable]) -> bool:
         for jaxpr in inner_jaxprs(equation):
             body = Program(jaxpr)
             pairs = zip(reversed(body.arguments), reversed(equation.invars), strict=False)
-            if _has_parameters(body, {argument for argument, atom in pairs if atom in free}):
+            passed = {v for v, atom in pairs if is_variable(atom) and atom in free}
+            if _has_parameters(body, passed):
                 return True
     return False
 
