@@ -50,7 +50,7 @@ class Counting(Checkpointed):
         program = flat(program)
         kinds = avals(program.arguments)
         active = [i for i, kind in enumerate(kinds) if jnp.issubdtype(kind.dtype, jnp.inexact)]
-        units = recognize(program, active, Context(self._policy))
+        units = recognize(program, active, coded, Context(self._policy))
         counting = with_units(program, units, self._count)
         return counting(*arguments, jnp.uint32(0))
 

@@ -4,10 +4,12 @@ import dataclasses
 from typing import NoReturn, cast
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
 from jaxcomp._core import barriers
 from jaxcomp.codecs import Codec, Encoded, noise
+from jaxcomp.codecs._codec import Seed
 from jaxcomp.codecs._offload import inner_codec
 from jaxcomp.codecs._sign_aware import SignAware
 
@@ -59,6 +61,36 @@ def value(x: Shaped[Array, "..."] | CodedArray) -> Shaped[Array, "..."]:
         [1.0, 1.0]
     """
     return x.value if isinstance(x, CodedArray) else x
+
+
+def encode_operand(
+    value: Float[Array, "batch ... channels"], codec: Codec, seed: Seed
+) -> CodedArray:
+    """Encodes an array that several products read.
+
+    Args:
+        value: Floating-point array of shape (batch, ..., channels).
+        codec: Its codec.
+        seed: Integer scalar that selects the rounding noise of the codec.
+
+    Returns:
+        The array with its code. Its gradient is the identity.
+    """
+
+    @jax.custom_vjp
+    def op(value: Array, seed: Array) -> tuple[Array, Encoded]:
+        return barriers.save_residual(value, codec.encode(value, seed), codec)
+
+    def forward(value: Array, seed: Array) -> tuple[tuple[Array, Encoded], None]:
+        return op(value, seed), None
+
+    def backward(_: None, cotangents: tuple[Array, Encoded]) -> tuple[Array, None]:
+        return cotangents[0], None
+
+    op.defvjp(forward, backward)
+    value, code = op(value, jnp.uint32(0) if seed is None else jnp.asarray(seed))
+    scale = jnp.ones((*(1,) * (value.ndim - 1), value.shape[-1]))
+    return CodedArray(value, scale, barriers.name_residual(code, codec), codec)
 
 
 def encode_activation(

@@ -82,11 +82,22 @@ def dot_general(
     )
     if codec is None:
         return stock(lhs, rhs)
-    layer = [[*map(list, axes)] for axes in dimension_numbers] == [[[lhs.ndim - 1], [0]], [[], []]]
-    gradient = None
-    if isinstance(inner_codec(codec), BlockSparse) and layer and rhs.ndim == 2:
-        gradient = layer_gradient(codec, lhs, rhs, rhs.dtype, precision)
+    gradient = gradient_of_layer(codec, lhs, rhs, dimension_numbers, precision)
     return bilinear(stock, codec, lhs, rhs, seed, sink=sink, weight_gradient=gradient)
+
+
+def gradient_of_layer(
+    codec: Codec,
+    lhs: Array,
+    rhs: Array,
+    dimension_numbers: DotDimensionNumbers,
+    precision: lax.PrecisionLike,
+) -> WeightGradient | None:
+    """Returns what multiplies by the blocks of a linear layer's input; None of other products."""
+    layer = [[*map(list, axes)] for axes in dimension_numbers] == [[[lhs.ndim - 1], [0]], [[], []]]
+    if isinstance(inner_codec(codec), BlockSparse) and layer and rhs.ndim == 2:
+        return layer_gradient(codec, lhs, rhs, rhs.dtype, precision)
+    return None
 
 
 def layer_gradient(

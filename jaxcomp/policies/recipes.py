@@ -66,6 +66,15 @@ def everywhere(codec: Codec) -> Policy:
     return Policy((Rule(codec, min_size=_MIN_SIZE), *_PACKED))
 
 
+def _rest(bits: int | None, kinds: str) -> tuple[Rule, ...]:
+    """Returns the rules for all else that layers of `jaxcomp.nn` and stock operations save."""
+    if bits is None:
+        return ()
+    codec = Quantize(bits)
+    of_layers = Rule(codec, op=kinds, required=False)
+    return of_layers, Rule(codec, min_size=_MIN_SIZE, required=False)
+
+
 def fused(bits: int = 4, scale_source: ScaleSource = "norm") -> Policy:
     """Returns one code for each norm, addition and ReLU, which the convolutions around them share.
 
@@ -265,9 +274,7 @@ def pooling(window: int = 2, rest_bits: int | None = None) -> Policy:
         ['conv', 'dot|affine|batch_norm|layer_norm|gelu|silu']
     """
     conv = Rule(AvgPool(window), op="conv")
-    if rest_bits is None:
-        return Policy((conv, *_PACKED))
-    return Policy((conv, Rule(Quantize(rest_bits), op=f"dot|{_REST}", required=False), *_PACKED))
+    return Policy((conv, *_rest(rest_bits, f"dot|{_REST}"), *_PACKED))
 
 
 def pruning(
@@ -295,7 +302,7 @@ def pruning(
     linear = Rule(BlockSparse(block, density, product=product), op="dot")
     if rest_bits is None:
         return Policy((linear,))
-    return Policy((linear, Rule(Quantize(rest_bits), op=_REST, required=False), *_PACKED))
+    return Policy((linear, *_rest(rest_bits, _REST), *_PACKED))
 
 
 def actnn(level: Level = "L3") -> Policy:

@@ -6,10 +6,11 @@ from collections.abc import Collection
 from flax import nnx
 
 from jaxcomp.codecs import Codec, Exact
-from jaxcomp.nn._coded import coded_modules, covered_paths
+from jaxcomp.nn._coded import Coded, coded_modules, covered_paths
 from jaxcomp.policies._policy import Policy
 from jaxcomp.policies._rule import Rule
-from jaxcomp.transform._recognition.recognize import is_for_units
+from jaxcomp.transform._recognition.products import CONV, DOT
+from jaxcomp.transform._recognition.recognize import KINDS, is_for_units
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,10 +20,17 @@ class LayerCodecs:
     Attributes:
         codecs: The codec of each layer that a rule matches, by path.
         unmatched: The rules that match no layer.
+        rules: All rules.
+        is_mixed: Whether the model can be called, and has convolutions or linear layers of Flax
+            beside layers of `jaxcomp.nn`.
+        has_layers: Whether the model has layers of `jaxcomp.nn`.
     """
 
     codecs: dict[str, Codec]
     unmatched: tuple[Rule, ...]
+    rules: tuple[Rule, ...] = ()
+    is_mixed: bool = False
+    has_layers: bool = False
 
     @classmethod
     def of(cls, model: nnx.Module, policy: Policy) -> "LayerCodecs":
@@ -60,26 +68,38 @@ class LayerCodecs:
             if not isinstance(codec, Exact | None):
                 covered |= covered_paths(path, module)
         unmatched = (rule for i, rule in enumerate(policy.rules) if i not in matched)
-        return cls(codecs, tuple(unmatched))
+        stock = [module for _, module in nnx.iter_modules(model) if _is_stock(module)]
+        is_mixed = callable(model) and bool(modules) and bool(stock)
+        return cls(codecs, tuple(unmatched), tuple(policy.rules), is_mixed, bool(modules))
 
     def rules_for_call(self) -> tuple[Rule, ...] | None:
         """Returns the rules for a model's call as a whole; None if there is no need to trace it.
 
-        There is one if no layer matches a rule, or if a required rule matches no layer.
+        There is one if no layer matches a rule, if a required rule matches no layer, or if the
+        model has layers of Flax, too. What a layer of `jaxcomp.nn` saves stays as it is.
         """
+        kinds = set(KINDS)
+        if self.has_layers and not self.is_mixed:
+            kinds -= {CONV, DOT}
         rules = tuple(
-            rule
-            for rule in self.unmatched
-            if rule.is_for_values or rule.is_for_regions or is_for_units(rule)
+            rule if rule in self.unmatched else dataclasses.replace(rule, required=False)
+            for rule in (self.rules if self.is_mixed else self.unmatched)
+            if rule.is_for_values or rule.is_for_regions or is_for_units(rule, kinds)
         )
         is_required = any(rule.required for rule in rules)
-        return rules if is_required or not self.codecs else None
+        return rules if is_required or self.is_mixed or not self.codecs else None
 
     def set(self, model: nnx.Module) -> None:
         """Gives the layers their codecs; `Exact()` becomes None, the stock behaviour."""
         modules = coded_modules(model)
         for path, codec in self.codecs.items():
             modules[path].codec = None if isinstance(codec, Exact) else codec
+
+
+def _is_stock(module: nnx.Module) -> bool:
+    """Returns whether it is a convolution or linear layer of Flax."""
+    layers = nnx.Conv, nnx.ConvTranspose, nnx.Linear, nnx.LinearGeneral, nnx.Einsum
+    return isinstance(module, layers) and not isinstance(module, Coded)
 
 
 def check_required(model: nnx.Module, rules: Collection[Rule]) -> None:

@@ -1,5 +1,6 @@
 """Policies for models built of `jaxcomp.nn`."""
 
+import jax.numpy as jnp
 import pytest
 from flax import nnx
 
@@ -170,6 +171,9 @@ def test_a_module_with_attributes_of_these_names_is_left_alone() -> None:
 
 def test_a_rule_for_layers_needs_layers_of_jaxcomp() -> None:
     model = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
-    with pytest.raises(ValueError, match=r"op='conv'\) matches nothing.*has no such layers"):
-        jc.compress(model, "actnn:level=L1")
+    with pytest.raises(ValueError, match=r"op='gelu'\) matches nothing.*has no such layers"):
+        jc.compress(model, jc.Policy((jc.Rule(TWO, op="gelu"),)))
     assert type(model) is nnx.Sequential
+    model = jc.compress(model, "actnn:level=L1")  # Flax's convolutions have codecs, too
+    with pytest.raises(ValueError, match=r"op='conv'\) matches nothing.*stock convolutions"):
+        jc.plan(model, jnp.ones((4, 4)))

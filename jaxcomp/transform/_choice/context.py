@@ -91,10 +91,11 @@ def _unmatched(rule: Rule, notes: Notes) -> str:
         )
     if not rule.is_for_values:
         return (
-            f"{rule} matches nothing: op is for layers of jaxcomp.nn, norm_act also for stock "
-            "batch norms, max_pool also for stock max pools, and with 'keep' attention and "
-            "scaled_linear for stock ones; the function or model has none that it could match. "
-            "The policy automatic is for any model"
+            f"{rule} matches nothing: op is for layers of jaxcomp.nn, conv and dot also for stock "
+            "convolutions and products with a parameter, norm_act also for stock batch norms, "
+            "max_pool also for stock max pools, and with 'keep' attention and scaled_linear for "
+            "stock ones; the function or model has none that it could match. The policy automatic "
+            "is for any model"
         )
     names, primitives, roles, dtypes, paths = (
         ", ".join(sorted(names_of_kind)) or "none"

@@ -42,7 +42,7 @@ def _with_units(
     program: Program, active: Sequence[int], coded: Collection[int], context: Context
 ) -> ScheduledProgram:
     """Schedules a program in which an operation of ours stands for stock ones."""
-    units = recognize(program, active, context)
+    units = recognize(program, active, coded, context)
     chosen = _scheduled(program, units, active, coded, context)
     if chosen.schedule.encodes or any(unit.codec is not None for unit in units):
         return chosen

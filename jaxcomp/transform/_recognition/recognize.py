@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -27,10 +27,12 @@ from jaxcomp.transform._recognition.batch_norms import BatchNorm, TracedNorm, ba
 from jaxcomp.transform._recognition.layer_scale import LayerScale, layer_scales
 from jaxcomp.transform._recognition.order import ordered
 from jaxcomp.transform._recognition.pattern import Labels, Pattern, relabelled
+from jaxcomp.transform._recognition.products import CONV, DOT, features_last, products
 from jaxcomp.transform._recognition.unit import (
     Codeless,
     MaxPool,
     NormAct,
+    Product,
     Recognized,
     Unit,
 )
@@ -41,16 +43,19 @@ CODELESS: dict[type[Codeless], Callable[[Pattern], Iterable[Codeless]]] = {
     LayerScale: layer_scales,
 }
 # Of these kinds a policy's rules with `op` match stock operations, too.
-KINDS = (NormAct.kind, MaxPool.kind, *(unit.kind for unit in CODELESS))
+KINDS = (NormAct.kind, MaxPool.kind, CONV, DOT, *(unit.kind for unit in CODELESS))
 _LARGEST_WINDOW = 256
 
 
-def recognize(program: Program, active: Sequence[int], context: Context) -> list[Recognized]:
+def recognize(
+    program: Program, active: Sequence[int], coded: Collection[int], context: Context
+) -> list[Recognized]:
     """Returns the units of a flat program that the policy has a codec for; `context` takes note.
 
     Args:
         program: The program.
         active: The arguments that are differentiated.
+        coded: The arguments that the policy may store in another form.
         context: The policy.
     """
     if not isinstance(context.policy, Policy):
@@ -64,8 +69,8 @@ def recognize(program: Program, active: Sequence[int], context: Context) -> list
     reached = tangents_of(program.equations, [program.arguments[i] for i in active])
     units: list[Recognized] = []
     rules: dict[Recognized, Rule] = {}
-    for unit in _units(pattern):
-        if reached.isdisjoint(unit.operands):
+    for unit in (*_units(pattern), *products(program, coded)):
+        if reached.isdisjoint([unit.kernel] if isinstance(unit, Product) else unit.operands):
             continue
         path = module_path(unit.origin)
         codeless = isinstance(unit, Codeless)
@@ -84,7 +89,7 @@ def recognize(program: Program, active: Sequence[int], context: Context) -> list
                 units.append(Recognized(unit, None))
             else:
                 context.notes.matched.add(rule)
-        elif rule is not None and isinstance(rule.action, Codec) and _fits(unit, rule.action):
+        elif rule is not None and isinstance(rule.action, Codec) and _fits(unit, rule, path):
             units.append(Recognized(unit, rule.action))
             rules[units[-1]] = rule
     taken = {id(recognized.unit.equation) for recognized in units}
@@ -125,14 +130,22 @@ def _without_cycles(program: Program, units: list[Recognized]) -> list[Recognize
     return acyclic
 
 
-def is_for_units(rule: Rule) -> bool:
-    """Returns whether a rule names stock operations that are recognized."""
+def is_for_units(rule: Rule, kinds: Collection[str] = KINDS) -> bool:
+    """Returns whether a rule names stock operations, of some kinds, that are recognized."""
     anywhere = dataclasses.replace(rule, path="")
-    return bool(rule.op) and any(anywhere.matches_layer("", kind) for kind in KINDS)
+    return bool(rule.op) and any(anywhere.matches_layer("", kind) for kind in kinds)
 
 
-def _fits(unit: Unit, codec: Codec) -> bool:
-    by = inner_codec(codec)
+def _fits(unit: Unit, rule: Rule, path: str) -> bool:
+    """Returns whether the codec of a rule can store for a unit.
+
+    Raises:
+        ValueError: If it is for such units, and required, but cannot store one of this shape.
+    """
+    assert isinstance(rule.action, Codec)
+    by = inner_codec(rule.action)
+    if isinstance(unit, Product):
+        return unit.kind in by.kinds and _can_store(unit, rule, path)
     if unit.kind == "max_pool":
         return isinstance(by, Packed)
     if not isinstance(by, SignAware):
@@ -140,6 +153,19 @@ def _fits(unit: Unit, codec: Codec) -> bool:
     smooth = isinstance(unit, NormAct) and unit.activation is not None
     ranges = smooth or by.scale_source == "range"
     return len(unit.operands[0].aval.shape) > 2 or not ranges
+
+
+def _can_store(unit: Product, rule: Rule, path: str) -> bool:
+    """Returns whether a rule's codec can store an activation with its features last."""
+    assert isinstance(rule.action, Codec)
+    (x,) = avals(unit.saved)
+    try:
+        rule.action.check(features_last(unit, x.shape), x.dtype)
+    except (TypeError, ValueError) as error:
+        if not rule.required:
+            return False
+        raise type(error)(f"{rule} matches {path or unit.kind}: {error}") from error
+    return True
 
 
 def _units(pattern: Pattern) -> list[Unit]:

@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,8 +13,10 @@ from jaxtyping import Array
 
 from jaxcomp import ops
 from jaxcomp._core.shard_map import vary_like
-from jaxcomp.codecs import Codec, Offload, noise
+from jaxcomp.codecs import Codec, Offload, Quantize, noise
+from jaxcomp.codecs._offload import inner_codec
 from jaxcomp.ops._coded_argument import coded_activation
+from jaxcomp.ops._coded_array import encode_operand
 from jaxcomp.ops._conv import coded_convolution
 from jaxcomp.ops._gate import gate
 from jaxcomp.ops._linear import bilinear
@@ -26,12 +29,14 @@ from jaxcomp.transform._program.program import Program, avals
 from jaxcomp.transform._program.types import Atom, Equation, Renaming, Variable, is_variable
 from jaxcomp.transform._recognition.activations import channel_axis
 from jaxcomp.transform._recognition.order import ordered
+from jaxcomp.transform._recognition.products import CONV, evaluate_product, feature_axes
 from jaxcomp.transform._recognition.unit import (
     CodedActivation,
     Codeless,
     Gate,
     MaxPool,
     NormAct,
+    Product,
     Recognized,
 )
 
@@ -59,25 +64,32 @@ def with_units(
     ]
     reading = {id(equation) for unit in activations for equation in unit.readers}
     # Seeds of codes of values count up, those of units down.
-    noisy = [
-        recognized for recognized in units if isinstance(recognized.unit, NormAct | CodedActivation)
-    ]
+    kinds = NormAct | CodedActivation | Product
+    noisy = [recognized for recognized in units if isinstance(recognized.unit, kinds)]
     drawn = builder.trace(lambda seed: noise.counted(seed, len(noisy), -1), seed)
     seeds = dict(zip(noisy, drawn, strict=True))
+    codes: dict[Any, _Coded] = {}  # of what several products read
+    readers = Counter(_key(r.unit, r.codec) for r in units if isinstance(r.unit, Product))
     for step in steps:
-        if isinstance(step, Recognized):
+        unit = step.unit if isinstance(step, Recognized) else None
+        if unit is not None and not isinstance(unit, Product):
             _take(builder, step, env, coded, seeds.get(step), observe)
-        elif step.primitive.name == "conv_general_dilated" and _reads_code(step, coded):
-            lhs, rhs = coded[step.invars[0]], env[step.invars[1]]
-            convolve = functools.partial(_convolve, step.params, lhs.tree)
-            (env[step.outvars[0]],) = builder.trace(convolve, lhs.leaves, rhs, at=step)
-        elif step.primitive.name == "dot_general" and id(step) in reading:
-            first = is_variable(step.invars[0]) and step.invars[0] in coded
-            x, other = step.invars if first else step.invars[::-1]
-            multiply = functools.partial(_multiply, step.params, first, coded[x])
-            (env[step.outvars[0]],) = builder.trace(multiply, coded[x].leaves, env[other], at=step)
+            continue
+        equation = step if unit is None else unit.equation
+        is_read = _reads_code(equation, coded) or id(equation) in reading
+        x = next((a for a in equation.invars if is_variable(a) and a in coded), None)
+        if is_read and x is not None:
+            _with_code(builder, equation, x, coded[x], env)
+        elif unit is None:
+            builder.copy(equation, env)
+        elif (key := _key(unit, step.codec)) is not None and readers[key] > 1:
+            if key not in codes:
+                codes[key] = _encoded(builder, unit, step.codec, env, seeds[step])
+            _with_code(builder, equation, unit.x, codes[key], env)
         else:
-            builder.copy(step, env)
+            encoded = functools.partial(evaluate_product, unit, step.codec)
+            operands = *renamed(env, unit.operands), seeds[step]
+            (env[equation.outvars[0]],) = builder.trace(encoded, *operands, at=equation)
     arguments = [*program.arguments, seed]
     return builder.program(program, arguments, renamed(env, program.results))
 
@@ -137,11 +149,49 @@ def _multiply(
 
 
 def _reads_code(equation: Equation, coded: dict[Variable, _Coded]) -> bool:
-    """Returns whether a convolution's input has a code."""
+    """Returns whether it is a convolution whose input has a code."""
+    if equation.primitive.name != "conv_general_dilated":
+        return False
     lhs, rhs = equation.invars
     if lhs not in coded or rhs in coded:
         return False
     return channel_axis(equation) == coded[lhs].feature
+
+
+def _with_code(
+    builder: Builder, equation: Equation, x: Variable, coded: _Coded, env: Renaming
+) -> None:
+    """Adds a product of which one operand has a code."""
+    position = equation.invars.index(x)
+    other: Any = equation.invars[1 - position]
+    if equation.primitive.name == "conv_general_dilated":
+        function = functools.partial(_convolve, equation.params, coded.tree)
+    else:
+        function = functools.partial(_multiply, equation.params, position == 0, coded)
+    operands = coded.leaves, *renamed(env, [other])
+    (env[equation.outvars[0]],) = builder.trace(function, *operands, at=equation)
+
+
+def _key(unit: Product, codec: Codec | None) -> Hashable | None:
+    """Returns what is equal for products that may read the same code of the same activation."""
+    feature, *others = feature_axes(unit)
+    is_plain = unit.kind != CONV or channel_axis(unit.equation) == feature
+    is_elementwise = codec is not None and isinstance(inner_codec(codec), Quantize)
+    return (unit.x, codec, feature) if is_elementwise and is_plain and not others else None
+
+
+def _encoded(builder: Builder, unit: Product, codec: Codec, env: Renaming, seed: Atom) -> _Coded:
+    """Adds the code of an activation that several products read."""
+    (feature,) = feature_axes(unit)
+    trees: list[Any] = []
+
+    def encode(x: Array, seed: Array) -> list[Array]:
+        leaves, tree = jax.tree.flatten(encode_operand(jnp.moveaxis(x, feature, -1), codec, seed))
+        trees.append(tree)
+        return leaves
+
+    leaves = builder.trace(encode, env[unit.x], seed, at=unit.equation)
+    return _Coded(leaves, trees[0], feature)
 
 
 def _take(
@@ -165,7 +215,7 @@ def _take(
         _gate(builder, unit, env, coded)
     elif isinstance(unit, CodedActivation):
         _activation(builder, unit, codec, env, coded, seed)
-    else:
+    elif isinstance(unit, NormAct):
         _norm_act(builder, unit, codec, env, coded, seed, observe)
 
 

@@ -181,6 +181,33 @@ class CodedActivation(OneResult):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Product(OneResult):
+    """A convolution with a parameter, or a product with one, as of a linear layer.
+
+    Attributes:
+        kind: "conv" or "dot".
+        x: The activation, which has a code.
+        kernel: The parameter.
+        equation: Its equation.
+    """
+
+    kind: str
+    x: Any
+    kernel: Any
+    equation: Equation
+
+    @property
+    def operands(self) -> list[Any]:
+        """The variables that it reads."""
+        return [self.x, self.kernel]
+
+    @property
+    def saved(self) -> list[Any]:
+        """The variable that has a code."""
+        return [self.x]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Codeless(OneResult, abc.ABC):
     """A part of a program with one result.
 
@@ -208,7 +235,7 @@ class Codeless(OneResult, abc.ABC):
         """Returns the result, by the program's own steps, with the other derivative."""
 
 
-Unit = NormAct | MaxPool | Gate | CodedActivation | Codeless
+Unit = NormAct | MaxPool | Gate | CodedActivation | Product | Codeless
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
