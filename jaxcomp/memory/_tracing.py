@@ -18,6 +18,15 @@ CHECKPOINT_PRIMITIVES = {"checkpoint", "remat", "remat2"}
 """Names of `jax.checkpoint` in a traced program."""
 
 
+def has_regions(jaxpr: Jaxpr) -> bool:
+    """Returns whether a part of a traced program is under `jax.checkpoint`."""
+    return any(
+        equation.primitive.name in CHECKPOINT_PRIMITIVES
+        or any(map(has_regions, inner_jaxprs(equation)))
+        for equation in jaxpr.eqns
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class TracedStep:
     """A function that is traced for the shapes of its arguments.

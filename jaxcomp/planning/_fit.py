@@ -14,6 +14,7 @@ from jaxcomp.memory._analyze import usable_bytes
 from jaxcomp.memory._declared import takes_gradient
 from jaxcomp.memory._live_bytes import format_bytes
 from jaxcomp.memory._targets import resolve
+from jaxcomp.memory._tracing import has_regions
 from jaxcomp.planning._answer import DoesNotFitError, answer
 from jaxcomp.planning._budget import bytes_of
 from jaxcomp.planning._fitted import FittedPlan
@@ -55,8 +56,10 @@ def fit(
     may fit, with all but the results of products with weights recomputed. From these an integer
     program chooses what to do with each group of modules, so that the estimated time is least and
     no moment of the step exceeds the budget. Its plan is compiled, the estimate is corrected, and
-    the program is solved again. For a model with its blocks in a list, exact plans that recompute
-    some of the blocks are considered, too. Only what was compiled and fits is returned, and an
+    the program is solved again. Where the author computes parts of the step again by
+    `jax.checkpoint`, the step is also compiled without that, and codes open these parts. For a
+    model with its blocks in a list, exact plans that recompute some of the blocks are considered,
+    too. Only what was compiled and fits is returned, and an
     exact strategy wins where it is estimated to be as fast.
 
     Compiled steps are remembered, so that further budgets for the same step take less time. Those
@@ -152,7 +155,7 @@ def fit(
         make_step, batch, where, room, compiles, progress, groups, allowed.admits, most_noise
     )
     try:
-        run(search, models, allowed)
+        run(search, models, allowed, has_regions(traced.jaxpr))
         if calibrate:
             search.measure(_TIMED)
     except KeyboardInterrupt:

@@ -8,20 +8,23 @@ from typing import Any, TypeVar
 import jax
 from flax import nnx
 
+from jaxcomp.codecs import Quantize
 from jaxcomp.planning._blocks import FirstBlocks, first_blocks, seconds_of_each, shares_of
-from jaxcomp.planning._groups import bits_of, coded, policy_of, rules_of
+from jaxcomp.planning._groups import bits_of, coded, pattern_of, policy_of, rules_of
 from jaxcomp.planning._improve import Plans, Variant, improve
 from jaxcomp.planning._noise import Data, Noise, measure
 from jaxcomp.planning._probe import Probe
 from jaxcomp.planning._problem import Action, Known, make_problem
 from jaxcomp.planning._search import Candidate, Search
 from jaxcomp.planning._solver import Problem
-from jaxcomp.planning._strategies import Strategy
+from jaxcomp.planning._strategies import OPEN, Strategy
 from jaxcomp.policies._policy import Policy
+from jaxcomp.policies._rule import REGION, Rule
 
 T = TypeVar("T")
 _OF_OFFLOAD = 2  # compilations
 _OF_FEWER_BITS = 1
+_OF_OPEN = 3
 _NEAR = 0.03  # of the budget: a plan that needs so much more is worth another compilation
 _EXTRAPOLATED = 1.05  # micro-batches may be faster than extrapolated by so much
 _PART = 1 / 3  # of the blocks: to keep the products of fewer is not worth a compilation
@@ -59,9 +62,19 @@ class Allowed:
         return Strategy.of(Policy(rules_of(choice, self.biased)))
 
 
-def run(search: Search, models: Sequence[Any], allowed: Allowed) -> None:
-    """Compiles the plain step, and if that does not fit all else that is allowed."""
+def run(search: Search, models: Sequence[Any], allowed: Allowed, has_regions: bool) -> None:
+    """Compiles the plain step, and if that does not fit all else that is allowed.
+
+    Args:
+        search: Where it is compiled.
+        models: What the step factory applies a strategy to.
+        allowed: What a plan may do.
+        has_regions: Whether the author computes parts of the plain step again. It is then also
+            compiled without that, which may be faster, and with the inputs of these parts encoded.
+    """
     plain = search.compile("plain", Strategy.parse("plain"))
+    if has_regions and "keep" in allowed.actions:
+        _open_regions(search, plain)
     if search.best() is not None:
         return
     quantized = recomputed = None
@@ -123,6 +136,9 @@ def run(search: Search, models: Sequence[Any], allowed: Allowed) -> None:
         _offload(search, known, allowed)
     if not fewer_first:
         _fewer_bits(search, known, tried, groups, allowed, reserved=0)
+    if has_regions and bits and allowed.biased and search.best() is None and search.left:
+        inputs = Policy((Rule(Quantize(max(bits)), op=REGION),))
+        _tried(search, f"inputs of regions in {coded(max(bits))}", Strategy.of(inputs))
     if search.best() is None and "offload" in allowed.actions and not may_offload:
         search.notes.append(
             f"no offload: the bandwidth between {search.target.name} and its host is not known"
@@ -174,6 +190,33 @@ def _try_if_it_may_fit(search: Search, plain: Probe, spec: str, least: int | Non
         needed = least + _PART * (needed - least)
     if needed <= search.budget:
         _tried(search, spec, strategy)
+
+
+def _open_regions(search: Search, plain: Probe) -> None:
+    """Compiles the step without its author's recomputation, or with that of the first blocks alone.
+
+    As many of the last blocks are open as fit.
+    """
+    strategy = Strategy.parse("open")
+    more = sum(search.declared(strategy).values()) - sum(plain.declared.values())
+    _try_if_it_may_fit(search, plain, "open")
+    blocks = search.groups.blocks
+    few, many = 0, len(blocks)  # what fits, and what does not
+    needed = {few: plain.report.total_bytes or 0}
+    needed[many] = needed[few] + max(1, more // search.target.devices)
+    for _ in range(_OF_OPEN):
+        best = search.best()
+        if best is None or best.strategy == strategy or many - few < 2 or not search.left:
+            return
+        room = (search.budget - needed[few]) / max(1, needed[many] - needed[few])
+        number = min(max(few + 1, int(few + room * (many - few))), many - 1)
+        closed = Rule("keep", op=REGION, path=pattern_of(blocks[:-number]), required=False)
+        policy = Policy((closed, *OPEN.rules))
+        result = _tried(search, f"open in {number} of {len(blocks)} blocks", Strategy.of(policy))
+        if result is None:
+            return
+        needed[number] = result.report.total_bytes or 0
+        few, many = (number, many) if search.fits(result) else (few, number)
 
 
 def _kept_products(search: Search, known: Known, allowed: Allowed) -> list[Known]:

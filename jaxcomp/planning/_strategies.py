@@ -11,6 +11,7 @@ from flax import linen, nnx
 from jaxcomp.codecs import Codec
 from jaxcomp.planning._remat import encode_boundaries, remat_blocks
 from jaxcomp.policies._policy import JaxPolicy, Policy
+from jaxcomp.policies._rule import REGION, Rule
 from jaxcomp.policies._specs import PolicyLike, from_spec, policy_for_model, read
 from jaxcomp.transform._checkpoint import checkpoint
 from jaxcomp.transform._compress import compress
@@ -42,6 +43,7 @@ _REMAT: dict[str, Callable[..., Any] | None] = {
     "remat:weights": _products_with_weights,
     "offload": _offload,
 }
+OPEN = Policy((Rule("open", op=REGION), Rule("keep", required=False)))
 _NUMBER = r"([1-9]\d*)"
 _FIRST_BLOCKS = re.compile(
     rf"remat:(?:{_NUMBER}|(?:{_NUMBER}\+)?(dots|weights):{_NUMBER})", re.ASCII
@@ -112,6 +114,7 @@ class Strategy:
                   of a list by their indices;
                 - `remat:N+dots:M`, `remat:N+weights:M`: `remat` for the first N blocks, and
                   `remat:dots` or `remat:weights` for the next M ones;
+                - `open`: regions that the author put under `jax.checkpoint` are not computed again;
                 - `boundary:CODEC`: the input of each block is saved by a codec, such as
                   `boundary:quantize:bits=8`, and the block is recomputed from it (biased);
                 - `offload`: results of products and convolutions are kept in the host's memory;
@@ -129,6 +132,8 @@ class Strategy:
         name, _, argument = spec.partition(":")
         if spec == "plain":
             return cls(spec)
+        if spec == "open":
+            return cls(spec, policy=OPEN)
         if spec in _REMAT:
             return cls(spec, remat=True, remat_policy=_REMAT[spec])
         if match := _FIRST_BLOCKS.fullmatch(spec):
@@ -158,8 +163,8 @@ class Strategy:
             return cls(spec, policy=from_spec(spec))
         except ValueError as error:
             raise ValueError(
-                f"strategy={spec!r}: expected plain, {', '.join(_REMAT)}, remat:N (N=1 or more "
-                "blocks), remat:N+weights:M, boundary:CODEC, accumulate:N, or the "
+                f"strategy={spec!r}: expected plain, open, {', '.join(_REMAT)}, remat:N (N=1 or "
+                "more blocks), remat:N+weights:M, boundary:CODEC, accumulate:N, or the "
                 f"spec of a recipe or codec: {error}"
             ) from error
 

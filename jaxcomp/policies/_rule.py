@@ -10,6 +10,7 @@ from jaxcomp.policies._value import ROLES, Value, dtype_name
 
 Action = Literal["keep", "recompute", "cheapest", "offload", "open"]
 REGION = "checkpoint"  # the operation of rules for regions under `jax.checkpoint`
+RESIDUALS = "custom_vjp"  # and of those for residuals of `jax.custom_vjp` functions
 ACTIONS: tuple[Action, ...] = get_args(Action)
 
 
@@ -25,6 +26,9 @@ class Rule:
     - With `op="checkpoint"` it is for regions under `jax.checkpoint` in the function: "open"
       compresses the values in a region as those of plain code, "keep" leaves it as it is, and with
       a codec its inputs are encoded and the region is evaluated again from them, which is biased.
+    - With `op="custom_vjp"` it is for residuals of `jax.custom_vjp` functions, such as the kernels
+      of an attention. Other rules do not encode these. A codec is biased where the function's
+      backward rule is not linear in the residual.
     - With `names`, `primitives`, `roles` or `dtypes` it is for values alone.
     - With neither it is for the layers of `jaxcomp.nn` that can save by the codec, whatever their
       size; where it matches none of a model's layers, it is for values.
@@ -42,7 +46,7 @@ class Rule:
             attributes and indices joined by "/"; in a function, for its named scopes, such as
             "Decoder/layers_3/norm" of a Linen model.
         op: Regular expression for the whole kind of operation of a layer of `jaxcomp.nn`, such as
-            "conv|dot"; `jaxcomp.nn.Coded` lists the kinds. Or "checkpoint".
+            "conv|dot"; `jaxcomp.nn.Coded` lists the kinds. Or "checkpoint", or "custom_vjp".
         names: Names given by `jax.ad_checkpoint.checkpoint_name`.
         primitives: Names of the JAX primitives that compute the value.
         roles: Roles, as `jaxcomp.policies.Value` lists them. Without any, all but "statistic"; with
@@ -92,7 +96,9 @@ class Rule:
         unknown = sorted(set(self.roles) - set(ROLES))
         if unknown:
             raise ValueError(f"roles={self.roles}: {unknown} not among {ROLES}")
-        if self.op and (self.is_for_values_alone or self.min_size):
+        if self.is_for_residuals and self.roles:
+            raise ValueError(f"roles={self.roles}: expected none with op={RESIDUALS!r}")
+        if not self.is_for_values and (self.is_for_values_alone or self.min_size):
             raise ValueError(
                 f"op={self.op!r}: expected no names, primitives, roles, dtypes or min_size beside "
                 "it, since a layer of jaxcomp.nn is chosen by its path and its kind alone"
@@ -103,7 +109,12 @@ class Rule:
             raise ValueError(
                 f"action={self.action!r}: expected 'open', 'keep' or a codec with op={REGION!r}"
             )
-        if self.op not in ("", REGION) and not (
+        if self.is_for_residuals and self.action in ("recompute", "cheapest"):
+            raise ValueError(
+                f"action={self.action!r}: expected 'keep', 'offload' or a codec with "
+                f"op={RESIDUALS!r}"
+            )
+        if self.op not in ("", REGION, RESIDUALS) and not (
             isinstance(self.action, Codec) or self.action == "keep"
         ):
             raise ValueError(
@@ -119,7 +130,12 @@ class Rule:
     @property
     def is_for_values(self) -> bool:
         """Whether the rule can match a value outside of the layers of `jaxcomp.nn`."""
-        return not self.op
+        return not self.op or self.is_for_residuals
+
+    @property
+    def is_for_residuals(self) -> bool:
+        """Whether the rule is for residuals of `jax.custom_vjp` functions."""
+        return self.op == RESIDUALS
 
     def matches_layer(self, path: str, kind: str) -> bool:
         """Returns whether the rule is for a layer of `jaxcomp.nn` of this path and kind."""
@@ -144,6 +160,8 @@ class Rule:
         """Returns whether the rule is for a value; without `size`, whatever the value's size."""
         any_role = bool(self.names) or value.role != "statistic"
         role = value.role in self.roles if self.roles else any_role
+        if self.is_for_residuals:
+            role = value.role == "residual"
         # Naming an integer for a codec is an error, which is told later.
         able = value.is_float or bool(self.names) or not isinstance(self.action, Codec)
         return (

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jaxcomp.codecs._codec import FLOATS
 
-ROLES = ("operand", "derivative", "mask", "index", "statistic", "input", "other")
+ROLES = ("operand", "derivative", "residual", "mask", "index", "statistic", "input", "other")
 
 
 @functools.lru_cache(256)
@@ -35,8 +35,10 @@ class Value:
         primitive: Name of the JAX primitive that computes it; "" for an argument.
         names: The names that `jax.ad_checkpoint.checkpoint_name` gives it.
         role: What the backward pass does with it, or with what is computed from it: "operand" of a
-            product or convolution, "derivative" that multiplies element by element, "mask"
-            (boolean), "index" (integer), "statistic" (of a reduction to an eighth or less),
+            product or convolution, "derivative" that multiplies element by element, "residual" of a
+            `jax.custom_vjp` function, whose rule may do anything with it, "mask" (boolean), "index"
+            (integer), "statistic" (of a reduction to an eighth or less; or a residual of an eighth
+            of the elements of another, or less),
             "input" (one of the `coded_argnums` of `jaxcomp.checkpoint`) or "other".
         source: `file:line` of the code that computes it, or "".
         path: Path of the innermost module that computes it, in a model of `jaxcomp.compress`; in a

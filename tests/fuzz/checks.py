@@ -208,7 +208,8 @@ def check_steps(program: Program, name: str, calls: int) -> list[Failure]:
             ours = gradient_of(program, _coded(program, EXACT[name]), calls)(values)[0]
         except Exception as error:
             return [_of_error(error, name, calls)]
-    true, moved, failures = None, {}, []
+    true, failures = None, []
+    moved: dict[str, float] = {}
     for leaf, found in _as_float(ours).items():
         distance, largest = (np.abs(x).max() for x in (found - expected[leaf], expected[leaf]))
         unit = float(jnp.finfo(program.dtype).eps) * largest

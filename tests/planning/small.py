@@ -29,14 +29,24 @@ class Net(nnx.Module):
         self.blocks = nnx.List(Block(rngs) for _ in range(depth))
         self.head = nnx.Linear(WIDTH, 8, rngs=rngs)
 
+    def call_block(self, block, x):
+        return block(x)
+
     def __call__(self, x):
         for block in self.blocks:
-            x = block(x)
+            x = self.call_block(block, x)
         return self.head(x)
 
 
-def make_step(transform, batch, depth=DEPTH):
-    model = transform(nnx.eval_shape(lambda: Net(depth, nnx.Rngs(0))))
+class RematNet(Net):
+    """A model whose author rematerialises each block."""
+
+    def call_block(self, block, x):
+        return nnx.remat(lambda block, x: block(x))(block, x)
+
+
+def make_step(transform, batch, depth=DEPTH, net=Net):
+    model = transform(nnx.eval_shape(lambda: net(depth, nnx.Rngs(0))))
     return step_of(transform, model), (model, jax.ShapeDtypeStruct((batch, WIDTH), jnp.float32))
 
 

@@ -18,6 +18,7 @@ from tests.planning.small import (
     DEPTH,
     WIDTH,
     Net,
+    RematNet,
     make_step,
     plain_bytes,
     step_of,
@@ -338,3 +339,23 @@ def test_a_plan_prints_its_frontier():
     assert str(plan).startswith("plan 1: JAX")
     assert "512.0 MiB of 1.0 GiB on h100, batch 8" in str(plan)
     assert dataclasses.replace(plan, policy=None, spec="remat").strategy.remat
+
+
+def test_a_step_that_its_author_rematerialises():
+    """As many of its regions are opened as fit; with encoded inputs they need the least."""
+    step = functools.partial(make_step, net=RematNet)
+    fitted = functools.partial(fit, step, batch=BATCH, target="cpu", compiles=12)
+    opened = fitted(budget="1GiB")
+    assert opened.name == "open"
+    (author,) = [c for c in opened.frontier if c.name == "plain"]
+    assert author.total_bytes < opened.total_bytes
+    assert author.milliseconds > opened.milliseconds
+
+    between = fitted(budget=opened.total_bytes - 1)
+    assert between.name == f"open in 2 of {DEPTH} blocks"
+    assert author.total_bytes < between.total_bytes < opened.total_bytes
+
+    least = fitted(
+        budget=author.total_bytes - 1, actions=["keep", "quantize"], bits=[8], biased=True
+    )
+    assert least.name == "inputs of regions in bits=8"

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -14,13 +14,16 @@ from jaxtyping import Array
 from jaxcomp.codecs import Codec, Encoded, Packed, Quantize
 from jaxcomp.transform._choice.cut import NEVER, cheapest
 from jaxcomp.transform._choice.decisions import Decision
-from jaxcomp.transform._choice.graph import Graph, coded_nbytes, nbytes, plain_nbytes
+from jaxcomp.transform._choice.graph import REDUCED, Graph, coded_nbytes, nbytes, plain_nbytes
+from jaxcomp.transform._program.custom_rules import is_rule_of_user
 from jaxcomp.transform._program.linearized import Linearized
 from jaxcomp.transform._program.primitives import is_affine, is_cheap, linear_uses, tangents_of
 from jaxcomp.transform._program.program import Program
 from jaxcomp.transform._program.types import Atom, Variable, is_variable
 
 BIASES = "kept exactly: a code would bias what reads it"
+_OF_A_RULE = "; Rule(codec, op='custom_vjp') encodes it all the same"
+_IS_BIASED = "biased: the rule of a jax.custom_vjp function reads the code"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,12 +85,14 @@ class Demand:
 
     Attributes:
         multiplied: Those that it only multiplies tangents by.
-        exact: Those that it reads in another way, too: predicates, indices, residuals of
-            `custom_vjp`, of an inner `jax.checkpoint` and of loops.
+        residuals: Those that rules of users' `jax.custom_vjp` functions read, too.
+        exact: Those that it reads in yet another way, too: predicates, indices, what an inner
+            `jax.checkpoint` and loops read.
         roles: The role of each.
     """
 
     multiplied: set[Any]
+    residuals: set[Any]
     exact: set[Any]
     roles: dict[Variable, str]
 
@@ -99,22 +104,34 @@ class Demand:
         behind = dict(zip(linear.arguments, linearized.coefficients, strict=False))
         tangents = tangents_of(linear.equations, linear.arguments[count:])
         multiplied: set[Any] = set()
-        exact = {behind[v] for v in coefficients_returned(linear, behind)}
+        residuals: set[Any] = set()
+        exact: set[Any] = {behind[v] for v in coefficients_returned(linear, behind)}
         roles: dict[Variable, str] = {}
         for equation in linear.equations:
             uses = linear_uses(equation, tangents)
-            for position, atom in enumerate(equation.invars):
-                value = behind.get(atom) if is_variable(atom) else None
-                if value is None or not is_variable(value):
-                    continue
+            operands = [behind.get(a) if is_variable(a) else None for a in equation.invars]
+            values = {i: value for i, value in enumerate(operands) if is_variable(value)}
+            if is_rule_of_user(equation):
+                residuals.update(values.values())
+                roles |= _roles_of_residuals([*values.values()])
+                continue
+            for position, value in values.items():
                 if position not in uses:
                     exact.add(value)
                     continue
                 multiplied.add(value)
-                if roles.get(value) != "operand":
+                if roles.get(value) not in ("operand", "residual"):
                     roles[value] = uses[position]
         exact = {value for value in exact if is_variable(value)}
-        return cls(multiplied - exact, exact, roles)
+        residuals -= exact
+        return cls(multiplied - residuals - exact, residuals, exact, roles)
+
+
+def _roles_of_residuals(values: Sequence[Variable]) -> dict[Variable, str]:
+    """Returns the roles of what a user's rule reads; small values are statistics of large ones."""
+    largest = max((value.aval.size for value in values), default=0)
+    is_small = {value: value.aval.size * REDUCED <= largest for value in values}
+    return {value: "statistic" if small else "residual" for value, small in is_small.items()}
 
 
 def coefficients_returned(linear: Program, behind: dict[Variable, Atom]) -> list[Any]:
@@ -190,16 +207,19 @@ class _Choice:
         self._instead_of = instead_of
         self._exact: set[Any] = set()  # what can be had exactly
         self._lossy: dict[Any, bool] = {}
+        self._residuals: set[Any] = set()
         self._recomputable = {v for v in graph.order if self._is_recomputable(v)}
 
     def store(self, demand: Demand) -> dict[Variable, Stored]:
         """Returns how each value that is stored waits for the backward pass."""
-        wanted = {*demand.multiplied, *demand.exact}
+        self._residuals = demand.residuals
+        exactly = demand.exact | {v for v in demand.residuals if not self._may_be_coded(v)}
+        wanted = demand.multiplied | demand.residuals | demand.exact
         lossless = not any(d.codec for d in self._decisions.values())
         first, again = set[Any](), set[Any]()
         if not self._biased:
             first, again = cheapest(
-                wanted if lossless else demand.exact,
+                wanted if lossless else exactly,
                 self._exact_parents,
                 self._exact_cost,
                 self._recompute_cost,
@@ -211,13 +231,19 @@ class _Choice:
         stored = {value: self._exactly(value) for value in first}
         for value in second:
             codec = self._decisions[value].codec
-            stored[value] = Stored(codec) if codec else self._exactly(value)
+            note = _IS_BIASED if self._may_be_coded(value) else ""
+            stored[value] = Stored(codec, note=note) if codec else self._exactly(value)
         if not self._biased:
             # What exact values give, too, needs no code.
             exact = self._had_exactly({v for v, how in stored.items() if not how.is_noisy}, again)
             stored = {v: how for v, how in stored.items() if not (how.is_noisy and v in exact)}
         order = {value: i for i, value in enumerate(self._graph.program.made_by)}
         return dict(sorted(stored.items(), key=lambda item: order.get(item[0], -1)))
+
+    def _may_be_coded(self, value: Variable) -> bool:
+        """Returns whether a rule has a codec for a residual of a `jax.custom_vjp` function."""
+        decision = self._decisions.get(value)
+        return decision is not None and decision.codec is not None and decision.may_bias
 
     def _exactly(self, value: Variable) -> Stored:
         if value.aval.dtype == jnp.bool:
@@ -228,6 +254,8 @@ class _Choice:
             note = BIASES
         elif decision.action == "recompute":
             note = "kept exactly: cannot be computed again from codes without bias"
+        if note == BIASES and value in self._residuals:
+            note += _OF_A_RULE
         on_host = decision.codec is not None and decision.codec.on_host
         return Stored(offload=on_host or decision.action == "offload", note=note)
 

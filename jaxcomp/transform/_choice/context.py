@@ -79,6 +79,16 @@ def _unmatched(rule: Rule, notes: Notes) -> str:
     if rule.is_for_regions:
         paths = ", ".join(dict.fromkeys(path or "no path" for path in notes.regions))
         return f"{rule} matches nothing: the regions under jax.checkpoint are {paths or 'none'}"
+    if rule.is_for_residuals:
+        residuals = {
+            f"{dtype_name(v.dtype)}{list(v.shape)} at {v.path or v.source}"
+            for v in values
+            if v.role == "residual"
+        }
+        return (
+            f"{rule} matches nothing: the residuals of jax.custom_vjp functions are "
+            f"{', '.join(sorted(residuals)) or 'none'}"
+        )
     if not rule.is_for_values:
         return (
             f"{rule} matches nothing: op is for layers of jaxcomp.nn, norm_act also for stock "

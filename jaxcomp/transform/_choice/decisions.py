@@ -40,12 +40,14 @@ class Decision:
         codec: What encodes it; None saves it as it is.
         note: Why it is saved as it is after all.
         is_named: Whether a rule is for the value by its name.
+        may_bias: Whether the codec is also for what a `jax.custom_vjp` function's rule reads.
     """
 
     action: Action = "either"
     codec: Codec | None = None
     note: str = ""
     is_named: bool = False
+    may_bias: bool = False
 
 
 def decide(
@@ -169,7 +171,7 @@ def _by_rule(rule: Rule, value: Value) -> Decision:
         raise type(error)(f"{rule} matches {describe(value)}: {error}") from error
     if coded >= exact:
         return Decision(note=f"{codec} takes no fewer bytes")
-    return Decision(codec=codec, is_named=bool(rule.names))
+    return Decision(codec=codec, is_named=bool(rule.names), may_bias=rule.is_for_residuals)
 
 
 def _by_answer(answer: object, value: Value) -> Decision:

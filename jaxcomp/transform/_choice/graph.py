@@ -22,7 +22,7 @@ from jaxcomp.transform._program.types import Atom, Equation, Variable
 # Names of stored values begin so: of any operation of ours, and of loops and conditionals.
 OWN = "jaxcomp/"
 NESTED = OWN + "part/"
-_REDUCED = 8  # a reduction to this part of its operand, or less, is a statistic
+REDUCED = 8  # a reduction to this part of its operand, or less, is a statistic
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -84,7 +84,7 @@ class Graph:
             operands = variables(equation.invars)
             if equation.primitive.name in REDUCTIONS and operands:
                 (out, *_) = equation.outvars
-                if operands[0].aval.size >= _REDUCED * _size(out):
+                if operands[0].aval.size >= REDUCED * _size(out):
                     found.update(equation.outvars)
             elif (
                 is_cheap(equation)
@@ -124,10 +124,11 @@ class Graph:
             if role is None or defined is None or not is_cheap(defined[0]):
                 continue
             for operand in variables(defined[0].invars):
-                if (
-                    is_affine(defined[0], functools.partial(operator.is_, operand))
-                    and found.get(operand) != "operand"
-                ):
+                if not is_affine(defined[0], functools.partial(operator.is_, operand)):
+                    continue
+                if role in ("residual", "statistic"):
+                    found.setdefault(operand, role)
+                elif found.get(operand) != "operand" and uses.get(operand) != "residual":
                     found[operand] = role
         for value in self.program.made_by:
             if value.aval.dtype == jnp.bool:

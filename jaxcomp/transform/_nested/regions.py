@@ -112,9 +112,11 @@ def with_open_regions(
 
 
 def _may_open(policy: Policy | JaxPolicy) -> bool:
-    """Returns whether a policy encodes values, and computes none again from codes."""
+    """Returns whether a policy encodes values, and computes none again from codes, or says so."""
     if not isinstance(policy, Policy) or policy.lossy_recomputation:
         return False
+    if any(rule.action == "open" for rule in policy.rules):
+        return True
     codecs = [rule.action for rule in policy.rules if isinstance(rule.action, Codec)]
     return any(not inner_codec(codec).is_exact for codec in codecs)
 
@@ -134,7 +136,7 @@ def _found(
 ) -> _Found:
     """Returns a region with its bytes; open if a rule says so, or if nothing speaks against it."""
     closed = region_body(equation)
-    active = [i for i, atom in enumerate(equation.invars) if atom in reached]
+    active = [i for i, a in enumerate(equation.invars) if is_variable(a) and a in reached]
     coded = [i for i, atom in enumerate(equation.invars) if is_variable(atom) and atom not in free]
     path = _common_path(closed)
     rule = _rule_for(path, context)
@@ -205,7 +207,8 @@ def _has_parameters(program: Program, held: Set[Variable]) -> bool:
         for jaxpr in inner_jaxprs(equation):
             body = Program(jaxpr)
             pairs = zip(reversed(body.arguments), reversed(equation.invars), strict=False)
-            if _has_parameters(body, {argument for argument, atom in pairs if atom in free}):
+            passed = {v for v, atom in pairs if is_variable(atom) and atom in free}
+            if _has_parameters(body, passed):
                 return True
     return False
 

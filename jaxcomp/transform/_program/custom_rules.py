@@ -9,13 +9,17 @@ from typing import Any
 import jax
 from jax.extend.linear_util import WrappedFun
 
+from jaxcomp._core import remat3
 from jaxcomp.transform._program.types import Equation
 
 _JAX = os.path.dirname(jax.__file__) + os.sep
+PACKAGE = os.path.dirname(os.path.dirname(remat3.__file__)) + os.sep
+"""Folder of this package."""
 _HOLDERS: Any = (jax.custom_jvp, type(jax.jit(len)))  # of one function
 _TRACED_BY = {  # the parameters that trace the rule of a call
     "custom_jvp_call": ("jvp_jaxpr_fun",),
     "custom_vjp_call": ("fwd_jaxpr_thunk", "bwd"),
+    "custom_lin": ("bwd",),  # its derivative
 }
 
 
@@ -59,6 +63,11 @@ def has_rule_in(equation: Equation, start: str) -> bool:
     functions = [f for f in rule_of(equation) or () if isinstance(f, FunctionType)]
     files = [inspect.unwrap(f).__code__.co_filename for f in functions]
     return bool(files) and all(file.startswith(start) for file in files)
+
+
+def is_rule_of_user(equation: Equation) -> bool:
+    """Returns whether an equation of a linear program is the rule of a user's `jax.custom_vjp`."""
+    return equation.primitive.name == "custom_lin" and not has_rule_in(equation, PACKAGE)
 
 
 def _are_of_jax(rule: tuple[Any, ...] | None) -> bool:

@@ -12,8 +12,10 @@ from jax.extend.core import DropVar
 from jax.extend.source_info_util import NameStack
 from jaxtyping import Array
 
+from jaxcomp._core.custom_derivative import undivided
 from jaxcomp._core.shard_map import filled
 from jaxcomp.transform._program.builder import Builder, key_of_step, renamed
+from jaxcomp.transform._program.custom_rules import is_rule_of_user
 from jaxcomp.transform._program.primitives import tangents_of
 from jaxcomp.transform._program.program import (
     Program,
@@ -183,7 +185,8 @@ def _check_no_references(atoms: Sequence[Atom]) -> None:
 def transpose(linear: Program, count: int) -> Program:
     """Returns the backward program of a linear one.
 
-    It consists of the transposed equations. JAX transposes equal ones once.
+    It consists of the transposed equations. JAX transposes equal ones once. The backward rule of
+    a user's `jax.custom_vjp` stays one equation, since what it makes of residuals may be costly.
 
     Args:
         linear: From coefficients and tangents to tangents.
@@ -221,8 +224,11 @@ def transpose(linear: Program, count: int) -> Program:
         if not moved or not pushed:
             continue
         equal, arrived = _key(equation, moved), [v in cotangents for v in equation.outvars]
+        pull = functools.partial(_transposed, equation, moved, pushed)
+        if is_rule_of_user(equation):
+            pull = functools.partial(undivided, pull)
         of_moved = builder.trace(
-            functools.partial(_transposed, equation, moved, pushed),
+            pull,
             [env[v] for v in operands if v not in moving],
             renamed(cotangents, pushed),
             at=equation,

@@ -1,7 +1,6 @@
 """Programs in which nothing is encoded, to which codes are compared."""
 
 import functools
-import os
 from typing import Any
 
 import jax
@@ -11,7 +10,7 @@ from jaxtyping import Array
 from jaxcomp._core import barriers, custom_derivative
 from jaxcomp.memory._tracing import CHECKPOINT_PRIMITIVES, inner_jaxprs, open_jaxpr
 from jaxcomp.policies._save_compressed import codec_types
-from jaxcomp.transform._program.custom_rules import has_rule_in
+from jaxcomp.transform._program.custom_rules import PACKAGE, has_rule_in
 from jaxcomp.transform._program.program import (
     BODIES,
     CALLS,
@@ -24,10 +23,7 @@ from jaxcomp.transform._program.program import (
 )
 from jaxcomp.transform._program.types import Equation
 
-_PACKAGE = os.path.dirname(os.path.dirname(barriers.__file__)) + os.sep
-
 _DERIVATIVES = custom_derivative.__file__
-
 _BARRIERS = barriers.__file__  # codes without a derivative
 
 
@@ -101,7 +97,7 @@ def _looked_through(equation: Equation) -> Program | None:
 
 def _is_ours(equation: Equation) -> bool:
     """Returns whether an equation has a derivative of this package."""
-    start = {"custom_vjp_call": _PACKAGE, "custom_jvp_call": _DERIVATIVES}
+    start = {"custom_vjp_call": PACKAGE, "custom_jvp_call": _DERIVATIVES}
     name = equation.primitive.name
     return name in start and has_rule_in(equation, start[name])
 

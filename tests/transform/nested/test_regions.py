@@ -42,6 +42,19 @@ def _in_a_branch(x, up, down, around=lambda f: f):
     return lax.cond(x[0, 0] < 9, around(_blocks), lambda x, *_: x, x, up, down)
 
 
+def _with_literals(x, up, down, around=lambda f: f):
+    """The region, and a jitted function and a loop in it, are called with numbers."""
+
+    def block(x, up, down, scale):
+        def chunk(total, w):
+            return total + jax.jit(lambda x, scale: scale * x)(jax.nn.gelu(x @ w), scale), None
+
+        total, _ = lax.scan(chunk, jnp.zeros((x.shape[0], up.shape[1])), jnp.stack([up, up]))
+        return x + total @ down
+
+    return around(block)(x, up[0], down[0], 0.5)
+
+
 AROUND = [
     jax.checkpoint,
     functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable),
@@ -65,14 +78,14 @@ def _notes(function, policy=CODEC, weights=WEIGHTS):
 
 
 @pytest.mark.parametrize("around", AROUND)
-@pytest.mark.parametrize("function", [_blocks, _scanned, _nested, _in_a_branch])
+@pytest.mark.parametrize("function", [_blocks, _scanned, _nested, _in_a_branch, _with_literals])
 def test_an_open_region_is_as_plain_code(function, around):
     region = functools.partial(function, around=around)
     found, plain = _gradients(region, Policy((OPEN, Rule(CODEC)))), _gradients(function, CODEC)
     assert_same_bits(found, plain)
 
 
-@pytest.mark.parametrize("function", [_blocks, _scanned, _nested])
+@pytest.mark.parametrize("function", [_blocks, _scanned, _nested, _with_literals])
 def test_the_policy_opens_where_codes_take_no_more_bytes(function):
     region = functools.partial(function, around=jax.checkpoint)
     assert all("are open" in note for note in _notes(region))
