@@ -220,7 +220,7 @@ NETWORKS: dict[str, Network] = {
     "efficientnet_b0": images(of_linen, bf16(efficientnet.EfficientNet)),
     "mobilenet_v3_large": images(of_nnx, bf16(mobilenet.mobilenet_v3_large)),
     "densenet121": images(of_nnx, bf16(densenet.densenet121), batch=64),
-    "resmlp_s24": images(of_nnx, bf16(resmlp.ResMLP), optimizer=ADAMW),
+    "resmlp_s24": images(of_nnx, bf16(resmlp.ResMLP)),
     "unet": images(of_linen, bf16(unet.UNet), batch=16, shape=(512, 512, 1), labels=(512, 512)),
     "vgg19": images(of_linen, bf16(vgg.VGG19)),
     "vgg19_bn": images(of_linen, bf16(vgg.VGG19, batch_norm=True)),

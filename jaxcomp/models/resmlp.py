@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxcomp import nn
+from jaxcomp.nn._linear import Stem
 from jaxcomp.policies import PolicyLike
 from jaxcomp.transform import compress
 
@@ -79,8 +80,7 @@ class ResMLP(nnx.Module):
             raise ValueError(f"stochastic_depth={stochastic_depth}: expected 0 to less than 1")
         options: dict[str, Any] = dict(dtype=dtype, rngs=rngs)
         tokens = (image_size // patch) ** 2
-        # Flax's convolution: its input is the batch, which is in memory anyway.
-        self.stem = nnx.Conv(in_channels, dim, (patch, patch), patch, padding="VALID", **options)
+        self.stem = Stem(in_channels, dim, (patch, patch), patch, padding="VALID", **options)
         self.blocks = nnx.List(
             Block(tokens, dim, scale, stochastic_depth, options) for _ in range(depth)
         )

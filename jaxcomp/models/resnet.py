@@ -10,6 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from jaxcomp import nn
+from jaxcomp.nn._linear import Stem
 from jaxcomp.ops import CodedArray, value
 from jaxcomp.policies import PolicyLike
 from jaxcomp.transform import compress
@@ -29,9 +30,9 @@ class Layers:
         """Returns a convolution without bias, padded to keep the size at stride 1."""
         return nn.Conv(cin, cout, **self._options(size, stride))
 
-    def stem(self, cin: int, cout: int, size: int, stride: int) -> nnx.Conv:
-        """Returns Flax's own convolution: its input is the batch, which is in memory anyway."""
-        return nnx.Conv(cin, cout, **self._options(size, stride))
+    def stem(self, cin: int, cout: int, size: int, stride: int) -> Stem:
+        """Returns a convolution of the batch."""
+        return Stem(cin, cout, **self._options(size, stride))
 
     def _options(self, size: int, stride: int) -> dict[str, Any]:
         pad = size // 2

@@ -70,6 +70,10 @@ class Conv(Coded, nnx.Conv):
         self.conv_general_dilated = CodedOp(ops.conv_general_dilated, codec)
 
 
+class Stem(nnx.Conv):
+    """`flax.nnx.Conv` of the batch, which is in memory anyway."""
+
+
 class ConvTranspose(Coded, nnx.ConvTranspose):
     """`flax.nnx.ConvTranspose` that saves its input encoded (`ops.conv_transpose`).
 

@@ -7,6 +7,7 @@ from flax import nnx
 
 from jaxcomp.codecs import Codec, Exact
 from jaxcomp.nn._coded import Coded, coded_modules, covered_paths
+from jaxcomp.nn._linear import Stem
 from jaxcomp.policies._policy import Policy
 from jaxcomp.policies._rule import Rule
 from jaxcomp.transform._recognition.products import CONV, DOT
@@ -97,9 +98,9 @@ class LayerCodecs:
 
 
 def _is_stock(module: nnx.Module) -> bool:
-    """Returns whether it is a convolution or linear layer of Flax."""
+    """Returns whether it is a convolution or linear layer of Flax that saves its input."""
     layers = nnx.Conv, nnx.ConvTranspose, nnx.Linear, nnx.LinearGeneral, nnx.Einsum
-    return isinstance(module, layers) and not isinstance(module, Coded)
+    return isinstance(module, layers) and not isinstance(module, Coded | Stem)
 
 
 def check_required(model: nnx.Module, rules: Collection[Rule]) -> None:
