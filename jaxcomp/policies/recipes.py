@@ -256,15 +256,15 @@ def pooling(window: int = 2, rest_bits: int | None = None) -> Policy:
 
     Masks and indices are exact and packed.
 
-    Barley and Fröning (arXiv:2409.11902). Biased, as `AvgPool` is. For layers of `jaxcomp.nn`. A
+    Barley and Fröning (arXiv:2409.11902). Biased, as `AvgPool` is. A
     policy in front gives another window to a part of the model:
     `pooling(4).at("blocks/[01]/.*") + pooling(2)`.
 
     Args:
         window: Edge of a window.
         rest_bits: Bits of an element of all other saved activations (inputs of norms, linear and
-            affine layers, derivatives of GELU and SiLU), by `Quantize`, without bias. None saves
-            them as they are, as the paper does.
+            affine layers, derivatives of GELU and SiLU, in stock models values of 16,384 elements
+            or more), by `Quantize`, without bias. None saves them as they are, as the paper does.
 
     Returns:
         The policy.
@@ -282,7 +282,7 @@ def pruning(
 ) -> Policy:
     """Prunes activations in blocks: the largest blocks of every linear layer's input.
 
-    Barley and Fröning (arXiv:2311.16883). Biased, as `BlockSparse` is. For layers of `jaxcomp.nn`.
+    Barley and Fröning (arXiv:2311.16883). Biased, as `BlockSparse` is.
 
     Args:
         density: Fraction of the blocks that is kept, as `BlockSparse` takes it.

@@ -32,10 +32,9 @@ def compress(model: M, policy: PolicyLike = "automatic") -> M:
     The model is changed and returned.
 
     Layers of `jaxcomp.nn` that a rule matches save by its codec. If the model has no such layer, or
-    a required rule is for other values (by `names`, `primitives`, `roles` or `dtypes`), the call of
-    the model is traced as a whole and treated as `checkpoint` treats a function; layers of Flax and
-    plain functions need no change. Otherwise only layers of `jaxcomp.nn` are compressed: stock
-    layers of the same model save as in Flax.
+    convolutions or linear layers of Flax beside these, or if a required rule is for other values
+    (by `names`, `primitives`, `roles` or `dtypes`), the call of the model is traced as a whole and
+    treated as `checkpoint` treats a function; layers of Flax and plain functions need no change.
 
     Results of the forward pass are bit-identical. The model is the same object, of a subclass of
     its class: parameters, other state, shared modules and `nnx.split` stay as they are. It can be
