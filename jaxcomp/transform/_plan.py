@@ -351,6 +351,7 @@ def _of_nested(nested: Nested) -> Iterator[SavedValue]:
         yield from _of_branches(nested.programs)
         return
     of_all = f"{nested.length} iterations" if nested.length > 1 else ""
+    of_all += f", encoded in chunks of {nested.chunk}" if nested.chunk > 1 else ""
     for value in _planned(nested.programs[0]):
         yield dataclasses.replace(
             value,

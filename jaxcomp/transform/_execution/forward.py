@@ -52,9 +52,7 @@ def forward(
     carriers = _carriers(schedule, equations)
     positions = {value: i for i, value in enumerate(schedule.stored)}
     env = program.environment(arguments)
-    counts = [s.copies if s.is_noisy else 0 for s in schedule.stored.values()]
-    *first, total = itertools.accumulate(counts, initial=0)
-    seeds = noise.counted(seed, total, 1)
+    seeds = seeds_of(schedule, seed)
     stored: Residual = {}
     waiting: dict[Any, list[Any]] = {}
 
@@ -64,9 +62,7 @@ def forward(
             if storing.codec is not None and carriers[value] is value:
                 env[value] = barriers.materialize(env[value])
             number = positions[value]
-            value_seeds = seeds[first[number] : first[number] + counts[number]]
-            value_seeds = [seed_like(each, env[value]) for each in value_seeds]
-            stored[number] = _encode(storing, env[value], value_seeds)
+            stored[number] = encoded(storing, env[value], seeds[number])
             waiting.setdefault(carriers[value], []).append(value)
         for other in waiting.pop(value, ()):
             storing, index = schedule.stored[other], positions[other]
@@ -159,7 +155,16 @@ def _varying(value: Variable) -> Any:
     return value.aval.manual_axis_type.varying
 
 
-def _encode(storing: Stored, value: Array, seeds: list[Array]) -> PyTree:
+def seeds_of(schedule: Schedule, seed: Seed) -> list[list[Array]]:
+    """Returns a seed for each code of each stored value."""
+    counts = [s.copies if s.is_noisy else 0 for s in schedule.stored.values()]
+    seeds = iter(noise.counted(seed, sum(counts), 1))
+    return [list(itertools.islice(seeds, count)) for count in counts]
+
+
+def encoded(storing: Stored, value: Array, seeds: list[Array]) -> PyTree:
+    """Returns a value as it waits: a tuple of its codes, or the value as it is."""
     if storing.codec is None:
         return barriers.name_residual(value, Exact())
-    return tuple(storing.encode(value, seed) for seed in seeds or (None,))
+    own = [seed_like(seed, value) for seed in seeds]
+    return tuple(storing.encode(value, seed) for seed in own or (None,))

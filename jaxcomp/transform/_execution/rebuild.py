@@ -118,8 +118,8 @@ class Rebuild:
                 inputs[value] = self._held[value]
             elif value in self._position:
                 residual = self._stored[self._position[value]]
-                coded = self._schedule.stored[value].codec is not None
-                inputs[value] = residual[numbers.get(value, 0)] if coded else residual
+                several = isinstance(residual, tuple)  # codes, or decoded values
+                inputs[value] = residual[numbers.get(value, 0)] if several else residual
             elif (value, codes) not in self._shared:
                 queue += variables(self._defined(value)[0].invars)
         return inputs

@@ -1,5 +1,7 @@
 """`scan` loops inside of a function: each iteration stores what the policy says of its values."""
 
+import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +17,8 @@ from jaxcomp._core.shard_map import filled
 from jaxcomp.codecs import noise
 from jaxcomp.codecs._codec import Seed
 from jaxcomp.transform._execution.backward import used_arguments
-from jaxcomp.transform._nested.scheduled import Nested, Outer, with_zeros
+from jaxcomp.transform._nested.chunks import as_it_is, chunk_length, decoded_chunk, encoded_chunk
+from jaxcomp.transform._nested.scheduled import Nested, Outer, ScheduledProgram, with_zeros
 from jaxcomp.transform._program.primitives import tangents_of
 from jaxcomp.transform._program.program import Program, avals, is_of_collective
 from jaxcomp.transform._program.types import Atom, Equation, is_variable
@@ -72,13 +75,16 @@ class Loop(Differentiable[Nested]):
         length = self._equation.params["length"]
         active = _active(self.body, {*differentiated}, self.consts, self.carries)
         body = self._outer.scheduled(self.body, self._equation, active, self._coded, length)
-        return self._outer.noted(Nested((body,), length))
+        _, _, xs = self._divided(arguments)
+        chunk = chunk_length(body.schedule, length, xs, self._outer.context.limits)
+        return self._outer.noted(Nested((body,), length, chunk))
 
     def forward(
         self, choice: Nested, seed: Seed, arguments: list[Array]
     ) -> tuple[list[Array], PyTree]:
         """Returns the results, and what iterations stored beside operands of the loop."""
         (body,) = choice.programs
+        of_iteration = body if choice.chunk == 1 else _as_it_is(body)
 
         def run(seed: Seed, arguments: list[Array]) -> Any:
             consts, start, xs = self._divided(arguments)
@@ -86,15 +92,25 @@ class Loop(Differentiable[Nested]):
             def step(carry: PyTree, x: list[Array]) -> tuple[Any, Any]:
                 index, state = carry
                 if self._outer.context.encodes:
-                    of_iteration = noise.folded(noise.folded(seed, self._number), index)
+                    own_seed = noise.folded(noise.folded(seed, self._number), index)
                 else:
-                    of_iteration = None
-                results, (stored, used) = body.forward(of_iteration, [*consts, *state, *x])
+                    own_seed = None
+                results, (stored, used) = of_iteration.forward(own_seed, [*consts, *state, *x])
                 inside = {i: value for i, value in used.items() if not self._is_operand(i)}
                 state, ys = results[: self.carries], results[self.carries :]
-                return (index + jnp.uint32(1), state), (ys, (stored, inside))
+                return (index + jnp.uint32(1), state), (
+                    ys,
+                    (stored, inside),
+                    own_seed if choice.chunk > 1 else (),
+                )
 
-            return self._scan(step, (jnp.uint32(0), start), xs)
+            def encode(chunk: Any) -> Any:
+                ys, (stored, inside), seeds = chunk
+                if choice.chunk > 1:
+                    stored = encoded_chunk(body.schedule, stored, seeds)
+                return ys, (stored, inside)
+
+            return self._scan(step, (jnp.uint32(0), start), xs, choice.chunk, after=encode)
 
         (count, final), (ys, saved) = undivided(run, seed, arguments)
         # No policy decides about values that are ours by this name, such as the iteration count.
@@ -131,6 +147,7 @@ class Loop(Differentiable[Nested]):
     def backward(self, choice: Nested, residual: PyTree, cotangents: ByPosition) -> ByPosition:
         """Returns the cotangents of operands, by a loop in the opposite order."""
         (body,) = choice.programs
+        of_iteration = body if choice.chunk == 1 else _as_it_is(body)
         active, smooth = body.schedule.active, body.schedule.smooth
         summed = [i for i in active if i < self.consts]
         carried = [i for i in active if self.consts <= i < self.at_x]
@@ -142,7 +159,8 @@ class Loop(Differentiable[Nested]):
             sums, of_carry = carry
             (stored, inside), operands, of_ys = x
             of_results = {i - self.consts: c for i, c in of_carry.items()} | of_ys
-            of_arguments = body.backward((stored, inside | operands | whole), of_results)
+            residual = stored, inside | operands | whole
+            of_arguments = of_iteration.backward(residual, of_results)
             sums = {i: sums[i] + of_arguments[i] for i in summed}
             return (sums, {i: of_arguments[i] for i in carried}), {
                 i: of_arguments[i] for i in along
@@ -152,8 +170,17 @@ class Loop(Differentiable[Nested]):
             {i: filled(self._kinds[i], 0.0) for i in summed},
             {i: arriving[i - self.consts] for i in carried},
         )
+
+        def decode(chunk: Any) -> Any:
+            (stored, inside), operands, of_ys = chunk
+            if choice.chunk > 1:
+                stored = decoded_chunk(body.schedule, stored)
+            return (stored, inside), operands, of_ys
+
         xs = saved, stacked, {i: c for i, c in arriving.items() if i >= self.carries}
-        (sums, first), of_xs = self._scan(step, start, xs, backwards=True)
+        (sums, first), of_xs = self._scan(
+            step, start, xs, choice.chunk, before=decode, backwards=True
+        )
         return sums | first | of_xs
 
     def _scan(
@@ -161,13 +188,38 @@ class Loop(Differentiable[Nested]):
         step: Callable[..., tuple[PyTree, PyTree]],
         start: PyTree,
         xs: PyTree,
+        chunk: int = 1,
         *,
+        before: Callable[[PyTree], PyTree] = lambda x: x,
+        after: Callable[[PyTree], PyTree] = lambda y: y,
         backwards: bool = False,
     ) -> Any:
-        """Returns a `scan` like that of the equation, or in the opposite order."""
+        """Returns a `scan` like that of the equation, or in the opposite order.
+
+        Args:
+            step: An iteration.
+            start: The first state.
+            xs: What each iteration reads a part of.
+            chunk: How many iterations are a chunk.
+            before: What is done to what the iterations of a chunk read.
+            after: What is done to what they give.
+            backwards: Whether the order is the opposite one.
+        """
         params = self._equation.params
-        options = {name: params[name] for name in ("length", "unroll")}
-        return lax.scan(step, start, xs, reverse=params["reverse"] != backwards, **options)
+        length, reverse = params["length"], params["reverse"] != backwards
+        scan = functools.partial(lax.scan, reverse=reverse)
+        if chunk == 1:
+            final, ys = scan(step, start, before(xs), length=length, unroll=params["unroll"])
+            return final, after(ys)
+
+        def of_chunk(state: PyTree, xs: PyTree) -> tuple[PyTree, PyTree]:
+            state, ys = scan(step, state, before(xs), length=chunk, unroll=params["unroll"])
+            return state, after(ys)
+
+        count = length // chunk
+        divided = jax.tree.map(lambda x: x.reshape(count, chunk, *x.shape[1:]), xs)
+        final, ys = scan(of_chunk, start, divided, length=count)
+        return final, jax.tree.map(lambda y: y.reshape(length, *y.shape[2:]), ys)
 
     def _divided(self, arguments: list[Array]) -> tuple[list[Any], list[Any], list[Any]]:
         """Returns operands that stay the same, that iterations pass on, and with parts for each."""
@@ -190,6 +242,11 @@ class Loop(Differentiable[Nested]):
         whole = {i: value for i, value in operands.items() if i < self.at_x}
         stacked = {i: value for i, value in operands.items() if i >= self.at_x}
         return saved, whole, stacked
+
+
+def _as_it_is(body: ScheduledProgram) -> ScheduledProgram:
+    """Returns an iteration that encodes nothing."""
+    return dataclasses.replace(body, schedule=as_it_is(body.schedule))
 
 
 def _counts(equation: Equation, body: Program) -> tuple[int, int]:

@@ -31,11 +31,13 @@ class Nested:
     Attributes:
         programs: The body of the loop, or the branches.
         length: Number of iterations; None of a conditional.
+        chunk: How many iterations encode at once.
         name: That its stored values have.
     """
 
     programs: "tuple[ScheduledProgram, ...]"
     length: int | None = None
+    chunk: int = 1
     name: str = dataclasses.field(default_factory=lambda: f"{NESTED}{next(_numbers)}")
 
 

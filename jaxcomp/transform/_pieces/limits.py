@@ -20,6 +20,9 @@ class Limits:
         work: Of the FLOPs of all slices to those of the whole, at most.
         sums: All results that are sums have at most this part of the largest array's elements.
         outside: Elements of the largest array outside of the program.
+        loop_length: Iterations of a loop that encodes what a chunk of them stored at once, at
+            least.
+        iteration_nbytes: Bytes, without codes, that an iteration of such a loop encodes, at most.
     """
 
     slice_nbytes: int = 3 * 2**25
@@ -29,6 +32,8 @@ class Limits:
     work: float = 1.1
     sums: float = 1 / 16
     outside: int = 0
+    loop_length: int = 64
+    iteration_nbytes: int = 2**22
 
 
 _DEFAULT = Limits()
