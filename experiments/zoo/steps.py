@@ -27,6 +27,7 @@ from experiments.zoo import (
     gpt2,
     llama,
     mobilenet,
+    recurrent,
     resmlp,
     resnet_equinox,
     resnet_functions,
@@ -228,4 +229,6 @@ NETWORKS: dict[str, Network] = {
     "vit_b16": images(of_nnx, bf16(vit.vit_b16), optimizer=ADAMW),
     "gpt2": tokens(of_nnx, bf16(gpt2.GPT2)),
     "llama": tokens(of_linen, bf16(llama.Llama)),
+    "gru": tokens(of_nnx, bf16(recurrent.GRU), batch=32, length=4096),
+    "mamba": tokens(of_nnx, bf16(recurrent.Mamba), batch=8, length=4096),
 }

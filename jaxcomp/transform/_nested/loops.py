@@ -51,7 +51,7 @@ class Loop(Differentiable[Nested]):
             outer: The program that the loop is in.
         """
         self.body = Program.of(equation.params["jaxpr"])
-        self.consts, self.carries = _counts(equation, self.body)
+        self.consts, self.carries = counts(equation, self.body)
         self.at_x = self.consts + self.carries
         self._equation, self._number, self._outer = equation, number, outer
         self._kinds = avals(self.body.arguments)
@@ -249,7 +249,7 @@ def _as_it_is(body: ScheduledProgram) -> ScheduledProgram:
     return dataclasses.replace(body, schedule=as_it_is(body.schedule))
 
 
-def _counts(equation: Equation, body: Program) -> tuple[int, int]:
+def counts(equation: Equation, body: Program) -> tuple[int, int]:
     """Returns how many operands are the same in each iteration, and how many are the state.
 
     What is looped over, and what each iteration gives, has an axis more than in the body.

@@ -9,6 +9,7 @@ from jaxcomp.transform._choice.graph import Graph
 from jaxcomp.transform._choice.schedule import schedule
 from jaxcomp.transform._nested.bounded import Bounded
 from jaxcomp.transform._nested.branches import Conditional, is_conditional
+from jaxcomp.transform._nested.casts import with_casts_before
 from jaxcomp.transform._nested.loops import Loop, is_loop
 from jaxcomp.transform._nested.regions import codec_of_inputs, with_open_regions
 from jaxcomp.transform._nested.scheduled import Outer, ScheduledProgram
@@ -88,8 +89,11 @@ def _with_nested(
     def step(equation: Equation, operands: list[Atom]) -> Sequence[Atom]:
         if reached.isdisjoint(variables(equation.invars)):
             return builder.add(equation, operands)
-        is_free = [not is_variable(v) or v in free for v in equation.invars]
         number = numbers[id(equation)]
+        is_free = [not is_variable(v) or v in free for v in equation.invars]
+        if is_loop(equation):
+            equation, operands = with_casts_before(builder, equation, operands)
+            is_free = [True] * (len(operands) - len(is_free)) + is_free
         nested: Loop | Conditional | Bounded
         if is_loop(equation):
             nested = Loop(equation, number, is_free, outer)

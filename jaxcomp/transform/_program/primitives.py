@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
+from jaxcomp._core.made_cast import NAME as MADE_CAST
 from jaxcomp.transform._program.types import Atom, Equation, Variable, is_variable
 
 
@@ -94,6 +95,7 @@ PRIMITIVES = {
     "log1p": _NONLINEAR,
     "logistic": _NONLINEAR,
     "lt": _NONLINEAR,
+    MADE_CAST: Primitive("all"),
     "max": _NONLINEAR,
     "min": _NONLINEAR,
     "mul": Primitive("one", is_pointwise=True),
