@@ -19,6 +19,7 @@ from jaxcomp.codecs._codec import Seed
 from jaxcomp.transform._execution.backward import used_arguments
 from jaxcomp.transform._nested.chunks import as_it_is, chunk_length, decoded_chunk, encoded_chunk
 from jaxcomp.transform._nested.scheduled import Nested, Outer, ScheduledProgram, with_zeros
+from jaxcomp.transform._nested.sums import products_at_once
 from jaxcomp.transform._program.primitives import tangents_of
 from jaxcomp.transform._program.program import Program, avals, is_of_collective
 from jaxcomp.transform._program.types import Atom, Equation, is_variable
@@ -104,11 +105,11 @@ class Loop(Differentiable[Nested]):
                     own_seed if choice.chunk > 1 else (),
                 )
 
-            def encode(chunk: Any) -> Any:
+            def encode(state: PyTree, chunk: Any) -> Any:
                 ys, (stored, inside), seeds = chunk
                 if choice.chunk > 1:
                     stored = encoded_chunk(body.schedule, stored, seeds)
-                return ys, (stored, inside)
+                return state, (ys, (stored, inside))
 
             return self._scan(step, (jnp.uint32(0), start), xs, choice.chunk, after=encode)
 
@@ -173,13 +174,25 @@ class Loop(Differentiable[Nested]):
 
         def decode(chunk: Any) -> Any:
             (stored, inside), operands, of_ys = chunk
-            if choice.chunk > 1:
-                stored = decoded_chunk(body.schedule, stored)
-            return (stored, inside), operands, of_ys
+            return (decoded_chunk(body.schedule, stored), inside), operands, of_ys
 
         xs = saved, stacked, {i: c for i, c in arriving.items() if i >= self.carries}
+        if choice.chunk == 1:
+            (sums, first), of_xs = self._scan(step, start, xs, backwards=True)
+            return sums | first | of_xs
+
+        def first_of(xs: PyTree) -> PyTree:
+            return jax.tree.map(lambda x: x[0], decode(jax.tree.map(lambda x: x[:1], xs)))
+
+        one = jax.eval_shape(first_of, xs)
+        without_products, add_products = products_at_once(step, start, one, len(summed))
+
+        def add(state: PyTree, chunk: PyTree) -> tuple[PyTree, PyTree]:
+            of_xs, operands = chunk
+            return add_products(state, operands), of_xs
+
         (sums, first), of_xs = self._scan(
-            step, start, xs, choice.chunk, before=decode, backwards=True
+            without_products, start, xs, choice.chunk, before=decode, after=add, backwards=True
         )
         return sums | first | of_xs
 
@@ -190,8 +203,8 @@ class Loop(Differentiable[Nested]):
         xs: PyTree,
         chunk: int = 1,
         *,
-        before: Callable[[PyTree], PyTree] = lambda x: x,
-        after: Callable[[PyTree], PyTree] = lambda y: y,
+        before: Callable[[PyTree], PyTree] = lambda xs: xs,
+        after: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]] = lambda state, ys: (state, ys),
         backwards: bool = False,
     ) -> Any:
         """Returns a `scan` like that of the equation, or in the opposite order.
@@ -202,7 +215,7 @@ class Loop(Differentiable[Nested]):
             xs: What each iteration reads a part of.
             chunk: How many iterations are a chunk.
             before: What is done to what the iterations of a chunk read.
-            after: What is done to what they give.
+            after: What is done to their last state and to what they give.
             backwards: Whether the order is the opposite one.
         """
         params = self._equation.params
@@ -210,11 +223,11 @@ class Loop(Differentiable[Nested]):
         scan = functools.partial(lax.scan, reverse=reverse)
         if chunk == 1:
             final, ys = scan(step, start, before(xs), length=length, unroll=params["unroll"])
-            return final, after(ys)
+            return after(final, ys)
 
         def of_chunk(state: PyTree, xs: PyTree) -> tuple[PyTree, PyTree]:
             state, ys = scan(step, state, before(xs), length=chunk, unroll=params["unroll"])
-            return state, after(ys)
+            return after(state, ys)
 
         count = length // chunk
         divided = jax.tree.map(lambda x: x.reshape(count, chunk, *x.shape[1:]), xs)
