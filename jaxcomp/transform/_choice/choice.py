@@ -23,6 +23,8 @@ from jaxcomp.transform._program.types import Atom, Variable, is_variable
 
 BIASES = "kept exactly: a code would bias what reads it"
 _OF_A_RULE = "; Rule(codec, op='custom_vjp') encodes it all the same"
+_MUCH = 8  # times as many bytes
+_STEPS = 32  # of the search for what a value is made of
 _IS_BIASED = "biased: the rule of a jax.custom_vjp function reads the code"
 
 
@@ -218,6 +220,8 @@ class _Choice:
         lossless = not any(d.codec for d in self._decisions.values())
         first, again = set[Any](), set[Any]()
         if not self._biased:
+            if not lossless:
+                exactly |= set(filter(self._is_of_few_bytes, demand.multiplied))
             first, again = cheapest(
                 wanted if lossless else exactly,
                 self._exact_parents,
@@ -239,6 +243,30 @@ class _Choice:
             stored = {v: how for v, how in stored.items() if not (how.is_noisy and v in exact)}
         order = {value: i for i, value in enumerate(self._graph.program.made_by)}
         return dict(sorted(stored.items(), key=lambda item: order.get(item[0], -1)))
+
+    def _is_of_few_bytes(self, value: Variable) -> bool:
+        """Returns whether cheap steps make a value of exact ones that take less than its code.
+
+        These are much smaller, as the factors of an outer product.
+        """
+        decision = self._decisions.get(value)
+        if decision is None or decision.codec is None or value in self._graph.free:
+            return False
+        pending, seen, needed_bytes = [value], {value}, 0
+        while pending and len(seen) <= _STEPS:
+            one = pending.pop()
+            if one in self._graph.free:
+                continue
+            if one is not value and nbytes(one.aval) * _MUCH <= nbytes(value.aval):
+                needed_bytes += nbytes(one.aval)
+                continue
+            parents = self._exact_parents(one)
+            if parents is None or self._recompute_cost(one):
+                return False
+            pending += [v for v in parents if v not in seen]
+            seen.update(parents)
+        code = coded_nbytes(decision.codec, value.aval.shape, value.aval.dtype)
+        return not pending and needed_bytes < code
 
     def _may_be_coded(self, value: Variable) -> bool:
         """Returns whether a rule has a codec for a residual of a `jax.custom_vjp` function."""
