@@ -247,12 +247,13 @@ class _Choice:
     def _is_of_few_bytes(self, value: Variable) -> bool:
         """Returns whether cheap steps make a value of exact ones that take less than its code.
 
-        These are much smaller, as the factors of an outer product.
+        These are much smaller, as the factors of an outer product. A step is not affine, or it
+        could be taken from their codes.
         """
         decision = self._decisions.get(value)
         if decision is None or decision.codec is None or value in self._graph.free:
             return False
-        pending, seen, needed_bytes = [value], {value}, 0
+        pending, seen, needed_bytes, are_affine = [value], {value}, 0, True
         while pending and len(seen) <= _STEPS:
             one = pending.pop()
             if one in self._graph.free:
@@ -263,10 +264,15 @@ class _Choice:
             parents = self._exact_parents(one)
             if parents is None or self._recompute_cost(one):
                 return False
+            defined = self._graph.defining_equation(one)
+            are_affine = are_affine and (
+                defined is None
+                or is_affine(defined[0], lambda a: is_variable(a) and a not in self._graph.free)
+            )
             pending += [v for v in parents if v not in seen]
             seen.update(parents)
         code = coded_nbytes(decision.codec, value.aval.shape, value.aval.dtype)
-        return not pending and needed_bytes < code
+        return not (pending or are_affine) and needed_bytes < code
 
     def _may_be_coded(self, value: Variable) -> bool:
         """Returns whether a rule has a codec for a residual of a `jax.custom_vjp` function."""

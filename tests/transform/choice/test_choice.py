@@ -23,9 +23,9 @@ def chosen(fn, *, multiplied=(), exact=(), decisions=None, biased=False):
     program = Program.trace(fn, X, W)
     graph = Graph(program, set(program.arguments))
     value = {e.primitive.name: e.outvars[0] for e in program.equations}
-    all_decisions = dict.fromkeys([*program.arguments, *value.values()], Decision())
+    all_decisions = dict.fromkeys([*program.arguments, *program.made_by], Decision())
     all_decisions |= {value[name]: d for name, d in (decisions or {}).items()}
-    demand = Demand({value[n] for n in multiplied}, {value[n] for n in exact}, {})
+    demand = Demand({value[n] for n in multiplied}, set(), {value[n] for n in exact}, {})
     stored = choose(graph, all_decisions, demand, biased=biased)
     return {name: stored[v] for name, v in value.items() if v in stored}
 
@@ -49,6 +49,24 @@ def test_what_is_read_exactly_has_no_code():
     stored = chosen(lambda x, w: 2 * (x @ w), exact=["mul"], decisions=CODED)
     assert not any(how.is_noisy for how in stored.values())
     assert len(stored) == 1
+
+
+def test_what_follows_from_few_bytes_has_no_code():
+    def outer(x, w):
+        return jnp.exp(jax.lax.broadcast_in_dim((x @ w).sum(1), (64, 64), (0,)))
+
+    coded = {name: Decision(codec=CODEC) for name in ("exp", "reduce_sum")}
+    assert chosen(outer, multiplied=["exp"], decisions=coded) == {"reduce_sum": Stored()}
+
+    def affine(x, w):
+        return 2 * jax.lax.broadcast_in_dim((x @ w).sum(1), (64, 64), (0,))
+
+    assert chosen(affine, multiplied=["mul"], decisions=coded) == {"reduce_sum": Stored(CODEC)}
+
+    def whole(x, w):
+        return jnp.exp(x @ w)
+
+    assert chosen(whole, multiplied=["exp"], decisions=coded) == {"exp": Stored(CODEC)}
 
 
 def test_an_exact_value_that_is_needed_anyway_replaces_the_code():
