@@ -52,22 +52,26 @@ def test_what_is_read_exactly_has_no_code():
 
 
 def test_what_follows_from_few_bytes_has_no_code():
+    coded = Decision(codec=CODEC)
+
     def outer(x, w):
         return jnp.exp(jax.lax.broadcast_in_dim((x @ w).sum(1), (64, 64), (0,)))
 
-    coded = {name: Decision(codec=CODEC) for name in ("exp", "reduce_sum")}
-    (stored,) = chosen(outer, multiplied=["exp"], decisions=coded).items()
+    decisions = {"exp": coded, "reduce_sum": coded}
+    (stored,) = chosen(outer, multiplied=["exp"], decisions=decisions).items()
     assert stored[0] == "reduce_sum" and stored[1].codec is None
 
     def affine(x, w):
         return 2 * jax.lax.broadcast_in_dim((x @ w).sum(1), (64, 64), (0,))
 
-    assert chosen(affine, multiplied=["mul"], decisions=coded) == {"reduce_sum": Stored(CODEC)}
+    decisions = {"mul": coded, "reduce_sum": coded}
+    stored = chosen(affine, multiplied=["mul"], decisions=decisions)
+    assert stored == {"reduce_sum": Stored(CODEC)}
 
     def whole(x, w):
         return jnp.exp(x @ w)
 
-    assert chosen(whole, multiplied=["exp"], decisions=coded) == {"exp": Stored(CODEC)}
+    assert chosen(whole, multiplied=["exp"], decisions={"exp": coded}) == {"exp": Stored(CODEC)}
 
 
 def test_an_exact_value_that_is_needed_anyway_replaces_the_code():
