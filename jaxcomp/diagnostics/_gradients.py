@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.nnx import filterlib
 
 from jaxcomp.diagnostics._clipping import clipped_during
 from jaxcomp.diagnostics._errors import Errors, errors_of
@@ -34,7 +35,7 @@ class GradientReport:
         coded: Of the model as it is.
         control: Of the same model with nothing coded: what rounding alone does.
         sgd_noise: Standard deviation of the exact gradient over batches of this size, as a part of
-            its norm.
+            its norm; NaN if it was not measured.
         draws: How many gradients were drawn.
         layers: Parameters and their parts of the variance of the coded gradient, largest first.
         parameters: Of each parameter's coded gradient by itself, as parts of the norm of its own
@@ -69,7 +70,10 @@ class GradientReport:
 
     @property
     def noise_over_sgd(self) -> float:
-        """Noise of the coded gradient over that of SGD itself; infinite if that has none."""
+        """Noise of the coded gradient over that of SGD itself.
+
+        It is infinite if that has none, and NaN if it was not measured.
+        """
         return self._over_sgd(self.coded)
 
     @property
@@ -83,6 +87,8 @@ class GradientReport:
             bias += f" by {low:.1%} of the gradient or more"
         if biased:
             bias += f" ({len(biased)} of {len(self.parameters)} parameters, first {biased[0]})"
+        if np.isnan(ratio):
+            return f"{bias}; the noise is {self.coded.noise:.1%} of the gradient"
         noise = f"the noise is {ratio:.2f} of SGD's"
         if ratio < _LOST:
             return f"{bias}; {noise} and lost in it"
@@ -111,9 +117,10 @@ def check_gradients(
     model: Any,
     batch: Any,
     draws: int = 16,
-    parts: int = 4,
+    parts: int | None = 4,
     *,
     has_aux: bool = False,
+    wrt: filterlib.Filter = nnx.Param,
 ) -> GradientReport:
     """Measures bias and noise of a compressed model's gradient on a batch.
 
@@ -127,12 +134,15 @@ def check_gradients(
             `checkpoint` is called somewhere.
         model: A Flax NNX module, which is not changed, or a pytree of parameters, such as those of
             a Linen module or the arrays of an Equinox module.
-        batch: Any pytree of arrays, axis 0 the examples.
+        batch: Any pytree of arrays, axis 0 the examples; with `parts=None` of any shapes, such as
+            those of a graph.
         draws: How many gradients are drawn; each is kept, so it takes this many times the
             parameters' memory.
         parts: Into how many parts the batch is split for SGD's noise. A batch norm normalises each
-            by its own statistics.
+            by its own statistics. None measures no noise of SGD.
         has_aux: Whether `loss` returns a pair of the scalar and something else, as for `jax.grad`.
+        wrt: Selects the variables of a module that the gradient is taken by, as in `nnx.grad`,
+            such as `nnx.LoRAParam`.
 
     Returns:
         The report.
@@ -144,9 +154,9 @@ def check_gradients(
     Raises:
         TypeError: If an argument has another type, or `loss` returns no floating-point scalar.
         ValueError: If there are fewer than 3 draws or 2 parts, the batch does not divide into the
-            parts, nothing is compressed or coded, there are codes in a `while` loop or in
-            `jax.shard_map`, there are no float32 parameters, or the exact gradient is zero or not
-            finite.
+            parts, the model has no variables `wrt`, nothing is compressed or coded, there are codes
+            in a `while` loop or in `jax.shard_map`, there are no float32 parameters, or the exact
+            gradient is zero or not finite.
 
     Example:
         >>> from jaxcomp import Quantize
@@ -159,8 +169,8 @@ def check_gradients(
     """
     _check(draws, parts)
     check_data(loss, batch, parts)
-    params = parameters_of(model)
-    of = of_parameters(loss, model, has_aux)
+    params = parameters_of(model, wrt)
+    of = of_parameters(loss, model, has_aux, wrt)
     coded, exact = jax.jit(jax.grad(of)), jax.jit(jax.grad(exactly(of)))
     if not has_codes(jax.make_jaxpr(of)(params, batch)):
         raise ValueError(
@@ -183,11 +193,11 @@ def check_gradients(
     control = np.stack([vector(exact(p, batch)) - gradient for p in drawn])
     norm = float(np.linalg.norm(gradient))
     shares = clipped_during(loss, model, batch) if isinstance(model, nnx.Module) else {}
-    sgd_noise = np.sqrt(sgd_variance(exact, params, batch, parts)) / norm
+    variance = np.nan if parts is None else sgd_variance(exact, params, batch, parts)
     return GradientReport(
         errors_of(errors, control, norm),
         errors_of(control, control, norm),
-        float(sgd_noise),
+        float(np.sqrt(variance)) / norm,
         draws,
         _shares(params, np.var(errors, axis=0, ddof=1)),
         tuple(
@@ -204,9 +214,9 @@ def check_gradients(
 
 def _check(draws: Any, parts: Any) -> None:
     for name, number in (("draws", draws), ("parts", parts)):
-        if not isinstance(number, int):
+        if not isinstance(number, int) and (name == "draws" or number is not None):
             raise TypeError(f"{name}={number!r}: expected an integer")
-    if draws < 3 or parts < 2:
+    if draws < 3 or (parts is not None and parts < 2):
         raise ValueError(f"draws={draws}, parts={parts}: expected at least 3 and 2")
 
 

@@ -7,17 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.nnx import filterlib
 
 from jaxcomp._core.explicit import explicit_axes
-from jaxcomp._core.modules import split_model
 from jaxcomp.transform._program.program import Program
 from jaxcomp.transform._program.without_codes import has_codes, without_codes
 
 Loss = Callable[[Any, Any], Any]  # of a model and a batch
 
 
-def check_data(loss: Any, batch: Any, parts: int) -> None:
-    """Checks what a gradient is measured on.
+def check_data(loss: Any, batch: Any, parts: int | None) -> None:
+    """Checks what a gradient is measured on. Without parts, the batch need not divide.
 
     Raises:
         TypeError: If one of them has another type.
@@ -30,18 +30,33 @@ def check_data(loss: Any, batch: Any, parts: int) -> None:
         kinds = ", ".join(sorted({type(leaf).__name__ for leaf in leaves}))
         raise TypeError(f"batch: expected a pytree of arrays; it has {kinds}")
     sizes = {leaf.shape[:1] for leaf in leaves}
+    if parts is None:
+        return
     if len(sizes) != 1 or () in sizes or sizes.pop()[0] % parts:
-        raise ValueError(f"batch: expected arrays whose axis 0 is the same multiple of {parts}")
+        raise ValueError(
+            f"batch: expected arrays whose axis 0 is the same multiple of {parts}; parts=None "
+            "measures no noise of SGD, such as for a batch that is one graph"
+        )
 
 
-def parameters_of(model: Any) -> Any:
+def parameters_of(model: Any, wrt: filterlib.Filter = nnx.Param) -> Any:
     """Returns the parameters of a Flax NNX module, or a pytree of parameters as it is.
+
+    Args:
+        model: The module, or the pytree.
+        wrt: Selects variables of a module, as in `nnx.grad`.
 
     Raises:
         TypeError: If the pytree has no leaves, or others than floating-point arrays.
+        ValueError: If a module has no such variables, or `wrt` is given for a pytree.
     """
     if isinstance(model, nnx.Module):
-        return nnx.state(model, nnx.Param)
+        state = nnx.state(model, wrt)
+        if not jax.tree.leaves(state):
+            raise ValueError(f"wrt={wrt!r}: the model has no such variables")
+        return state
+    if wrt is not nnx.Param:
+        raise ValueError(f"wrt={wrt!r}: expected a Flax NNX module with it, not a pytree")
     kinds = {str(getattr(leaf, "dtype", type(leaf).__name__)) for leaf in jax.tree.leaves(model)}
     if not kinds or not all(map(_is_floating, jax.tree.leaves(model))):
         raise TypeError(
@@ -56,9 +71,14 @@ def _is_floating(leaf: Any) -> bool:
     return is_array and jnp.issubdtype(leaf.dtype, jnp.floating)
 
 
-def of_parameters(loss: Loss, model: Any, has_aux: bool = False) -> Callable[[Any, Any], Any]:
+def of_parameters(
+    loss: Loss, model: Any, has_aux: bool = False, wrt: filterlib.Filter = nnx.Param
+) -> Callable[[Any, Any], Any]:
     """Returns a loss of a model and a batch as one of the parameters and the batch."""
-    graphdef, _, rest = split_model(model) if isinstance(model, nnx.Module) else (None, None, None)
+    graphdef: Any = None
+    rest: Any = None
+    if isinstance(model, nnx.Module):
+        graphdef, _, rest = nnx.split(model, wrt, ...)  # type: ignore[misc] # two states
 
     def of(params: Any, batch: Any) -> jax.Array:
         given = params if graphdef is None else nnx.merge(graphdef, params, rest, copy=True)

@@ -269,3 +269,51 @@ def test_a_policy_that_encodes_nothing_is_an_error():
     assert plan.saved_bytes < plan.exact_bytes
     with pytest.raises(ValueError, match=r"under jax\.vmap"):
         jc.check_gradients(of_each, model, batch, draws=3)
+
+
+class Adapted(nnx.Module):
+    """A frozen layer with a low-rank adapter, whose input is made by the model."""
+
+    def __init__(self, rngs):
+        self.first = nnx.Linear(16, 64, rngs=rngs)
+        self.second = nnx.LoRALinear(64, 8, lora_rank=4, rngs=rngs)
+
+    def __call__(self, x):
+        return self.second(jnp.sort(self.first(x)))
+
+
+def test_variables_that_the_gradient_is_taken_by():
+    model = jc.compress(Adapted(nnx.Rngs(0)), only(jc.Quantize(bits=2), min_size=256))
+    x = normal((32, 16))
+
+    def square(model, x):
+        return jnp.square(model(x) - 1).mean()
+
+    report = jc.check_gradients(square, model, x, wrt=nnx.LoRAParam)
+    names = [name for name, _ in report.layers]
+    assert sorted(names) == ["second/lora/lora_a", "second/lora/lora_b"]
+    assert report.coded.noise > 0.01 > 100 * report.control.noise
+    with pytest.raises(ValueError, match="the model has no such variables"):
+        jc.check_gradients(square, model, x, wrt=nnx.BatchStat)
+    with pytest.raises(ValueError, match="expected a Flax NNX module with it, not a pytree"):
+        jc.check_gradients(lambda w, x: (x @ w).sum(), jnp.ones((16, 2)), x, wrt=nnx.LoRAParam)
+
+
+def test_a_batch_that_has_no_parts():
+    """A graph: its arrays have nodes and edges on their first axes."""
+
+    @jc.checkpoint
+    def messages(w, nodes, edges):
+        sent = jnp.tanh(nodes @ w)[edges[:, 0]]
+        return jax.ops.segment_sum(jnp.sin(sent @ w), edges[:, 1], len(nodes))
+
+    def of_graph(w, graph):
+        return jnp.square(messages(w, *graph)).mean()
+
+    w, nodes = 0.1 * normal((64, 64)), normal((256, 64))
+    edges = jax.random.randint(jax.random.key(0), (1000, 2), 0, 256)
+    with pytest.raises(ValueError, match="parts=None measures no noise of SGD"):
+        jc.check_gradients(of_graph, w, (nodes, edges))
+    report = jc.check_gradients(of_graph, w, (nodes, edges), parts=None)
+    assert np.isnan(report.sgd_noise) and np.isnan(report.noise_over_sgd)
+    assert f"the noise is {report.coded.noise:.1%} of the gradient" in str(report)
