@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+_QUICK = 1.702  # factor of the argument of `sigmoid` in QuickGELU
 _WIDEST = 2.0  # distance of levels up to which the correction grows
 
 Derivatives = tuple[Array, ...]
@@ -88,6 +89,16 @@ def _silu(z: Array, piece: Array) -> Derivatives:
     return z * s, s + z * p, p * (z * q + 2), p * (z * (1 - 6 * p) + 3 * q)
 
 
+def quick_gelu(z: Array) -> Array:
+    """Returns the approximation of GELU by `sigmoid`, as CLIP has it (arXiv:1606.08415)."""
+    return z * jax.nn.sigmoid(_QUICK * z)
+
+
+def _quick_gelu(z: Array, piece: Array) -> Derivatives:
+    f = _silu(_QUICK * z, piece)
+    return f[0] / _QUICK, f[1], _QUICK * f[2], _QUICK**2 * f[3]
+
+
 def _gelu(z: Array, piece: Array) -> Derivatives:
     """Returns the coefficients of the approximation by `tanh`."""
     inner, cubic = (2 / math.pi) ** 0.5, 0.044715
@@ -149,6 +160,7 @@ CURVES = (
     Curve(jax.nn.silu, _silu, zero_below=-10.0),
     Curve(jax.nn.gelu, _gelu, zero_below=-4.0),
     Curve(gelu_by_erf, _gelu_by_erf, zero_below=-4.0),
+    Curve(quick_gelu, _quick_gelu, zero_below=-6.0),
     Curve(jax.nn.hard_swish, _hard_swish, lambda z: _within_6(z + 3)),
     Curve(jax.nn.relu6, _relu6, _within_6),
 )

@@ -33,6 +33,11 @@ def erf(x, up, down):
     return jax.nn.gelu(x @ up, approximate=False) @ down
 
 
+def quick(x, up, down):
+    h = x @ up
+    return (h * jax.nn.sigmoid(1.702 * h)) @ down
+
+
 def gated(x, up, gate, down):
     return ((x @ up) * jax.nn.silu(x @ gate)) @ down
 
@@ -64,6 +69,7 @@ def convolved(layout, x, first, second):
 CASES = {
     "dense": (dense, (X, UP, DOWN)),
     "erf": (erf, (X, UP, DOWN)),
+    "quick": (quick, (X, UP, DOWN)),
     "of_two_axes": (dense, (X[0], UP, DOWN)),
     "gated": (gated, (X, UP, GATE, DOWN)),
     "twice": (twice, (X, UP, DOWN, DOWN + 0.1)),

@@ -9,10 +9,11 @@ import pytest
 from jax import lax
 
 import jaxcomp as jc
+from jaxcomp.ops._curves import quick_gelu
 from tests.helpers import AS_WRITTEN, error_of_mean
 
 RANGE = jc.recipes.fused(bits=4, scale_source="range")
-FUNCTIONS = [jax.nn.silu, jax.nn.hard_swish, jax.nn.relu6]
+FUNCTIONS = [jax.nn.silu, jax.nn.hard_swish, jax.nn.relu6, quick_gelu]
 
 
 def norm(x, scale, bias):
