@@ -70,7 +70,7 @@ def recognize(
     units: list[Recognized] = []
     rules: dict[Recognized, Rule] = {}
     for unit in (*_units(pattern), *products(program, coded)):
-        if reached.isdisjoint([unit.kernel] if isinstance(unit, Product) else unit.operands):
+        if reached.isdisjoint(unit.operands):
             continue
         path = module_path(unit.origin)
         codeless = isinstance(unit, Codeless)
@@ -89,6 +89,8 @@ def recognize(
                 units.append(Recognized(unit, None))
             else:
                 context.notes.matched.add(rule)
+        elif isinstance(unit, Product) and unit.kernel not in reached:
+            context.notes.matched.update([] if rule is None else [rule])  # it saves nothing
         elif rule is not None and isinstance(rule.action, Codec) and _fits(unit, rule, path):
             units.append(Recognized(unit, rule.action))
             rules[units[-1]] = rule

@@ -204,3 +204,21 @@ def test_a_codec_that_cannot_store_a_shape():
         jc.plan(jc.checkpoint(fn, only(SPARSE, op="dot")), W, vector)
     plan = jc.plan(jc.checkpoint(fn, only(SPARSE, op="dot", required=False)), W, vector)
     assert plan.saved_bytes == plan.exact_bytes
+
+
+@pytest.mark.parametrize("kind", ["conv", "dot"])
+def test_a_call_of_which_only_the_input_is_differentiated(kind):
+    """As of a critic whose parameters are held: its products save nothing, which is no error."""
+    fn, w, x, *_ = SAME["3x3" if kind == "conv" else "linear"]
+    coded = jc.checkpoint(fn, only(jc.Quantize(bits=4), op=kind))
+
+    def loss(run):
+        def of(w, x):
+            through = run(lax.stop_gradient(w), jnp.sin(x))
+            return jnp.square(through).sum() + jnp.square(run(w, lax.stop_gradient(x))).sum()
+
+        return jax.jit(jax.grad(of, (0, 1)))(w, x)
+
+    (of_w, of_x), (stock_w, stock_x) = loss(coded), loss(fn)
+    assert_close(of_x, stock_x)
+    assert 1e-4 < jnp.linalg.norm((of_w - stock_w).ravel()) / jnp.linalg.norm(stock_w.ravel()) < 0.2
