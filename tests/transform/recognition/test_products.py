@@ -8,7 +8,8 @@ from jax import lax
 
 import jaxcomp as jc
 from jaxcomp import ops
-from tests.helpers import assert_close, assert_same_bits, normal, only
+from jaxcomp.policies import Policy, Rule
+from tests.helpers import assert_close, assert_same_bits, distance, normal, only
 
 X = normal((4, 8, 8, 16))
 ROWS = normal((4, 8, 16))
@@ -25,7 +26,7 @@ def hidden(x):
 def _conv(size, strides=1, groups=1):
     w = 0.3 * normal((size, size, 16 // groups, 24), seed=1)
 
-    def fn(w, x, by=lax.conv_general_dilated, **options):
+    def fn(w, x, by=lax.conv_general_dilated, hidden=hidden, **options):
         return by(
             hidden(x),
             w,
@@ -222,3 +223,26 @@ def test_a_call_of_which_only_the_input_is_differentiated(kind):
     (of_w, of_x), (stock_w, stock_x) = loss(coded), loss(fn)
     assert_close(of_x, stock_x)
     assert 1e-4 < jnp.linalg.norm((of_w - stock_w).ravel()) / jnp.linalg.norm(stock_w.ravel()) < 0.2
+
+
+@pytest.mark.parametrize("around", [lambda f: f, jax.checkpoint], ids=["loop", "regions"])
+@pytest.mark.parametrize("kind", ["conv", "dot"])
+def test_products_that_read_what_a_loop_carries(kind, around):
+    @around
+    def block(x, w):
+        product = jnp.tensordot(x, w, 1) if kind == "dot" else _conv(3)[0](w, x, hidden=lambda x: x)
+        return x + jnp.sin(product)
+
+    def fn(weights, x):
+        return lax.scan(lambda x, w: (block(x, w), None), x, weights)[0]
+
+    shape = (16, 16) if kind == "dot" else (3, 3, 16, 16)
+    weights = 0.1 * normal((3, *shape), seed=1)
+    opened = Rule("open", op="checkpoint", required=False)
+    coded = jc.checkpoint(fn, Policy((opened, Rule(jc.Quantize(bits=8), op=kind))))
+    (row,) = [v for v in jc.plan(coded, weights, X).values if v.op == kind]
+    assert row.saved_bytes < 0.4 * row.exact_bytes == 0.4 * 3 * X.nbytes
+    got, exact = (
+        jax.jit(jax.grad(lambda w, f=f: jnp.square(f(w, X)).sum()))(weights) for f in (coded, fn)
+    )
+    assert 1e-5 < distance(got, exact) < 0.01
