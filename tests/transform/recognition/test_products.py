@@ -105,6 +105,11 @@ def _other_layouts():
             0.3 * normal((2, 8, 16)),
             normal((4, 8, 2, 8)),
         ),
+        "experts": (
+            lambda w, x: jnp.einsum("ebd,edf->ebf", hidden(x), w),
+            0.3 * normal((4, 16, 24)),
+            ROWS,
+        ),
         "bfloat16": (lambda w, x: hidden(x).astype("bfloat16") @ w.astype("bfloat16"), W, ROWS),
     }
 
@@ -246,3 +251,41 @@ def test_products_that_read_what_a_loop_carries(kind, around):
         jax.jit(jax.grad(lambda w, f=f: jnp.square(f(w, X)).sum()))(weights) for f in (coded, fn)
     )
     assert 1e-5 < distance(got, exact) < 0.01
+
+
+def _standardized(w, x):
+    axes = tuple(range(w.ndim - 1))
+    w = (w - w.mean(axes, keepdims=True)) * lax.rsqrt(w.var(axes, keepdims=True) + 1e-4)
+    return _conv(3)[0](w, x) if w.ndim == 4 else jnp.einsum("df,bsd->bsf", w, hidden(x))
+
+
+@pytest.mark.parametrize("name", ["3x3", "linear"])
+def test_kernels_that_are_normalized(name):
+    w, x = SAME[name][1:3]
+    kind = "conv" if w.ndim == 4 else "dot"
+    coded = jc.checkpoint(_standardized, only(jc.Quantize(bits=8), op=kind))
+    (row,) = [v for v in jc.plan(coded, w, x).values if v.op == kind]
+    assert row.exact_bytes == x.nbytes and row.saved_bytes < 0.5 * x.nbytes
+    got, exact = (
+        jax.jit(jax.grad(lambda w, f=f: jnp.sin(f(w, x)).sum()))(w) for f in (coded, _standardized)
+    )
+    assert 1e-5 < distance(got, exact) < 0.02
+
+
+def test_a_product_of_normalized_arguments_has_no_parameter():
+    """As of two embeddings in a contrastive loss."""
+
+    def fn(a, b):
+        a, b = (x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (a, b))
+        return a @ b.T
+
+    coded = jc.checkpoint(fn, only(jc.Quantize(bits=8), op="dot", required=False))
+    assert not [v for v in jc.plan(coded, X[0, 0], X[0, 1]).values if v.op == "dot"]
+
+
+def test_outer_products_have_no_features():
+    def fn(w, x):
+        return jnp.sin(jnp.einsum("bsd,f->bsdf", hidden(x), w))
+
+    coded = jc.checkpoint(fn, only(jc.Quantize(bits=4), op="dot", required=False))
+    assert not [v for v in jc.plan(coded, W[0], X[0]).values if v.op == "dot"]
