@@ -151,6 +151,8 @@ def _found(
     held = {v for i, v in enumerate(closed.arguments) if i not in coded}
     has_parameters = _has_parameters(closed, held)
     by_default: Any = "open" if has_parameters else "keep"
+    coded_bytes = bytes_of(body, active, coded, aside)
+    context.notes.in_regions.update(aside.notes.matched, aside.notes.in_regions)
     region = Region(
         path,
         source_line(equation),
@@ -159,7 +161,7 @@ def _found(
         has_parameters,
         context.iterations,
         plain_bytes(_alone(equation), active, coded),
-        bytes_of(body, active, coded, aside),
+        coded_bytes,
         plain_bytes(closed, active, coded),
     )
     return _Found(region, body, inside)

@@ -40,16 +40,16 @@ def products(program: Program, coded: Collection[int]) -> Iterator[Product]:
         x, kernel = equation.invars[:2]
         pairs = [(x, kernel), (kernel, x)] if kind == DOT else [(x, kernel)]
         for x, kernel in pairs:
-            if _is_parameter(graph, kernel, beside=x) and _is_float(x):
+            if is_variable(x) and _is_float(x) and _is_parameter(graph, kernel, beside=x):
                 yield Product(kind, x, kernel, equation)
                 break
 
 
-def _is_parameter(graph: Graph, kernel: Atom, beside: Atom) -> bool:
+def _is_parameter(graph: Graph, kernel: Atom, beside: Variable) -> bool:
     """Returns whether one operand of a product follows from what is held, and the other not."""
-    if not is_variable(kernel) or not is_variable(beside):
-        return False
-    return any(kernel in made and beside not in made for made in (graph.free, graph.derived))
+    return is_variable(kernel) and any(
+        kernel in made and beside not in made for made in (graph.free, graph.derived)
+    )
 
 
 def features_last(product: Product, shape: Sequence[int]) -> tuple[int, ...]:

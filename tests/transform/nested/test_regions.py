@@ -229,3 +229,13 @@ def test_frozen_regions_and_policies_without_codecs_are_left_alone():
 
     assert not _notes(frozen)
     assert distance(_gradients(frozen, CODEC)[1], _gradients(frozen, jc.Exact())[1]) < 1e-5
+
+
+def test_a_rule_for_what_is_only_in_kept_regions():
+    """Rules for some products are seldom worth opening regions, of which all is then saved."""
+    deep = functools.partial(_scanned, around=jax.checkpoint)
+    weights = 0.1 * normal((60, 32, 256), seed=1), 0.01 * normal((60, 256, 32), seed=2)
+    with pytest.raises(ValueError, match=r"in regions under jax.checkpoint.*Rule\('open'"):
+        jc.plan(jc.checkpoint(deep, jc.recipes.pruning()), X, *weights)
+    opened = jc.checkpoint(deep, Policy((OPEN,)) + jc.recipes.pruning())
+    assert any(value.op == "dot" for value in jc.plan(opened, X, *weights).values)

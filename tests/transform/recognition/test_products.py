@@ -212,6 +212,18 @@ def test_a_codec_that_cannot_store_a_shape():
     assert plan.saved_bytes == plan.exact_bytes
 
 
+def test_a_rule_passes_over_products_that_do_not_fit():
+    """As those of adapters of a low rank."""
+
+    def fn(weights, x):
+        return hidden(hidden(x) @ weights["first"]) @ weights["second"]
+
+    weights = {"first": normal((16, 3)), "second": normal((3, 16))}
+    plan = jc.plan(jc.checkpoint(fn, only(SPARSE, op="dot")), weights, ROWS)
+    (row,) = [value for value in plan.values if value.op == "dot"]
+    assert row.exact_bytes == ROWS.nbytes
+
+
 @pytest.mark.parametrize("kind", ["conv", "dot"])
 def test_a_call_of_which_only_the_input_is_differentiated(kind):
     """As of a critic whose parameters are held: its products save nothing, which is no error."""
