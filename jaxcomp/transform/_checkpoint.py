@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import InconclusiveDimensionOperation
+from jax.extend.core import InconclusiveDimensionOperation, Jaxpr
 from jaxtyping import Array, PyTree
 
 from jaxcomp._core import remat3
@@ -19,6 +19,7 @@ from jaxcomp._core.explicit import explicit_axes
 from jaxcomp._core.linear_map import ByPosition
 from jaxcomp.codecs import noise
 from jaxcomp.codecs._codec import Seed
+from jaxcomp.memory._tracing import CHECKPOINT_PRIMITIVES
 from jaxcomp.policies._policy import JaxPolicy, Policy
 from jaxcomp.policies._specs import PolicyLike, policy_for_function
 from jaxcomp.transform._choice.context import Context
@@ -121,25 +122,38 @@ class Checkpointed:
         fixed = {name: kwargs[name] for name in self._static_names if name in kwargs}
         moving = {name: value for name, value in kwargs.items() if name not in fixed}
 
+        changed: dict[int, tuple[Any, ...]] = {}  # the paths of arguments that the function sets
+
         @functools.wraps(self._fn)
         def run(*args: Any, **kwargs: Any) -> Any:  # JAX keeps traces by the function: a new one
             before = jax.tree.leaves_with_path((args, kwargs))
             result = self._fn(*args, **kwargs)
-            _check_unchanged(before, jax.tree.leaves_with_path((args, kwargs)))
-            return result
+            found = _changed(before, jax.tree.leaves_with_path((args, kwargs)))
+            changed.update({i: path for i, (path, _) in found.items()})
+            return result, [leaf for _, leaf in found.values()]
 
         trace = jax.make_jaxpr(
             functools.partial(run, **fixed), static_argnums=sorted(static), return_shape=True
         )
         with remat3.traced_without():
             try:
-                traced, shape = trace(*args, **moving)
+                traced, (shape, _) = trace(*args, **moving)
+            except jax.errors.UnexpectedTracerError as error:
+                if changed:
+                    raise _changes([*changed.values()]) from error
+                raise
             except TypeError:
                 moved = tuple(arg for i, arg in enumerate(args) if i not in static)
                 _check_arrays(moved, moving)
                 raise
-        opened = traced.jaxpr.replace(
-            constvars=[], invars=[*traced.jaxpr.constvars, *traced.jaxpr.invars]
+        jaxpr = traced.jaxpr
+        results = jaxpr.outvars[: len(jaxpr.outvars) - len(changed)]
+        pairs = zip(changed.items(), jaxpr.outvars[len(results) :], strict=True)
+        other = [path for (i, path), v in pairs if _passed_on(jaxpr, v) is not jaxpr.invars[i]]
+        if other:
+            raise _changes(other)
+        opened = jaxpr.replace(
+            constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars], outvars=results
         )
         positions = [i for i, arg in enumerate(args) if i not in static for _ in _leaves(arg)]
         chosen = [len(traced.consts) + i for i, number in enumerate(positions) if number in coded]
@@ -161,19 +175,57 @@ def _check_arrays(args: tuple[PyTree, ...], kwargs: dict[str, PyTree]) -> None:
             ) from error
 
 
-def _check_unchanged(
+def _changed(
     before: list[tuple[tuple[Any, ...], object]], after: list[tuple[tuple[Any, ...], object]]
-) -> None:
-    """Raises a ValueError if a call has changed its arguments, such as a Flax NNX module."""
-    leaf_at = dict(before)
-    changed = [path for path, leaf in after if path not in leaf_at or leaf_at[path] is not leaf]
-    if changed or len(after) != len(before):
-        names = ", ".join(jax.tree_util.keystr(path[1:]) for path in changed[:3])
-        raise ValueError(
-            f"the function changes its argument ({names or 'a part is gone'}), which has no effect "
-            "outside of the call: return the new state, or make the module a part of a model for "
-            "jaxcomp.compress"
-        )
+) -> dict[int, tuple[tuple[Any, ...], object]]:
+    """Returns the arrays that a call has set in its arguments, such as a Flax NNX module.
+
+    By the position among all arrays of the arguments, with their paths.
+
+    Raises:
+        ValueError: If the call has set anything else.
+    """
+    leaf_at = dict(after)
+    changed = [path for path, leaf in before if leaf_at.get(path) is not leaf]
+    others = [path for path in changed if not isinstance(leaf_at.get(path), jax.core.Tracer)]
+    if others or len(after) != len(before):
+        known = {path for path, _ in before}
+        raise _changes([*others, *(path for path in leaf_at if path not in known)])
+    arrays = [path for path, leaf in before if isinstance(leaf, jax.core.Tracer)]
+    return {arrays.index(path): (path, leaf_at[path]) for path in changed}
+
+
+def _changes(paths: Sequence[tuple[Any, ...]]) -> ValueError:
+    names = ", ".join(jax.tree_util.keystr(path[1:]) for path in paths[:3])
+    return ValueError(
+        f"the function changes its argument ({names or 'a part is gone'}), which has no effect "
+        "outside of the call: return the new state, or make the module a part of a model for "
+        "jaxcomp.compress"
+    )
+
+
+def _passed_on(jaxpr: Jaxpr, atom: Any) -> Any:
+    """Returns the argument that a result is, if regions, loops and calls only pass it on.
+
+    Flax sets the parameters of a module in `nnx.remat` or `nnx.scan` to such results.
+    """
+    for equation in reversed(jaxpr.eqns):
+        name, params = equation.primitive.name, equation.params
+        if atom not in equation.outvars or name not in (*CHECKPOINT_PRIMITIVES, "jit", "scan"):
+            continue
+        inner = getattr(params["jaxpr"], "jaxpr", params["jaxpr"])
+        index = equation.outvars.index(atom)
+        passed = _passed_on(inner, inner.outvars[index])
+        if passed not in inner.invars:
+            return atom
+        position = inner.invars.index(passed)
+        if name == "scan":
+            at_x = params["num_consts"] + params["num_carry"]
+            is_same = position == params["num_consts"] + index
+            if not (position >= at_x if index >= params["num_carry"] else is_same):
+                return atom
+        atom = equation.invars[position]
+    return atom
 
 
 def _array(value: Array) -> Any:

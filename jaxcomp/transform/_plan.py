@@ -8,6 +8,8 @@ import warnings
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
+import jax
+
 from jaxcomp._core import table
 from jaxcomp.codecs import Codec
 from jaxcomp.codecs._offload import inner_codec
@@ -222,7 +224,8 @@ def _planned(whole: ScheduledProgram, outside: Collection[Variable] = ()) -> Ite
             # JAX traces the rule of a function such as `jax.nn.relu` once for all its callers.
             origin = origin[0], readers.line_of_first(variable) or origin[1]
         how = "exact" if stored.codec is None else str(stored.codec)
-        decision = "offload" if stored.offload else how
+        on_host = stored.offload or variable.aval.memory_space == jax.memory.Space.Host
+        decision = "offload" if on_host else how
         readers_of = readers.all_of if stored.note else readers.first_of
         read_by = readers_of(variable) if decision == "exact" else ""
         yield SavedValue(

@@ -173,7 +173,7 @@ def test_by_default_small_values_are_exact():
 
 
 def test_layers_of_both_kinds_in_one_model():
-    """A value rule that is required has the call traced around layers that have codecs."""
+    """The call is traced around layers that have codecs, and layers of Flax have those of rules."""
 
     class Mixed(nnx.Module):
         def __init__(self):
@@ -183,10 +183,12 @@ def test_layers_of_both_kinds_in_one_model():
         def __call__(self, x):
             return self.second(nnx.relu(self.first(x)))
 
-    coded = jc.Rule(jc.Quantize(2), op="dot")
     x = normal((64, 8))
+    of_all = jc.plan(jc.compress(Mixed(), jc.Policy((jc.Rule(jc.Quantize(2), op="dot"),))), x)
+    assert [value.path for value in of_all.values if value.op == "dot"] == ["second"]
+    coded = jc.Rule(jc.Quantize(2), op="dot", path="first")
     layers_only = jc.plan(jc.compress(Mixed(), jc.Policy((coded,))), x)
-    assert [value.op for value in layers_only.values] == ["Mixed", "dot"]
+    assert {v.role: v.decision for v in layers_only.values}["operand"] == "exact"
     both = jc.Policy((coded, jc.Rule(jc.Quantize(4), roles=("operand",))))
     model = jc.compress(Mixed(), both)
     assert model.first.codec == jc.Quantize(2)

@@ -9,7 +9,8 @@ from flax import linen, nnx
 
 import jaxcomp as jc
 from jaxcomp.planning import Strategy
-from tests.helpers import assert_close, assert_same_bits, normal, only
+from jaxcomp.policies import Policy, Rule
+from tests.helpers import assert_close, assert_same_bits, distance, normal, only
 
 X = normal((64, 16))
 KEEP = only("keep", required=False)
@@ -213,3 +214,52 @@ def test_a_function_under_vmap_has_no_gradient_of_each_example():
     assert temp < exact + one_of_each / 2
     for ours, stock in zip(found, expected, strict=True):
         assert_close(ours, stock, 0.05 * float(jnp.abs(stock).max()))
+
+
+class _Rematerialised(nnx.Module):
+    def __init__(self):
+        self.layers = nnx.List([linear(16), linear(16)])
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = nnx.remat(lambda layer, x: x + nnx.remat(jnp.tanh)(layer(x)))(layer, x)
+        return x
+
+
+class _Scanned(nnx.Module):
+    def __init__(self):
+        made = nnx.vmap(lambda rngs: nnx.Linear(16, 16, rngs=rngs))
+        self.layers = made(nnx.Rngs(0).split(2))
+
+    def __call__(self, x):
+        @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        def apply(layer, x):
+            return nnx.remat(lambda layer, x: x + jnp.tanh(layer(x)))(layer, x)
+
+        return apply(self.layers, x)
+
+
+@pytest.mark.parametrize("module", [_Rematerialised, _Scanned])
+def test_parameters_that_are_passed_on_are_unchanged(module):
+    """Flax sets them to the results of regions and loops, which are the same."""
+    graphdef, parameters = nnx.split(module())
+
+    def apply(parameters, x):
+        return nnx.merge(graphdef, parameters)(x)
+
+    def gradient(fn):
+        return jax.jit(jax.grad(lambda p: jnp.square(fn(p, X)).sum()))(parameters)
+
+    exact = gradient(apply)
+    assert distance(gradient(jc.checkpoint(apply, jc.Exact())), exact) < 1e-5
+    opened = Policy((Rule("open", op="checkpoint"), Rule(jc.Quantize(bits=8))))
+    assert 1e-5 < distance(gradient(jc.checkpoint(apply, opened)), exact) < 0.02
+
+    def scale(parameters, x):
+        model = nnx.merge(graphdef, parameters)
+        layer = model.layers if module is _Scanned else model.layers[0]
+        layer.kernel[...] = jax.checkpoint(lambda w: 2 * w)(layer.kernel[...])
+        return model(x)
+
+    with pytest.raises(ValueError, match=r"changes its argument \(.*kernel"):
+        jc.checkpoint(scale, jc.Exact())(parameters, X)

@@ -55,7 +55,7 @@ class Stored:
 
     def nbytes(self, aval: ShapedArray) -> int:
         """Returns the bytes in the device's memory."""
-        if self.offload:
+        if self.offload or aval.memory_space == jax.memory.Space.Host:
             return 0
         if self.codec is None:
             return plain_nbytes(aval)

@@ -18,11 +18,15 @@ class Notes:
         values: The values.
         regions: The paths of regions under `jax.checkpoint`.
         matched: The rules that matched a value or a region, or would but for a value's size.
+        in_regions: The rules that match what is in a region, if the region is opened.
+        unfit: Errors of rules that match a product whose activation their codec cannot store.
     """
 
     values: list[Value] = dataclasses.field(default_factory=list)
     regions: list[str] = dataclasses.field(default_factory=list)
     matched: set[Rule] = dataclasses.field(default_factory=set)
+    in_regions: set[Rule] = dataclasses.field(default_factory=set)
+    unfit: dict[Rule, Exception] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,10 +71,10 @@ class Context:
         return [rule for rule in self.rules if rule.is_for_values and rule.min_size > most]
 
     def check(self) -> None:
-        """Raises a ValueError if a required rule of the policy has matched nothing."""
+        """Raises an error if a required rule of the policy has matched nothing that fits it."""
         for rule in self.rules:
             if rule.required and rule not in self.notes.matched:
-                raise ValueError(_unmatched(rule, self.notes))
+                raise self.notes.unfit.get(rule) or ValueError(_unmatched(rule, self.notes))
 
 
 def _unmatched(rule: Rule, notes: Notes) -> str:
@@ -79,6 +83,11 @@ def _unmatched(rule: Rule, notes: Notes) -> str:
     if rule.is_for_regions:
         paths = ", ".join(dict.fromkeys(path or "no path" for path in notes.regions))
         return f"{rule} matches nothing: the regions under jax.checkpoint are {paths or 'none'}"
+    if rule in notes.in_regions:
+        return (
+            f"{rule} matches nothing but what is in regions under jax.checkpoint, which are kept; "
+            "Rule('open', op='checkpoint') in front of the policy's rules opens them"
+        )
     if rule.is_for_residuals:
         residuals = {
             f"{dtype_name(v.dtype)}{list(v.shape)} at {v.path or v.source}"

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from typing import Any
 
 import jax
@@ -70,9 +70,17 @@ class Graph:
     @functools.cached_property
     def free(self) -> set[Any]:
         """Values that cheap steps make of what is held, and of nothing else."""
+        return self._made_of_held(is_cheap)
+
+    @functools.cached_property
+    def derived(self) -> set[Any]:
+        """Values that cheap steps and reductions make of what is held, as a normalized kernel."""
+        return self._made_of_held(lambda e: is_cheap(e) or e.primitive.name in REDUCTIONS)
+
+    def _made_of_held(self, is_step: Callable[[Equation], bool]) -> set[Any]:
         found = set(self.held) | set(self.program.constants)
         for equation in self.program.equations:
-            if is_cheap(equation) and found.issuperset(variables(equation.invars)):
+            if is_step(equation) and found.issuperset(variables(equation.invars)):
                 found.update(equation.outvars)
         return found
 

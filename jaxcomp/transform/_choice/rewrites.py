@@ -27,7 +27,8 @@ def with_rewrites(forward: Program) -> tuple[Program, dict[Any, Any]]:
     the function is JAX's own. Any other is one step: its steps do not tell its second derivative.
 
     Returns:
-        The program with more equations, and which of its variables equals which other.
+        The program with more equations, and which of its variables equals which other. An argument
+        is none of the others: no equation makes it.
     """
     builder = Builder()
     same: dict[Any, Any] = {}
@@ -49,7 +50,8 @@ def with_rewrites(forward: Program) -> tuple[Program, dict[Any, Any]]:
 
     arguments = forward.arguments
     results = builder.inline(forward, arguments, step)
-    same = {value: other for value, other in same.items() if is_variable(other)}
+    made = {v: other for v, other in same.items() if is_variable(other)}
+    same = {v: other for v, other in made.items() if other not in arguments}
     traced = builder.program(forward, arguments, [*results, *same, *same.values()])
     return Program(traced.jaxpr.replace(outvars=results), traced.consts), same
 

@@ -92,7 +92,8 @@ class Rebuild:
             return decode(leaves)
         same_batch = cotangent.ndim == made.ndim > 0 and made.shape[0] == cotangent.shape[0]
         real = not any(jnp.issubdtype(a.dtype, jnp.complexfloating) for a in (made, cotangent))
-        if is_fused and same_batch and real:
+        on_device = made.memory_space == jax.memory.Space.Device
+        if is_fused and same_batch and real and on_device:
             return barriers.decode_after(cotangent, leaves, decode)
         if self._held.keys() >= waiting.keys():
             leaves, _ = platforms.no_barrier_on_tpu((leaves, cotangent))

@@ -5,6 +5,8 @@ import posixpath
 from collections.abc import Callable, Collection, Sequence, Set
 from typing import Any, Literal, cast
 
+import jax.numpy as jnp
+
 from jaxcomp.codecs import Codec
 from jaxcomp.codecs._offload import inner_codec
 from jaxcomp.memory._source_line import source_line
@@ -94,7 +96,7 @@ def with_open_regions(
     found = {
         number: _found(equation, reached, free, context, bytes_of)
         for number, equation in enumerate(program.equations)
-        if _is_region(equation) and not reached.isdisjoint(variables(equation.invars))
+        if _is_region(equation) and _active(equation, reached)
     }
     if not found:
         return program, []
@@ -136,7 +138,7 @@ def _found(
 ) -> _Found:
     """Returns a region with its bytes; open if a rule says so, or if nothing speaks against it."""
     closed = region_body(equation)
-    active = [i for i, a in enumerate(equation.invars) if is_variable(a) and a in reached]
+    active = _active(equation, reached)
     coded = [i for i, atom in enumerate(equation.invars) if is_variable(atom) and atom not in free]
     path = _common_path(closed)
     rule = _rule_for(path, context)
@@ -149,6 +151,8 @@ def _found(
     held = {v for i, v in enumerate(closed.arguments) if i not in coded}
     has_parameters = _has_parameters(closed, held)
     by_default: Any = "open" if has_parameters else "keep"
+    coded_bytes = bytes_of(body, active, coded, aside)
+    context.notes.in_regions.update(aside.notes.matched, aside.notes.in_regions)
     region = Region(
         path,
         source_line(equation),
@@ -157,10 +161,17 @@ def _found(
         has_parameters,
         context.iterations,
         plain_bytes(_alone(equation), active, coded),
-        bytes_of(body, active, coded, aside),
+        coded_bytes,
         plain_bytes(closed, active, coded),
     )
     return _Found(region, body, inside)
+
+
+def _active(equation: Equation, reached: Collection[Variable]) -> list[int]:
+    """Returns the operands of a region that have a derivative; integers have none."""
+    operands = enumerate(equation.invars)
+    moved = [i for i, atom in operands if is_variable(atom) and atom in reached]
+    return [i for i in moved if jnp.issubdtype(equation.invars[i].aval.dtype, jnp.inexact)]
 
 
 def codec_of_inputs(equation: Equation, context: Context) -> Codec | None:

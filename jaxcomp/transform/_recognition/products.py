@@ -15,7 +15,7 @@ from jaxcomp.ops._linear import bilinear, gradient_of_layer
 from jaxcomp.policies._value import dtype_name
 from jaxcomp.transform._choice.graph import Graph
 from jaxcomp.transform._program.program import Program
-from jaxcomp.transform._program.types import Equation, Variable, is_variable
+from jaxcomp.transform._program.types import Atom, Equation, Variable, is_variable
 from jaxcomp.transform._recognition.unit import Product
 
 CONV, DOT = "conv", "dot"
@@ -24,21 +24,32 @@ CONV, DOT = "conv", "dot"
 def products(program: Program, coded: Collection[int]) -> Iterator[Product]:
     """Returns the products of which one operand follows from held arguments, and the other not.
 
+    A kernel may be normalized. If what is multiplied by it follows from held arguments by such
+    steps, too, either may be the kernel, and the product is left out.
+
     Args:
         program: The program.
         coded: The arguments that are not held.
     """
     held = {v for i, v in enumerate(program.arguments) if i not in coded}
-    free = Graph(program, held).free
+    graph = Graph(program, held)
     for equation in program.equations:
         kind = _kind(equation)
         if kind is None:
             continue
         x, kernel = equation.invars[:2]
-        if kind == DOT and is_variable(x) and x in free:
-            x, kernel = kernel, x
-        if is_variable(x) and x not in free and kernel in free and _is_float(x):
-            yield Product(kind, x, kernel, equation)
+        pairs = [(x, kernel), (kernel, x)] if kind == DOT else [(x, kernel)]
+        for x, kernel in pairs:
+            if is_variable(x) and _is_float(x) and _is_parameter(graph, kernel, beside=x):
+                yield Product(kind, x, kernel, equation)
+                break
+
+
+def _is_parameter(graph: Graph, kernel: Atom, beside: Variable) -> bool:
+    """Returns whether one operand of a product follows from what is held, and the other not."""
+    return is_variable(kernel) and any(
+        kernel in made and beside not in made for made in (graph.free, graph.derived)
+    )
 
 
 def features_last(product: Product, shape: Sequence[int]) -> tuple[int, ...]:
@@ -96,8 +107,8 @@ def _kind(equation: Equation) -> str | None:
     if equation.primitive.name == "conv_general_dilated":
         return CONV if params["batch_group_count"] == 1 else None
     if equation.primitive.name == "dot_general":
-        _, (batch, _) = params["dimension_numbers"]
-        return None if batch else DOT
+        (contracted, _), _ = params["dimension_numbers"]
+        return DOT if contracted else None
     return None
 
 

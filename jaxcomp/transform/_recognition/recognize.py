@@ -70,7 +70,7 @@ def recognize(
     units: list[Recognized] = []
     rules: dict[Recognized, Rule] = {}
     for unit in (*_units(pattern), *products(program, coded)):
-        if reached.isdisjoint([unit.kernel] if isinstance(unit, Product) else unit.operands):
+        if reached.isdisjoint(unit.operands):
             continue
         path = module_path(unit.origin)
         codeless = isinstance(unit, Codeless)
@@ -89,7 +89,9 @@ def recognize(
                 units.append(Recognized(unit, None))
             else:
                 context.notes.matched.add(rule)
-        elif rule is not None and isinstance(rule.action, Codec) and _fits(unit, rule, path):
+        elif isinstance(unit, Product) and unit.kernel not in reached:
+            context.notes.matched.update([] if rule is None else [rule])  # it saves nothing
+        elif rule is not None and isinstance(rule.action, Codec) and _fits(unit, rule, context):
             units.append(Recognized(unit, rule.action))
             rules[units[-1]] = rule
     taken = {id(recognized.unit.equation) for recognized in units}
@@ -136,16 +138,12 @@ def is_for_units(rule: Rule, kinds: Collection[str] = KINDS) -> bool:
     return bool(rule.op) and any(anywhere.matches_layer("", kind) for kind in kinds)
 
 
-def _fits(unit: Unit, rule: Rule, path: str) -> bool:
-    """Returns whether the codec of a rule can store for a unit.
-
-    Raises:
-        ValueError: If it is for such units, and required, but cannot store one of this shape.
-    """
+def _fits(unit: Unit, rule: Rule, context: Context) -> bool:
+    """Returns whether the codec of a rule can store for a unit."""
     assert isinstance(rule.action, Codec)
     by = inner_codec(rule.action)
     if isinstance(unit, Product):
-        return unit.kind in by.kinds and _can_store(unit, rule, path)
+        return unit.kind in by.kinds and _can_store(unit, rule, context)
     if unit.kind == "max_pool":
         return isinstance(by, Packed)
     if not isinstance(by, SignAware):
@@ -155,16 +153,19 @@ def _fits(unit: Unit, rule: Rule, path: str) -> bool:
     return len(unit.operands[0].aval.shape) > 2 or not ranges
 
 
-def _can_store(unit: Product, rule: Rule, path: str) -> bool:
-    """Returns whether a rule's codec can store an activation with its features last."""
+def _can_store(unit: Product, rule: Rule, context: Context) -> bool:
+    """Returns whether a rule's codec can store an activation with its features last.
+
+    It need not store that of each product, such as that of a low rank. `context` takes note.
+    """
     assert isinstance(rule.action, Codec)
     (x,) = avals(unit.saved)
     try:
         rule.action.check(features_last(unit, x.shape), x.dtype)
     except (TypeError, ValueError) as error:
-        if not rule.required:
-            return False
-        raise type(error)(f"{rule} matches {path or unit.kind}: {error}") from error
+        where = module_path(unit.origin) or unit.kind
+        context.notes.unfit.setdefault(rule, type(error)(f"{rule} matches {where}: {error}"))
+        return False
     return True
 
 

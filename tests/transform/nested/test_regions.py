@@ -153,20 +153,54 @@ def test_attentions_stay_closed():
     assert "rematerialised" in note
 
 
+OFFLOADED = jax.checkpoint_policies.save_and_offload_only_these_names(
+    names_which_can_be_saved=[],
+    names_which_can_be_offloaded=["hidden"],
+    offload_src="device",
+    offload_dst="pinned_host",
+)
+
+
 def test_what_an_author_offloads_does_not_wait_on_the_device():
-    offloaded = jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[],
-        names_which_can_be_offloaded=["hidden"],
-        offload_src="device",
-        offload_dst="pinned_host",
-    )
     with_offload, without = (
         _notes(functools.partial(_scanned, around=functools.partial(jax.checkpoint, policy=policy)))
-        for policy in (offloaded, jax.checkpoint_policies.nothing_saveable)
+        for policy in (OFFLOADED, jax.checkpoint_policies.nothing_saveable)
     )
     assert [n.split("instead of")[1].split(" and")[0] for n in with_offload] == [
         n.split("instead of")[1].split(" and")[0] for n in without
     ]
+
+
+@pytest.mark.parametrize(
+    "policy", [jc.Exact(), jax.checkpoint_policies.dots_saveable, Policy((KEEP, Rule(CODEC)))]
+)
+def test_what_an_author_offloads_stays_so_in_a_kept_region(policy):
+    region = functools.partial(_scanned, around=functools.partial(jax.checkpoint, policy=OFFLOADED))
+    assert distance(_gradients(region, policy)[1], _gradients(_scanned, jc.Exact())[1]) < 1e-5
+    if policy is not jax.checkpoint_policies.dots_saveable:  # which saves the value itself
+        plan = jc.plan(jc.checkpoint(region, policy), X, *WEIGHTS)
+        decisions = {value.shape: value.decision for value in plan.values}
+        assert decisions == {(3, 512, 64): "offload", (3, 512, 32): "exact"}
+        assert plan.saved_bytes == plan.exact_bytes == 3 * X.nbytes
+
+
+def test_integers_that_follow_from_what_is_differentiated():
+    """A region takes and returns a number of steps and the largest feature."""
+
+    def function(x, up, down, around=lambda f: f):
+        def block(x, up, down, steps):
+            y = _block(x, up, down)
+            return {"y": y, "steps": steps + y.argmax(-1), "none": None}
+
+        steps = jnp.zeros(x.shape[0], int)
+        for pair in zip(up, down, strict=True):
+            result = around(block)(x, *pair, steps)
+            x, steps = result["y"], result["steps"]
+        return x * steps[:, None]
+
+    region = functools.partial(function, around=jax.checkpoint)
+    for policy in (CODEC, Policy((OPEN, Rule(CODEC)))):
+        assert_same_bits(_gradients(region, policy), _gradients(function, CODEC))
 
 
 def test_linen_remat_is_opened():
@@ -195,3 +229,13 @@ def test_frozen_regions_and_policies_without_codecs_are_left_alone():
 
     assert not _notes(frozen)
     assert distance(_gradients(frozen, CODEC)[1], _gradients(frozen, jc.Exact())[1]) < 1e-5
+
+
+def test_a_rule_for_what_is_only_in_kept_regions():
+    """Rules for some products are seldom worth opening regions, of which all is then saved."""
+    deep = functools.partial(_scanned, around=jax.checkpoint)
+    weights = 0.1 * normal((60, 32, 256), seed=1), 0.01 * normal((60, 256, 32), seed=2)
+    with pytest.raises(ValueError, match=r"in regions under jax.checkpoint.*Rule\('open'"):
+        jc.plan(jc.checkpoint(deep, jc.recipes.pruning()), X, *weights)
+    opened = jc.checkpoint(deep, Policy((OPEN,)) + jc.recipes.pruning())
+    assert any(value.op == "dot" for value in jc.plan(opened, X, *weights).values)

@@ -8,7 +8,8 @@ from jax import lax
 
 import jaxcomp as jc
 from jaxcomp import ops
-from tests.helpers import assert_close, assert_same_bits, normal, only
+from jaxcomp.policies import Policy, Rule
+from tests.helpers import assert_close, assert_same_bits, distance, normal, only
 
 X = normal((4, 8, 8, 16))
 ROWS = normal((4, 8, 16))
@@ -25,7 +26,7 @@ def hidden(x):
 def _conv(size, strides=1, groups=1):
     w = 0.3 * normal((size, size, 16 // groups, 24), seed=1)
 
-    def fn(w, x, by=lax.conv_general_dilated, **options):
+    def fn(w, x, by=lax.conv_general_dilated, hidden=hidden, **options):
         return by(
             hidden(x),
             w,
@@ -103,6 +104,11 @@ def _other_layouts():
             lambda w, x: jnp.einsum("bshf,hfd->bsd", hidden(x), w),
             0.3 * normal((2, 8, 16)),
             normal((4, 8, 2, 8)),
+        ),
+        "experts": (
+            lambda w, x: jnp.einsum("ebd,edf->ebf", hidden(x), w),
+            0.3 * normal((4, 16, 24)),
+            ROWS,
         ),
         "bfloat16": (lambda w, x: hidden(x).astype("bfloat16") @ w.astype("bfloat16"), W, ROWS),
     }
@@ -204,3 +210,94 @@ def test_a_codec_that_cannot_store_a_shape():
         jc.plan(jc.checkpoint(fn, only(SPARSE, op="dot")), W, vector)
     plan = jc.plan(jc.checkpoint(fn, only(SPARSE, op="dot", required=False)), W, vector)
     assert plan.saved_bytes == plan.exact_bytes
+
+
+def test_a_rule_passes_over_products_that_do_not_fit():
+    """As those of adapters of a low rank."""
+
+    def fn(weights, x):
+        return hidden(hidden(x) @ weights["first"]) @ weights["second"]
+
+    weights = {"first": normal((16, 3)), "second": normal((3, 16))}
+    plan = jc.plan(jc.checkpoint(fn, only(SPARSE, op="dot")), weights, ROWS)
+    (row,) = [value for value in plan.values if value.op == "dot"]
+    assert row.exact_bytes == ROWS.nbytes
+
+
+@pytest.mark.parametrize("kind", ["conv", "dot"])
+def test_a_call_of_which_only_the_input_is_differentiated(kind):
+    """As of a critic whose parameters are held: its products save nothing, which is no error."""
+    fn, w, x, *_ = SAME["3x3" if kind == "conv" else "linear"]
+    coded = jc.checkpoint(fn, only(jc.Quantize(bits=4), op=kind))
+
+    def loss(run):
+        def of(w, x):
+            through = run(lax.stop_gradient(w), jnp.sin(x))
+            return jnp.square(through).sum() + jnp.square(run(w, lax.stop_gradient(x))).sum()
+
+        return jax.jit(jax.grad(of, (0, 1)))(w, x)
+
+    (of_w, of_x), (stock_w, stock_x) = loss(coded), loss(fn)
+    assert_close(of_x, stock_x)
+    assert 1e-4 < jnp.linalg.norm((of_w - stock_w).ravel()) / jnp.linalg.norm(stock_w.ravel()) < 0.2
+
+
+@pytest.mark.parametrize("around", [lambda f: f, jax.checkpoint], ids=["loop", "regions"])
+@pytest.mark.parametrize("kind", ["conv", "dot"])
+def test_products_that_read_what_a_loop_carries(kind, around):
+    @around
+    def block(x, w):
+        product = jnp.tensordot(x, w, 1) if kind == "dot" else _conv(3)[0](w, x, hidden=lambda x: x)
+        return x + jnp.sin(product)
+
+    def fn(weights, x):
+        return lax.scan(lambda x, w: (block(x, w), None), x, weights)[0]
+
+    shape = (16, 16) if kind == "dot" else (3, 3, 16, 16)
+    weights = 0.1 * normal((3, *shape), seed=1)
+    opened = Rule("open", op="checkpoint", required=False)
+    coded = jc.checkpoint(fn, Policy((opened, Rule(jc.Quantize(bits=8), op=kind))))
+    (row,) = [v for v in jc.plan(coded, weights, X).values if v.op == kind]
+    assert row.saved_bytes < 0.4 * row.exact_bytes == 0.4 * 3 * X.nbytes
+    got, exact = (
+        jax.jit(jax.grad(lambda w, f=f: jnp.square(f(w, X)).sum()))(weights) for f in (coded, fn)
+    )
+    assert 1e-5 < distance(got, exact) < 0.01
+
+
+def _standardized(w, x):
+    axes = tuple(range(w.ndim - 1))
+    w = (w - w.mean(axes, keepdims=True)) * lax.rsqrt(w.var(axes, keepdims=True) + 1e-4)
+    return _conv(3)[0](w, x) if w.ndim == 4 else jnp.einsum("df,bsd->bsf", w, hidden(x))
+
+
+@pytest.mark.parametrize("name", ["3x3", "linear"])
+def test_kernels_that_are_normalized(name):
+    w, x = SAME[name][1:3]
+    kind = "conv" if w.ndim == 4 else "dot"
+    coded = jc.checkpoint(_standardized, only(jc.Quantize(bits=8), op=kind))
+    (row,) = [v for v in jc.plan(coded, w, x).values if v.op == kind]
+    assert row.exact_bytes == x.nbytes and row.saved_bytes < 0.5 * x.nbytes
+    got, exact = (
+        jax.jit(jax.grad(lambda w, f=f: jnp.sin(f(w, x)).sum()))(w) for f in (coded, _standardized)
+    )
+    assert 1e-5 < distance(got, exact) < 0.02
+
+
+def test_a_product_of_normalized_arguments_has_no_parameter():
+    """As of two embeddings in a contrastive loss."""
+
+    def fn(a, b):
+        a, b = (x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (a, b))
+        return a @ b.T
+
+    coded = jc.checkpoint(fn, only(jc.Quantize(bits=8), op="dot", required=False))
+    assert not [v for v in jc.plan(coded, X[0, 0], X[0, 1]).values if v.op == "dot"]
+
+
+def test_outer_products_have_no_features():
+    def fn(w, x):
+        return jnp.sin(jnp.einsum("bsd,f->bsdf", hidden(x), w))
+
+    coded = jc.checkpoint(fn, only(jc.Quantize(bits=4), op="dot", required=False))
+    assert not [v for v in jc.plan(coded, W[0], X[0]).values if v.op == "dot"]
