@@ -315,21 +315,24 @@ def _notes_of_regions(regions: Sequence[Region]) -> list[str]:
         times = count * region.iterations
         kept, coded = (format_bytes(times * n) for n in (region.kept_bytes, region.coded_bytes))
         again = f"{format_bytes(region.recomputed_bytes)} while one is evaluated again"
+        number = "a region" if times == 1 else f"{times} regions"
+        are, inputs = ("is", "its inputs") if times == 1 else ("are", "inputs")
         if isinstance(region.action, Codec):
             bias = "" if inner_codec(region.action).is_exact else ", which is biased"
             notes.append(
-                f"{where}: {times} regions of jax.checkpoint are evaluated again from inputs saved "
+                f"{where}: {number} of jax.checkpoint {are} evaluated again from {inputs}, saved "
                 f"by {region.action}{bias}"
             )
         elif region.is_open:
             notes.append(
-                f"{where}: {times} regions of jax.checkpoint are open: {coded} wait instead of "
-                f"{kept} and {again}"
+                f"{where}: {number} of jax.checkpoint {are} open: {coded} wait instead of {kept} "
+                f"and {again}"
             )
         else:
             notes.append(
-                f"{where}: this block is rematerialised by jax.checkpoint, {times} times: {kept} "
-                f"wait, and {again}; open, {coded} would wait"
+                f"{where}: this block is rematerialised by jax.checkpoint"
+                + (f", {times} times" if times > 1 else "")
+                + f": {kept} wait, and {again}; open, {coded} would wait"
             )
     return notes
 
