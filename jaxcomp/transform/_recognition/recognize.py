@@ -69,8 +69,9 @@ def recognize(
     reached = tangents_of(program.equations, [program.arguments[i] for i in active])
     units: list[Recognized] = []
     rules: dict[Recognized, Rule] = {}
+    pooled: set[int] = set()  # by a pool that belongs to a norm
     for unit in (*_units(pattern), *products(program, coded)):
-        if reached.isdisjoint(unit.operands):
+        if reached.isdisjoint(unit.operands) or id(unit.equation) in pooled:
             continue
         path = module_path(unit.origin)
         codeless = isinstance(unit, Codeless)
@@ -94,6 +95,8 @@ def recognize(
         elif rule is not None and isinstance(rule.action, Codec) and _fits(unit, rule, context):
             units.append(Recognized(unit, rule.action))
             rules[units[-1]] = rule
+            if isinstance(unit, NormAct):
+                pooled.add(id(unit.pooled_by))
     taken = {id(recognized.unit.equation) for recognized in units}
     for activation, codec in coded_activations(pattern, reached, context):
         if id(activation.equation) not in taken:
@@ -179,12 +182,11 @@ def _units(pattern: Pattern) -> list[Unit]:
             unit = _unit(pattern, norm, by_result)
             done.update(n.y for n in unit.norms)
             units.append(unit)
-    taken = {id(unit.pooled_by) for unit in units if isinstance(unit, NormAct)}
     pools = [e for e in pattern.program.equations if e.primitive.name == "reduce_window_max"]
     for equation in pools:
         axes: Labels = list(range(len(equation.params["window_dimensions"])))
         for feature in (len(axes) - 1, 1):
-            pool = None if id(equation) in taken else _pool(equation, axes, feature)
+            pool = _pool(equation, axes, feature)
             if pool is not None:
                 units.append(MaxPool(pool, equation, feature))
                 break

@@ -215,6 +215,28 @@ def test_a_maximum_is_no_relu():
     assert float(gradient[0]) == 256
 
 
+@pytest.mark.parametrize("spec", ["quantize:bits=4", "pooling:window=2", "fused:bits=4"])
+def test_the_max_pool_after_a_norm_without_a_code_saves_packed_indices(spec):
+    """Before, the pool belonged to the norm, and the result of the ReLU was kept exactly."""
+
+    class Stem(nnx.Module):
+        def __init__(self):
+            rngs = nnx.Rngs(0)
+            self.conv, self.norm = nnx.Conv(3, 16, (3, 3), rngs=rngs), nnx.BatchNorm(16, rngs=rngs)
+            self.next = nnx.Conv(16, 16, (3, 3), rngs=rngs)
+
+        def __call__(self, x):
+            h = jax.nn.relu(self.norm(self.conv(x)))
+            return self.next(nnx.max_pool(h, (3, 3), (2, 2), [(1, 1), (1, 1)]))
+
+    plan = jc.plan(jc.compress(Stem(), spec), jnp.ones((8, 32, 32, 3)))
+    ops = [value.op for value in plan.values if value.op]
+    assert ("max_pool" in ops) == (spec != "fused:bits=4")
+    assert ("norm_act" in ops) == (spec == "fused:bits=4")
+    if spec == "quantize:bits=4":
+        assert plan.saved_bytes < 0.1 * plan.exact_bytes
+
+
 def test_max_pool_alone_saves_packed_indices():
     x = jax.random.normal(jax.random.key(1), (4, 16, 16, 8))
     policy = jc.Policy((jc.Rule(jc.Packed(4), op="max_pool"),))
