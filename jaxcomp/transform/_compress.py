@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import jax
 from flax import nnx
-from jaxtyping import Array, PyTree
+from jaxtyping import PyTree
 
 from jaxcomp._core.module_scopes import with_module_scopes
 from jaxcomp._core.modules import derived, set_class, split_model, stock_class
@@ -157,16 +157,18 @@ def compressed_methods(
         return {"compressed_call": None}
 
     def compressed_call(self: nnx.Module, args: PyTree, kwargs: PyTree) -> tuple[Checkpointed, Any]:
-        _check_arguments((args, kwargs))
         graphdef, params, rest = split_model(self)
-        leaves, tree = jax.tree.flatten((args, kwargs))
+        leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=_has_state)
         arrays = {i: leaf for i, leaf in enumerate(leaves) if _is_array(leaf)}
+        objects = {i: nnx.split(leaf) for i, leaf in enumerate(leaves) if _has_state(leaf)}
+        arrays |= {i: state for i, (_, state) in objects.items()}
 
-        def run(params: PyTree, rest: PyTree, arrays: dict[int, Array]) -> Any:
+        def run(params: PyTree, rest: PyTree, arrays: dict[int, Any]) -> Any:
             copy = nnx.merge(graphdef, params, rest, copy=True)
             set_class(copy, kind)
             copy = with_module_scopes(copy, {})
-            traced_leaves = [arrays.get(i, leaf) for i, leaf in enumerate(leaves)]
+            given = {i: nnx.merge(of, arrays[i], copy=True) for i, (of, _) in objects.items()}
+            traced_leaves = [(arrays | given).get(i, leaf) for i, leaf in enumerate(leaves)]
             args, kwargs = jax.tree.unflatten(tree, traced_leaves)
             before = attributes(copy)
             result = without_others(copy(*args, **kwargs))
@@ -175,14 +177,18 @@ def compressed_methods(
             after, statistics, others = states
             # No loss is a function of running averages; their derivatives would be saved for it.
             statistics = jax.lax.stop_gradient(statistics)
-            return result, changed, _changed(params, after), statistics, others
+            of_objects = {i: _state_after(given[i], of) for i, (of, _) in objects.items()}
+            return result, changed, _changed(params, after), of_objects, statistics, others
 
         return transform(run, policy), (params, rest, arrays)
 
     def call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
         function, arguments = compressed_call(self, args, kwargs)
-        result, set_by_call, changed, *rest = function(*arguments)
+        result, set_by_call, changed, of_objects, *rest = function(*arguments)
         nnx.update(self, *rest)
+        leaves = jax.tree.leaves((args, kwargs), is_leaf=_has_state)
+        for i, state in of_objects.items():
+            nnx.update(leaves[i], state)
         change(self, set_by_call.value)
         if changed:
             leaves, tree = jax.tree.flatten(nnx.state(self, nnx.Param))
@@ -203,18 +209,24 @@ def _is_array(leaf: object) -> bool:
     return hasattr(leaf, "dtype") and hasattr(leaf, "shape") and not isinstance(leaf, type)
 
 
-def _check_arguments(arguments: PyTree) -> None:
-    """Raises a TypeError for an argument with state of its own, which the call could not update."""
+def _has_state(leaf: object) -> bool:
+    """Returns whether an argument is an object of Flax NNX, such as a cache or `nnx.Rngs`."""
+    return isinstance(leaf, nnx.Pytree | nnx.Variable)
 
-    def has_state(leaf: object) -> bool:
-        return isinstance(leaf, nnx.Pytree | nnx.Variable)
 
-    for leaf in jax.tree.leaves(arguments, is_leaf=has_state):
-        if has_state(leaf):
-            raise TypeError(
-                f"argument of type {type(leaf).__name__}: a compressed model cannot update its "
-                "state; make it an attribute of the model, or pass arrays and keys"
-            )
+def _state_after(leaf: Any, graphdef: Any) -> PyTree:
+    """Returns the state of an argument after the call.
+
+    Raises:
+        ValueError: If the call has changed more than values.
+    """
+    after, state = nnx.split(leaf)
+    if after != graphdef:
+        raise ValueError(
+            f"argument of type {type(leaf).__name__}: the call of a compressed model adds or "
+            "removes variables of it; expected new values alone"
+        )
+    return state
 
 
 def _changed(before: PyTree, after: PyTree) -> dict[int, Any]:

@@ -18,6 +18,7 @@ from tests.helpers import (
     assert_close,
     assert_same_bits,
     assert_unbiased,
+    distance,
     normal,
     shard,
     without_type_checks,
@@ -296,3 +297,64 @@ def test_what_it_cannot_do_is_an_error():
 
     with pytest.raises(TypeError, match="model of type Silent: expected one that can be called"):
         jc.compress(Silent())
+
+
+class Cache(nnx.Module):
+    def __init__(self) -> None:
+        self.total = nnx.Variable(jnp.zeros(8))
+        self.calls = nnx.Variable(jnp.int32(0))
+
+
+class Caching(nnx.Module):
+    """A model that takes a cache and keys, and writes the cache."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.up, self.down = nnx.Linear(8, 64, rngs=rngs), nnx.Linear(64, 8, rngs=rngs)
+        self.drop = nnx.Dropout(0.5)
+
+    def __call__(self, x: jax.Array, cache: Cache, *, rngs: nnx.Rngs) -> jax.Array:
+        y = self.down(self.drop(jax.nn.gelu(self.up(x)), rngs=rngs))
+        cache.total[...] += y.sum(0)
+        cache.calls[...] += 1
+        return y
+
+
+def test_modules_as_arguments_are_updated() -> None:
+    x = jnp.ones((256, 8))
+
+    def loss(model: Caching, cache: Cache, rngs: nnx.Rngs) -> jax.Array:
+        y = model(x, cache, rngs=rngs)
+        return jnp.square(model(y, cache, rngs=rngs)).mean() + cache.total[...].sum()
+
+    found = []
+    for policy in (None, "exact", jc.Quantize(bits=8)):
+        model, cache, rngs = Caching(nnx.Rngs(0)), Cache(), nnx.Rngs(1)
+        if policy is not None:
+            jc.compress(model, policy)
+        gradient = nnx.jit(nnx.grad(loss))(model, cache, rngs)
+        found.append((gradient, cache.total[...], cache.calls[...], rngs.dropout.count[...]))
+    stock, exact, coded = found
+    assert stock[2] == 2
+    for one in (exact, coded):
+        assert_same_bits(one[1:], stock[1:])
+    of_exact, of_coded, of_stock = (jax.tree.leaves(one[0]) for one in (exact, coded, stock))
+    assert_close(of_exact, of_stock)
+    assert 0 < distance(of_coded, of_stock) < 0.02
+    assert (
+        0
+        < distance(
+            *(jnp.concatenate([a.ravel() for a in jax.tree.leaves(g[0])]) for g in (coded, stock))
+        )
+        < 0.02
+    )
+
+
+def test_an_argument_that_gets_new_variables() -> None:
+    class Growing(Caching):
+        def __call__(self, x: jax.Array, cache: Cache, *, rngs: nnx.Rngs) -> jax.Array:
+            cache.last = nnx.Variable(x)
+            return super().__call__(x, cache, rngs=rngs)
+
+    model = jc.compress(Growing(nnx.Rngs(0)))
+    with pytest.raises(ValueError, match=r"argument of type Cache: the call .* adds or removes"):
+        model(jnp.ones((256, 8)), Cache(), rngs=nnx.Rngs(1))
