@@ -33,6 +33,7 @@ COVERED_BY = {
     "_model_attributes": "test_compress.py",
     "_nested.bounded": "nested/test_regions.py",
     "_nested.nested": "nested/test_loops.py",
+    "_nested.sums": "nested/test_chunks.py",
     "_nested.scheduled": "nested/test_loops.py",
     "_pieces.limits": "pieces/test_slices.py",
     "_pieces.pieces": "pieces/test_slices.py",

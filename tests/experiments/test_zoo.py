@@ -16,6 +16,8 @@ from experiments.zoo import (
     gpt2,
     llama,
     mobilenet,
+    recurrent,
+    resmlp,
     resnet_functions,
     resnet_linen,
     resnet_nnx,
@@ -46,6 +48,9 @@ PARAMETERS = {
     "vit_b16": 86_567_656,
     "gpt2": 124_439_808,
     "llama": 124_668_672,
+    "resmlp_s24": 30_020_680,
+    "gru": 3_411_200,
+    "mamba": 3_652_864,
 }
 
 FUNCTIONS = SimpleNamespace(
@@ -76,6 +81,9 @@ SMALL = {
     "vit": small(nnx, partial(vit.VisionTransformer, 32, 1, 2, 10, image=32)),
     "gpt2": words(nnx, partial(gpt2.GPT2, 32, 16, 32, 1, 2)),
     "llama": words(linen, partial(llama.Llama, 32, 32, 1, 4, 2, 64)),
+    "resmlp": small(nnx, partial(resmlp.ResMLP, 1, 16, patch=8, size=32, classes=10)),
+    "gru": words(nnx, partial(recurrent.GRU, 16, 1)),
+    "mamba": words(nnx, partial(recurrent.Mamba, 16, 1)),
 }
 
 

@@ -102,12 +102,12 @@ def test_parse_wrong_accumulate(spec):
     ],
 )
 def test_parse_unknown(spec):
-    with pytest.raises(ValueError, match=rf"strategy='{spec}': expected plain, remat, remat"):
+    with pytest.raises(ValueError, match=rf"strategy='{spec}': expected plain, open, remat, remat"):
         Strategy.parse(spec)
 
 
 def test_parse_unknown_strategy_of_micro_batches():
-    with pytest.raises(ValueError, match="strategy='plane': expected plain, remat, "):
+    with pytest.raises(ValueError, match="strategy='plane': expected plain, open, remat, "):
         Strategy.parse("accumulate:2:plane")
 
 

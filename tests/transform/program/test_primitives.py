@@ -8,6 +8,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxcomp._core.made_cast import made_cast
 from jaxcomp.transform._program.primitives import PRIMITIVES
 from tests.helpers import normal
 
@@ -57,6 +58,7 @@ EXAMPLES = {
     "imag": (lax.imag, (lax.complex(X, Y),)),
     "integer_pow": (lambda x: lax.integer_pow(x, 3), (X,)),
     "iota": (lambda: lax.iota(jnp.float32, 5), ()),
+    "made_cast": (made_cast, (X.astype(jnp.bfloat16), X)),
     "name": (lambda x: checkpoint_name(x, "hidden"), (X,)),
     "pad": (lambda x: lax.pad(x, 1.0, [(1, 0, 0), (0, 2, 1)]), (X,)),
     "pow": (lax.pow, (POSITIVE, Y)),
