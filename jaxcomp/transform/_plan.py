@@ -316,11 +316,11 @@ def _notes_of_regions(regions: Sequence[Region]) -> list[str]:
         kept, coded = (format_bytes(times * n) for n in (region.kept_bytes, region.coded_bytes))
         again = f"{format_bytes(region.recomputed_bytes)} while one is evaluated again"
         number = "a region" if times == 1 else f"{times} regions"
-        are, inputs = ("is", "its inputs") if times == 1 else ("are", "inputs")
+        are = "is" if times == 1 else "are"
         if isinstance(region.action, Codec):
             bias = "" if inner_codec(region.action).is_exact else ", which is biased"
             notes.append(
-                f"{where}: {number} of jax.checkpoint {are} evaluated again from {inputs}, saved "
+                f"{where}: {number} of jax.checkpoint {are} evaluated again from inputs saved "
                 f"by {region.action}{bias}"
             )
         elif region.is_open:

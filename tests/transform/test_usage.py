@@ -76,12 +76,13 @@ class Options(nnx.Module):
         return self.dropout(self.linear(x), rngs=rngs, deterministic=rngs is None).astype(dtype)
 
 
-def test_a_dtype_is_an_argument_and_a_stream_of_numbers_is_refused():
+def test_a_dtype_and_a_stream_of_numbers_are_arguments():
     ours, stock = jc.compress(Options(), KEEP), Options()
     call = nnx.jit(lambda model: model(X, dtype=jnp.float16))
     assert_same_bits(call(ours), call(stock))
-    with pytest.raises(TypeError, match="argument of type Rngs: a compressed model cannot update"):
-        ours(X, rngs=nnx.Rngs(3))
+    rngs, same = nnx.Rngs(3), nnx.Rngs(3)
+    assert_same_bits(ours(X, rngs=rngs), stock(X, rngs=same))
+    assert_same_bits(*(jax.random.key_data(stream()) for stream in (rngs, same)))
 
 
 def test_a_module_that_updates_its_state_in_a_function_is_refused():

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.core import ShapedArray
 
 import jaxcomp as jc
 from jaxcomp.codecs import Packed
@@ -84,7 +85,7 @@ def test_an_exact_value_that_is_needed_anyway_replaces_the_code():
 def test_predicates_take_one_bit_per_element():
     stored = chosen(lambda x, w: x @ w > 0, exact=["gt"], decisions=KEPT)
     assert stored == {"gt": Stored(Packed(1))}
-    assert stored["gt"].nbytes(jax.ShapeDtypeStruct((64, 64), jnp.bool)) == 64 * 64 // 8
+    assert stored["gt"].nbytes(ShapedArray((64, 64), jnp.bool)) == 64 * 64 // 8
 
 
 def test_offloaded_and_recomputed_values_take_no_bytes_of_the_device():
