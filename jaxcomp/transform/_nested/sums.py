@@ -116,7 +116,9 @@ def _sum(program: Program, position: int) -> _Sum | None:
         name = equation.primitive.name
         if name == "dot_general":
             is_of_iteration = all(map(is_variable, equation.invars))
-            return _Sum(position, equation, moves[::-1]) if is_of_iteration else None
+            # An algorithm that is asked for may not accumulate in the sum's dtype.
+            is_any = isinstance(equation.params["precision"], tuple | None)
+            return _Sum(position, equation, moves[::-1]) if is_of_iteration and is_any else None
         if name not in MOVES or len(equation.outvars) > 1:
             return None
         moves.append(equation)
