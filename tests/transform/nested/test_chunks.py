@@ -141,6 +141,21 @@ def test_iterations_of_a_chunk_round_equal_values_differently():
     assert all(distance(gradient[0], other) > 1e-3 for other in gradient[1:])
 
 
+def test_codes_of_chunks_are_saved_by_their_names_and_have_no_derivatives():
+    coded = jc.checkpoint(_recurrent, CODEC)
+
+    def loss(w):
+        return jnp.square(coded(w, X)).mean()
+
+    with limits_of(loop_length=LENGTH):
+        kept = jax.checkpoint(loss, policy=jc.policies.save_compressed())
+        again = jax.checkpoint(loss)
+        saved, none = (jc.memory.declared_residual_bytes(f, WEIGHTS) for f in (kept, again))
+        assert saved > X.nbytes / 8 > none
+        with pytest.raises(NotImplementedError, match="second derivatives through an encoded"):
+            jax.grad(lambda w: jnp.square(jax.grad(loss)(w)).sum())(WEIGHTS)
+
+
 def test_which_loops_are_in_chunks():
     def notes(policy=CODEC, length=LENGTH, **limits):
         x = normal((length, 8, 32))
