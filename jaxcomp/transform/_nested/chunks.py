@@ -12,7 +12,6 @@ from typing import Any
 import jax
 from jaxtyping import Array
 
-from jaxcomp._core import barriers
 from jaxcomp.transform._choice.choice import Stored
 from jaxcomp.transform._choice.graph import plain_nbytes
 from jaxcomp.transform._choice.schedule import Schedule
@@ -65,12 +64,7 @@ def encoded_chunk(schedule: Schedule, stored: Residual, seeds: Array) -> Residua
         pairs = enumerate(schedule.stored.values())
         return {i: encoded(how, stored[i], seeds[i]) for i, how in pairs}
 
-    codes = jax.vmap(encode)(stored, seeds)
-    pairs = enumerate(schedule.stored.values())
-    return {
-        i: codes[i] if how.codec is None else barriers.name_residual(codes[i], how.codec)
-        for i, how in pairs
-    }
+    return jax.vmap(encode)(stored, seeds)
 
 
 def decoded_chunk(schedule: Schedule, stored: Residual) -> Residual:
