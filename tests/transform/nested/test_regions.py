@@ -77,8 +77,13 @@ def _notes(function, policy=CODEC, weights=WEIGHTS):
     return [note for note in notes if "jax.checkpoint" in note]
 
 
-@pytest.mark.parametrize("around", AROUND)
-@pytest.mark.parametrize("function", [_blocks, _scanned, _nested, _in_a_branch, _with_literals])
+@pytest.mark.parametrize(
+    ("function", "around"),
+    [
+        *((function, jax.checkpoint) for function in (_blocks, _nested, _in_a_branch)),
+        *((function, around) for function in (_scanned, _with_literals) for around in AROUND),
+    ],
+)
 def test_an_open_region_is_as_plain_code(function, around):
     region = functools.partial(function, around=around)
     found, plain = _gradients(region, Policy((OPEN, Rule(CODEC)))), _gradients(function, CODEC)
