@@ -121,4 +121,5 @@ def _unmatched(rule: Rule, notes: Notes) -> str:
         f"names: {names}; primitives: {primitives}; roles: {roles}; dtypes: {dtypes} (codecs "
         f"encode float32, bfloat16 and float16); paths: {paths}; at most "
         f"{max((v.elements for v in values), default=0)} elements"
+        + ("; an input is what coded_argnums of jaxcomp.checkpoint names" * ("input" in rule.roles))
     )
