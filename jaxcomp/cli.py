@@ -88,7 +88,7 @@ def memory_command(
         list[str] | None,
         typer.Argument(
             metavar="ROW",
-            help="A strategy: plain, remat, remat:dots, remat:weights, remat:N, offload, "
+            help="A strategy: plain, open, remat, remat:dots, remat:weights, remat:N, offload, "
             "accumulate:N or accumulate:N:SPEC; or the spec of a policy, such as fused:bits=4, "
             "transformer:bits=4 or quantize:bits=2, which means jc.compress(model, spec). "
             f"Default: {' '.join(ROWS)}; for your own step factory {' '.join(ROWS_OF_ANY_MODEL)}.",
