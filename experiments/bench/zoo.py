@@ -174,7 +174,7 @@ def main(
     for name in targets:
         resolve(name)
     for spec in ways:
-        Strategy.parse(spec)
+        of_way(spec)
     rows: dict[tuple[str, ...], dict[str, Any]] = {}
     if add:
         found = read_table(out / "zoo.json", {})["rows"]
