@@ -398,15 +398,16 @@ def attention(own: Own, x: Array) -> Array:
 
 @_over(3)
 def library_attention(own: Own, x: Array) -> Array:
-    q, k, v = _project(own, x, 4, own.pick(4, 2), 4)
+    wide = jnp.float32 if x.dtype == jnp.float16 else x.dtype  # a CPU has no product of float16
+    q, k, v = (a.astype(wide) for a in _project(own, x, 4, own.pick(4, 2), 4))
     form = own.pick("causal", "mask", "bias", "window")
     options: dict[str, Any] = {
         "causal": {"is_causal": True},
         "mask": {"mask": _mask(own, x.shape[1])[None, None]},
-        "bias": {"bias": own.weight(1, 4, x.shape[1], x.shape[1], scale=0.5)},
+        "bias": {"bias": own.weight(1, 4, x.shape[1], x.shape[1], scale=0.5).astype(wide)},
         "window": {"local_window_size": (2, 1)},
     }[form]
-    mixed = jax.nn.dot_product_attention(q, k, v, **options)
+    mixed = jax.nn.dot_product_attention(q, k, v, **options).astype(x.dtype)
     return x + _dense(own, mixed.reshape(*x.shape[:2], -1), x.shape[-1])
 
 
