@@ -19,7 +19,7 @@ from jaxcomp._core.explicit import explicit_axes
 from jaxcomp._core.linear_map import ByPosition
 from jaxcomp.codecs import noise
 from jaxcomp.codecs._codec import Seed
-from jaxcomp.memory._tracing import CHECKPOINT_PRIMITIVES
+from jaxcomp.memory._tracing import CHECKPOINT_PRIMITIVES, open_jaxpr
 from jaxcomp.policies._policy import JaxPolicy, Policy
 from jaxcomp.policies._specs import PolicyLike, policy_for_function
 from jaxcomp.transform._choice.context import Context
@@ -213,7 +213,7 @@ def _passed_on(jaxpr: Jaxpr, atom: Any) -> Any:
         name, params = equation.primitive.name, equation.params
         if atom not in equation.outvars or name not in (*CHECKPOINT_PRIMITIVES, "jit", "scan"):
             continue
-        inner = getattr(params["jaxpr"], "jaxpr", params["jaxpr"])
+        inner = open_jaxpr(params["jaxpr"])
         index = equation.outvars.index(atom)
         passed = _passed_on(inner, inner.outvars[index])
         if passed not in inner.invars:

@@ -1,6 +1,5 @@
 """`scan` loops inside of a function: each iteration stores what the policy says of its values."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,8 +16,8 @@ from jaxcomp._core.shard_map import filled
 from jaxcomp.codecs import noise
 from jaxcomp.codecs._codec import Seed
 from jaxcomp.transform._execution.backward import used_arguments
-from jaxcomp.transform._nested.chunks import as_it_is, chunk_length, decoded_chunk, encoded_chunk
-from jaxcomp.transform._nested.scheduled import Nested, Outer, ScheduledProgram, with_zeros
+from jaxcomp.transform._nested.chunks import chunk_length, decoded_chunk, encoded_chunk
+from jaxcomp.transform._nested.scheduled import Nested, Outer, with_zeros
 from jaxcomp.transform._nested.sums import products_at_once
 from jaxcomp.transform._program.primitives import tangents_of
 from jaxcomp.transform._program.program import Program, avals, is_of_collective
@@ -85,7 +84,6 @@ class Loop(Differentiable[Nested]):
     ) -> tuple[list[Array], PyTree]:
         """Returns the results, and what iterations stored beside operands of the loop."""
         (body,) = choice.programs
-        of_iteration = body if choice.chunk == 1 else _as_it_is(body)
 
         def run(seed: Seed, arguments: list[Array]) -> Any:
             consts, start, xs = self._divided(arguments)
@@ -96,7 +94,7 @@ class Loop(Differentiable[Nested]):
                     own_seed = noise.folded(noise.folded(seed, self._number), index)
                 else:
                     own_seed = None
-                results, (stored, used) = of_iteration.forward(own_seed, [*consts, *state, *x])
+                results, (stored, used) = choice.iteration.forward(own_seed, [*consts, *state, *x])
                 inside = {i: value for i, value in used.items() if not self._is_operand(i)}
                 state, ys = results[: self.carries], results[self.carries :]
                 return (index + jnp.uint32(1), state), (
@@ -148,7 +146,6 @@ class Loop(Differentiable[Nested]):
     def backward(self, choice: Nested, residual: PyTree, cotangents: ByPosition) -> ByPosition:
         """Returns the cotangents of operands, by a loop in the opposite order."""
         (body,) = choice.programs
-        of_iteration = body if choice.chunk == 1 else _as_it_is(body)
         active, smooth = body.schedule.active, body.schedule.smooth
         summed = [i for i in active if i < self.consts]
         carried = [i for i in active if self.consts <= i < self.at_x]
@@ -161,7 +158,7 @@ class Loop(Differentiable[Nested]):
             (stored, inside), operands, of_ys = x
             of_results = {i - self.consts: c for i, c in of_carry.items()} | of_ys
             residual = stored, inside | operands | whole
-            of_arguments = of_iteration.backward(residual, of_results)
+            of_arguments = choice.iteration.backward(residual, of_results)
             sums = {i: sums[i] + of_arguments[i] for i in summed}
             return (sums, {i: of_arguments[i] for i in carried}), {
                 i: of_arguments[i] for i in along
@@ -255,11 +252,6 @@ class Loop(Differentiable[Nested]):
         whole = {i: value for i, value in operands.items() if i < self.at_x}
         stacked = {i: value for i, value in operands.items() if i >= self.at_x}
         return saved, whole, stacked
-
-
-def _as_it_is(body: ScheduledProgram) -> ScheduledProgram:
-    """Returns an iteration that encodes nothing."""
-    return dataclasses.replace(body, schedule=as_it_is(body.schedule))
 
 
 def counts(equation: Equation, body: Program) -> tuple[int, int]:

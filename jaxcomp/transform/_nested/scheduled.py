@@ -1,6 +1,7 @@
 """The schedule of a program, and those of the loops and conditionals in it."""
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Collection, Sequence
 
@@ -15,6 +16,7 @@ from jaxcomp.transform._choice.context import Context
 from jaxcomp.transform._choice.graph import NESTED
 from jaxcomp.transform._choice.schedule import Schedule
 from jaxcomp.transform._execution import backward, forward
+from jaxcomp.transform._nested.chunks import as_it_is
 from jaxcomp.transform._nested.regions import Region
 from jaxcomp.transform._program.builder import Builder
 from jaxcomp.transform._program.program import Program
@@ -39,6 +41,14 @@ class Nested:
     length: int | None = None
     chunk: int = 1
     name: str = dataclasses.field(default_factory=lambda: f"{NESTED}{next(_numbers)}")
+
+    @functools.cached_property
+    def iteration(self) -> "ScheduledProgram":
+        """The body of a loop as each iteration runs it: without codes, if a chunk encodes."""
+        (body,) = self.programs
+        if self.chunk == 1:
+            return body
+        return dataclasses.replace(body, schedule=as_it_is(body.schedule))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
