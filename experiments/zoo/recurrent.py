@@ -14,7 +14,20 @@ from jax.typing import DTypeLike
 BYTES = 256
 
 
-class GRU(nnx.Module):
+class LanguageModel(nnx.Module):
+    def __init__(self, features: int, blocks: list[nnx.Module], **options: Any) -> None:
+        self.embed = nnx.Embed(BYTES, features, **options)
+        self.blocks = nnx.List(blocks)
+        self.head = nnx.Linear(features, BYTES, **options)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class GRU(LanguageModel):
     def __init__(
         self,
         features: int = 512,
@@ -23,16 +36,9 @@ class GRU(nnx.Module):
         dtype: DTypeLike | None = None,
         rngs: nnx.Rngs,
     ) -> None:
-        self.embed = nnx.Embed(BYTES, features, dtype=dtype, rngs=rngs)
-        cells = [nnx.GRUCell(features, features, dtype=dtype, rngs=rngs) for _ in range(depth)]
-        self.blocks = nnx.List([nnx.RNN(cell, rngs=rngs) for cell in cells])
-        self.head = nnx.Linear(features, BYTES, dtype=dtype, rngs=rngs)
-
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+        options: dict[str, Any] = dict(dtype=dtype, rngs=rngs)
+        cells = [nnx.GRUCell(features, features, **options) for _ in range(depth)]
+        super().__init__(features, [nnx.RNN(cell, rngs=rngs) for cell in cells], **options)
 
 
 class SelectiveScan(nnx.Module):
@@ -71,7 +77,7 @@ class SelectiveScan(nnx.Module):
         return x + self.leave(y * nnx.silu(gate))
 
 
-class Mamba(nnx.Module):
+class Mamba(LanguageModel):
     def __init__(
         self,
         features: int = 512,
@@ -80,13 +86,6 @@ class Mamba(nnx.Module):
         dtype: DTypeLike | None = None,
         rngs: nnx.Rngs,
     ) -> None:
-        self.embed = nnx.Embed(BYTES, features, dtype=dtype, rngs=rngs)
-        layers = [SelectiveScan(features, dtype=dtype, rngs=rngs) for _ in range(depth)]
-        self.blocks = nnx.List(layers)
-        self.head = nnx.Linear(features, BYTES, dtype=dtype, rngs=rngs)
-
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+        options: dict[str, Any] = dict(dtype=dtype, rngs=rngs)
+        blocks: list[nnx.Module] = [SelectiveScan(features, **options) for _ in range(depth)]
+        super().__init__(features, blocks, **options)
