@@ -1,6 +1,7 @@
 """An array together with its code, so that all operations that read it save the same code."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import NoReturn, cast
 
 import jax
@@ -76,19 +77,8 @@ def encode_operand(
     Returns:
         The array with its code. Its gradient is the identity.
     """
-
-    @jax.custom_vjp
-    def op(value: Array, seed: Array) -> tuple[Array, Encoded]:
-        return barriers.save_residual(value, codec.encode(value, seed), codec)
-
-    def forward(value: Array, seed: Array) -> tuple[tuple[Array, Encoded], None]:
-        return op(value, seed), None
-
-    def backward(_: None, cotangents: tuple[Array, Encoded]) -> tuple[Array, None]:
-        return cotangents[0], None
-
-    op.defvjp(forward, backward)
-    value, code = op(value, jnp.uint32(0) if seed is None else jnp.asarray(seed))
+    of_call = jnp.uint32(0) if seed is None else jnp.asarray(seed)
+    value, code = _with_code(codec.encode, value, of_call, codec)
     scale = jnp.ones((*(1,) * (value.ndim - 1), value.shape[-1]))
     return CodedArray(value, scale, barriers.name_residual(code, codec), codec)
 
@@ -117,18 +107,28 @@ def encode_activation(
     """
     sign_aware = cast(SignAware, inner_codec(codec))
 
-    @jax.custom_vjp
-    def op(value: Array, channel_scale: Array) -> tuple[Array, Encoded]:
+    def encode(value: Array, channel_scale: Array) -> Encoded:
         salt = noise.salt(noise.fingerprint(channel_scale), value)
-        code = sign_aware.encode_activation(value, channel_scale, salt)
-        return barriers.save_residual(value, code, codec)
+        return sign_aware.encode_activation(value, channel_scale, salt)
 
-    def forward(value: Array, channel_scale: Array) -> tuple[tuple[Array, Encoded], None]:
-        return op(value, channel_scale), None
+    value, code = _with_code(encode, value, channel_scale, codec)
+    return CodedArray(value, channel_scale, code, codec)
+
+
+def _with_code(
+    encode: Callable[[Array, Array], Encoded], value: Array, argument: Array, codec: Codec
+) -> tuple[Array, Encoded]:
+    """Returns an array and its code. The gradient of the array is the identity."""
+
+    @jax.custom_vjp
+    def op(value: Array, argument: Array) -> tuple[Array, Encoded]:
+        return barriers.save_residual(value, encode(value, argument), codec)
+
+    def forward(value: Array, argument: Array) -> tuple[tuple[Array, Encoded], None]:
+        return op(value, argument), None
 
     def backward(_: None, cotangents: tuple[Array, Encoded]) -> tuple[Array, None]:
         return cotangents[0], None
 
     op.defvjp(forward, backward)
-    value, code = op(value, channel_scale)
-    return CodedArray(value, channel_scale, code, codec)
+    return op(value, argument)
