@@ -114,7 +114,7 @@ def test_residuals_in_loops(wrap):
     policy = Policy((*of_residuals(jc.Quantize(bits=8)).rules, *only(jc.Quantize(bits=8)).rules))
     coded = jc.checkpoint(fn, policy)
     exact = jax.grad(fn)(WEIGHTS, X)
-    assert 0 < distance(jax.grad(coded)(WEIGHTS, X), exact) < 0.02
+    assert 0 < distance(jax.grad(coded)(WEIGHTS, X), exact) < 0.03
     decisions = [v.decision for v in jc.plan(coded, WEIGHTS, X).values if v.role == "residual"]
     assert decisions == [str(jc.Quantize(bits=8))] * 3
 
