@@ -23,6 +23,20 @@ AS_WRITTEN = {"xla_allow_excess_precision": False}  # bfloat16 is rounded to bet
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
+def slow(*values):
+    """Parameters that `make nightly` alone runs."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def kept(cases, by_default):
+    """All cases, of which `make test` runs those that `by_default` has, and `make nightly` all."""
+    return [case if case in by_default else slow(*_as_tuple(case)) for case in cases]
+
+
+def _as_tuple(case):
+    return case if isinstance(case, tuple) else (case,)
+
+
 def only(action, **conditions):
     """A policy of one rule."""
     return Policy((Rule(action, **conditions),))

@@ -19,6 +19,9 @@ OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 # What JAX keeps without jaxcomp, which the pages show for JAX before 0.12.
 PLAIN = re.compile(r"(?<= of )[\d,]+(?= bytes)|[\d,]+(?= without compression)")
 
+# Pages whose examples compile many programs, of `fit`, of memory and of transformers.
+LONG = ("docs/howto/budget.md", "docs/howto/memory.md", "docs/howto/transformers.md")
+
 
 def name(page: Path) -> str:
     return str(page.relative_to(ROOT))
@@ -56,7 +59,14 @@ def run(page: Path) -> None:
                 assert same, f"{where}: expected\n{expected}\nfound\n{found}"
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if BLOCK.search(p.read_text())], ids=name)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=name(page), marks=[pytest.mark.slow] * (name(page) in LONG))
+        for page in PAGES
+        if BLOCK.search(page.read_text())
+    ],
+)
 def test_python_blocks_run_and_print_what_they_show(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with jax.numpy_rank_promotion("allow"):  # as users have it

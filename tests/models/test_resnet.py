@@ -12,6 +12,7 @@ import jaxcomp as jc
 from jaxcomp.models import resnet
 from jaxcomp.nn._coded import coded_modules
 from jaxcomp.planning._remat import remat_blocks
+from tests.helpers import slow
 
 # Published counts: torchvision's documentation of its weights (1000 classes); He et al.,
 # arXiv:1512.03385, table 6 (10 classes), to the last digit for shortcuts without parameters.
@@ -39,7 +40,7 @@ def _count(model: resnet.ResNet) -> int:
     return sum(math.prod(p.shape) for p in nnx.to_flat_state(nnx.state(model, nnx.Param)).leaves)
 
 
-DEEP = ("resnet101", "resnet152", "resnet44", "resnet56", "resnet110")
+DEEP = ("resnet34", "resnet101", "resnet152", "resnet32", "resnet44", "resnet56", "resnet110")
 
 
 @pytest.mark.parametrize(
@@ -66,7 +67,7 @@ def test_parameter_count_of_the_pre_activation_network() -> None:
     assert _count(_abstract("preact164")) == total
 
 
-@pytest.mark.parametrize(("name", "giga_macs"), [("resnet18", 1.814), ("resnet50", 4.089)])
+@pytest.mark.parametrize(("name", "giga_macs"), [("resnet18", 1.814), slow("resnet50", 4.089)])
 def test_multiplications_are_the_published_ones(name: str, giga_macs: float) -> None:
     """At 224 pixels, as torchvision documents them; where the stride is changes them (v1.5)."""
     graphdef, state = nnx.split(_abstract(name, num_classes=1000))
@@ -115,12 +116,12 @@ NETWORKS: dict[str, typing.Any] = {
     "pre-activation": (resnet.PreActBottleneck, (1, 1), 4, False),
 }
 CASES: list[typing.Any] = [("cifar", spec) for spec in SPECS[:2]]
-CASES += [("imagenet", spec) for spec in SPECS[2:]]
-CASES += [(network, "fused:bits=4") for network in NETWORKS]
-CASES += [("imagenet", "fused:bits=4,scale_source=range")]
-MORE = [("cifar", "quantize:bits=2"), ("pre-activation", "quantize:bits=2")]
+CASES += [("imagenet", "quantize:bits=2"), ("imagenet", "fused:bits=4")]
+MORE = [("cifar", "fused:bits=4"), ("pre-activation", "fused:bits=4")]
+MORE += [("imagenet", "quantize:bits=8"), ("imagenet", "fused:bits=4,scale_source=range")]
+MORE += [("cifar", "quantize:bits=2"), ("pre-activation", "quantize:bits=2")]
 MORE += [("imagenet", "fused:bits=3,scale_source=range")]
-CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in MORE]
+CASES += [slow(*case) for case in MORE]
 BATCH, CLASSES = 8, 3
 IMAGES = jnp.asarray(np.random.default_rng(0).normal(size=(BATCH, 16, 16, 3)), jnp.float32)
 
@@ -201,7 +202,7 @@ def test_forward_is_exact_and_a_step_is_finite(network: str, spec: str) -> None:
     assert 0 < _error(gradient, _vector(expected.gradients)) < 1
 
 
-@pytest.mark.parametrize("spec", ["exact", "quantize:bits=8"])
+@pytest.mark.parametrize("spec", [slow("exact"), "quantize:bits=8"])
 def test_remat_changes_nothing_but_rounding(spec: str) -> None:
     got = _compile("imagenet", spec, remat=True)(IMAGES)
     expected = _compile("imagenet", spec)(IMAGES)
@@ -239,7 +240,7 @@ def test_mean_gradient_over_draws_is_near_the_exact_one() -> None:
     assert mean < one / 3
 
 
-@pytest.mark.parametrize("strategy", ["fused:bits=4", "fused:bits=4,scale_source=range"])
+@pytest.mark.parametrize("strategy", ["fused:bits=4", slow("fused:bits=4,scale_source=range")])
 def test_one_code_for_each_unit_is_unbiased_too(strategy: str) -> None:
     expected = _vector(_compile("imagenet", "exact")(IMAGES).gradients)
     step = _compile("imagenet", strategy)

@@ -12,7 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxcomp as jc
 from jaxcomp.memory._collectives import collective_traffic
-from tests.helpers import OPTIMIZED, assert_close
+from tests.helpers import OPTIMIZED, assert_close, kept, slow
 
 P = PartitionSpec
 WIDTH, HIDDEN = 64, 512
@@ -117,16 +117,13 @@ def _placed(fn, mesh):
     return placed, jax.device_put(X, NamedSharding(mesh, spec))
 
 
-# With codes, and of the same kind.
-REPEATED = [(nested, jc.Exact()), (gathered, jc.Exact())]
+# Noise hides rounding, so that limits are closer with exact values.
+BY_DEFAULT = [(fn, jc.Exact()) for fn in (looped, with_rules, in_sequence)]
+BY_DEFAULT += [(fn, jc.Quantize(4)) for fn in (tensor_parallel, gathered_and_parallel, nested)]
 
 
 @pytest.mark.parametrize(
-    ("fn", "policy"),
-    [
-        pytest.param(*case, marks=pytest.mark.slow if case in REPEATED else ())
-        for case in itertools.product(CASES, (jc.Exact(), jc.Quantize(4)))
-    ],
+    ("fn", "policy"), kept(itertools.product(CASES, (jc.Exact(), jc.Quantize(4))), BY_DEFAULT)
 )
 def test_gradients_are_those_of_one_device(fn, policy):
     coded = jc.checkpoint(fn, policy)
@@ -153,7 +150,7 @@ def test_gradients_are_those_of_one_device(fn, policy):
         assert more <= base + again + SAMPLES  # gathered weights are not saved
 
 
-@pytest.mark.parametrize("sizes", [(1, 1), (2, 1), (1, 2), (2, 2)])
+@pytest.mark.parametrize("sizes", [slow((1, 1)), slow((2, 1)), slow((1, 2)), (2, 2)])
 def test_any_number_of_devices(sizes):
     coded = jc.checkpoint(gathered_and_parallel, jc.Quantize(4))
     gradient = jax.jit(jax.grad(functools.partial(_loss, coded)))
