@@ -8,7 +8,7 @@ from flax import nnx
 from jax import lax
 
 import jaxcomp as jc
-from tests.helpers import distance, normal
+from tests.helpers import distance, normal, slow
 
 SIZE = 128
 W = normal((SIZE, SIZE), seed=1) / 11
@@ -69,7 +69,7 @@ class Block(nnx.Module):
         return x + self.down(nnx.gelu(self.up(self.norm(x))))
 
 
-@pytest.mark.parametrize("around", [nnx.jit, nnx.remat], ids=["jit", "remat"])
+@pytest.mark.parametrize("around", [slow(nnx.jit), nnx.remat], ids=["jit", "remat"])
 def test_compressed_blocks_in_transformations_of_flax(around):
     x = normal((512, 64))
 

@@ -7,7 +7,7 @@ from flax import nnx
 import jaxcomp as jc
 from jaxcomp.diagnostics._losses import vector
 from jaxcomp.planning import Strategy
-from tests.helpers import normal, only, without_type_checks
+from tests.helpers import normal, only, slow, without_type_checks
 
 
 class Net(nnx.Module):
@@ -127,7 +127,7 @@ class Blocks(nnx.Module):
         return x
 
 
-@pytest.mark.parametrize("way", ["quantize:bits=2", "boundary:quantize:bits=2"])
+@pytest.mark.parametrize("way", [slow("quantize:bits=2"), "boundary:quantize:bits=2"])
 def test_the_control_of_a_model_that_is_coded_as_a_whole_is_exact(way):
     model = Strategy.parse(way)(Blocks())
     batch = normal((1024, 16)), jnp.arange(1024) % 16
@@ -152,7 +152,9 @@ def _again(params, x):
     return jax.checkpoint(jc.checkpoint(_mlp, "quantize:bits=2"))(params, x)
 
 
-@pytest.mark.parametrize("forward", [jc.checkpoint(_mlp, "quantize:bits=2"), _scanned, _again])
+@pytest.mark.parametrize(
+    "forward", [slow(jc.checkpoint(_mlp, "quantize:bits=2")), _scanned, _again]
+)
 def test_any_function_of_parameters_is_compared_with_its_exact_gradient(forward):
     params = {"blocks": [0.1 * normal((16, 16), seed=i) for i in range(2)]}
     batch = normal((1024, 16)), jnp.arange(1024) % 16

@@ -42,6 +42,7 @@ def test_every_strategy_is_compiled_run_and_timed(tmp_path, monkeypatch):
     assert "| remat |" in (tmp_path / "device.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_process_of_its_own_has_the_cache(tmp_path):
     with device.new_processes(str(tmp_path), 1) as processes:
         calls = [processes.submit(whereabouts) for _ in range(2)]

@@ -25,6 +25,7 @@ from experiments.training.run import build, evaluate, learning_rate
 from experiments.training.train import train
 from jaxcomp.models import training
 from tests.experiments.conftest import make_dataset
+from tests.helpers import slow
 
 CONFIG = TrainConfig(model="tiny", dataset="tiny", epochs=2, batch=16, lr=0.05)
 
@@ -73,7 +74,9 @@ def unbroken_run(config, folder):
 
 
 # Steps 1 to 4 are the first epoch: within it, at its end before the evaluation, within the second.
-@pytest.mark.parametrize(("strategy", "stop"), [("plain", 4), ("plain", 6), ("quantize:bits=2", 3)])
+@pytest.mark.parametrize(
+    ("strategy", "stop"), [("plain", 4), slow("plain", 6), ("quantize:bits=2", 3)]
+)
 def test_resumed_run_equals_unbroken_one(
     tiny, tmp_path, tmp_path_factory, monkeypatch, strategy, stop
 ):
@@ -231,7 +234,7 @@ def test_bfloat16_keeps_state_in_float32(tiny):
     assert jnp.isfinite(metrics.loss)
 
 
-@pytest.mark.parametrize("strategy", ["plain", "accumulate:2"])
+@pytest.mark.parametrize("strategy", [slow("plain"), "accumulate:2"])
 def test_step_is_traced_once(tiny, monkeypatch, strategy):
     traced = []
     make_loss = training.make_loss
@@ -324,6 +327,7 @@ def test_command_line_names_what_is_wrong(tmp_path):
     assert files(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_exits(tmp_path):
     train = "experiments.training.train"
     command = [sys.executable, "-m", train, "--out", str(tmp_path), "--batch", "8"]

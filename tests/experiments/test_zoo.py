@@ -28,6 +28,7 @@ from experiments.zoo import (
 )
 from jaxcomp import memory
 from jaxcomp.planning import Strategy
+from tests.helpers import slow
 
 PARAMETERS = {
     "resnet50_nnx": 25_557_032,
@@ -108,7 +109,9 @@ def filled(shape):
     return np.random.default_rng(0).uniform(0, 0.1, shape.shape).astype(shape.dtype)
 
 
-LONG_TO_COMPILE = ("efficientnet", "densenet")
+# Long to compile, or of the same library and of the layers of others.
+SELDOM = ("efficientnet", "densenet", "mobilenet", "llama", "vgg")
+SELDOM += ("resnet_nnx", "resnet_linen", "resnet_linen_basic")
 
 
 # Of the classes of other networks here, in another width or dtype.
@@ -131,7 +134,7 @@ def test_every_network_has_a_known_number_of_parameters():
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[pytest.mark.slow] if n in LONG_TO_COMPILE else []) for n in SMALL],
+    [pytest.param(n, marks=[pytest.mark.slow] if n in SELDOM else []) for n in SMALL],
 )
 def test_gradients_are_finite(name):
     loss, arguments = parts(name, "plain")
@@ -142,7 +145,9 @@ def test_gradients_are_finite(name):
     assert any(leaf.any() for leaf in jax.tree.leaves(gradient))
 
 
-@pytest.mark.parametrize("name", ["resnet_nnx_basic", "resnet_linen_basic", "resnet_functions"])
+@pytest.mark.parametrize(
+    "name", ["resnet_nnx_basic", slow("resnet_linen_basic"), slow("resnet_functions")]
+)
 def test_a_strategy_changes_what_is_saved(name):
     def saved(spec):
         loss, (params, *rest) = parts(name, spec)

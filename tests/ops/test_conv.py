@@ -17,6 +17,7 @@ from tests.helpers import (
     normal,
     replicate,
     shard,
+    slow,
     stored_shapes,
     without_type_checks,
 )
@@ -55,6 +56,8 @@ CASES = {
     "precision": ((4, 6, 5, 3), (3, 3, 3, 4), NHWC, (1, 1), "SAME", {"precision": "highest"}),
 }
 
+SELDOM = ("same", "explicit padding", "default layout", "precision")  # as others
+
 
 def channels_last(layout):
     """The axes of the input in the order batch, spatial, channels."""
@@ -66,9 +69,11 @@ def channels_last(layout):
 @pytest.mark.parametrize(
     ("case", "dtype", "codec"),
     [
-        *((case, jnp.float32, Quantize(2)) for case in CASES),
+        *((case, jnp.float32, Quantize(2)) for case in CASES if case not in SELDOM),
+        *(slow(case, jnp.float32, Quantize(2)) for case in SELDOM),
         *((case, jnp.float32, AvgPool(2)) for case in ("same", "channels first")),
-        *(("groups", dtype, Quantize(2)) for dtype in (jnp.bfloat16, jnp.float16)),
+        ("groups", jnp.bfloat16, Quantize(2)),
+        slow("groups", jnp.float16, Quantize(2)),
     ],
 )
 def test_forward_is_stock_and_backward_is_stock_at_the_decoded_lhs(case, dtype, codec):
@@ -102,8 +107,14 @@ POINTWISE = {
 }
 
 
-@pytest.mark.parametrize("codec", [Quantize(2), AvgPool(2)], ids=["quantized", "pooled"])
-@pytest.mark.parametrize("case", POINTWISE)
+@pytest.mark.parametrize(
+    ("case", "codec"),
+    [
+        *((case, Quantize(2)) for case in POINTWISE),
+        ("2d", AvgPool(2)),
+        *(slow(case, AvgPool(2)) for case in POINTWISE if case != "2d"),
+    ],
+)
 def test_pointwise_convolutions_store_what_they_read(case, codec):
     lhs_shape, rhs_shape, layout, strides, padding, kwargs = POINTWISE[case]
     kwargs |= {"window_strides": strides, "padding": padding, "dimension_numbers": layout}
@@ -251,8 +262,14 @@ TRANSPOSED = {
 }
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("case", TRANSPOSED)
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        *((case, jnp.float32) for case in TRANSPOSED),
+        ("2d", jnp.bfloat16),
+        *(slow(case, jnp.bfloat16) for case in TRANSPOSED if case != "2d"),
+    ],
+)
 def test_conv_transpose(case, dtype):
     shape, kernel, options = TRANSPOSED[case]
     lhs, rhs = normal(shape, dtype), normal(kernel, dtype, 1)

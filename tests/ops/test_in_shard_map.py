@@ -9,7 +9,7 @@ from jax import lax
 from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding
 
 from jaxcomp import AvgPool, BlockSparse, DualPrecision, Exact, Offload, Quantize, SignAware, ops
-from tests.helpers import assert_close, normal
+from tests.helpers import assert_close, normal, slow
 
 AUTO = jax.sharding.AxisType.Auto
 DEVICES = 8
@@ -99,13 +99,17 @@ def test_parameters_are_the_same_on_all_devices(operation, codec, parameters):
 
 @pytest.mark.parametrize(
     ("codec", "axis_name"),
-    [(SignAware(2), None), (SignAware(4), "batch"), (SignAware(3, scale_source="range"), "batch")],
+    [
+        (SignAware(2), None),
+        (SignAware(3, scale_source="range"), "batch"),
+        slow(SignAware(4), "batch"),
+    ],
 )
 def test_a_unit_and_a_residual_sum(codec, axis_name):
     check(functools.partial(unit, codec), KERNEL[:1, :1], SCALE, BIAS, axis_name=axis_name)
 
 
-@pytest.mark.parametrize("codec", [SignAware(4), Offload(SignAware(4))], ids=lambda c: c.name)
+@pytest.mark.parametrize("codec", [slow(SignAware(4)), Offload(SignAware(4))], ids=lambda c: c.name)
 def test_a_pool_after_a_norm(codec):
     check(functools.partial(pooled, codec), SCALE, BIAS)
 
@@ -139,7 +143,7 @@ def test_a_mesh_of_which_one_axis_is_manual(operation, codec, parameter):
     assert_close(jax.jit(mapped)(parameter, X), expected, 1e-5)
 
 
-@pytest.mark.parametrize("kind", [ops.batch_norm, ops.layer_norm])
+@pytest.mark.parametrize("kind", [slow(ops.batch_norm), ops.layer_norm])
 def test_a_norm_s_scale_may_vary_where_its_input_does_not(kind):
     """And a sink that is made on the spot varies nowhere."""
     mesh = jax.make_mesh((4, 2), ("batch", "model"), axis_types=(AUTO, AUTO))

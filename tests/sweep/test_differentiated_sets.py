@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from tests.helpers import normal
+from tests.helpers import kept, normal
 from tests.sweep.combinations import SETS, B, Combination, W, X, combinations
 
 COTANGENT = normal(X.shape, seed=4)
@@ -51,19 +51,21 @@ def check(combination: Combination, orders=_ORDERS) -> None:
     assert not wrong, f"{combination}: {'; '.join(wrong)}"
 
 
-# Each kind and each policy once, around some of which is another wrapper each.
+# Each kind once, and other policies and wrappers; then each policy.
 SAMPLE = [
     Combination("model", "exact", ("vmap",)),
     Combination("layers", "nothing_saveable", ("cond",)),
     Combination("operations", "quantize", ("scan",)),
+    Combination("function", "fused", ("custom_vjp",)),
+]
+MORE = [
     Combination("operations", "float8", ("shard_map",)),
     Combination("operations", "offload", ("checkpoint",)),
     Combination("function", "automatic", ("none",)),
-    Combination("function", "fused", ("custom_vjp",)),
 ]
 
 
-@pytest.mark.parametrize("combination", SAMPLE, ids=str)
+@pytest.mark.parametrize("combination", kept(SAMPLE + MORE, SAMPLE), ids=str)
 def test_gradients_of_a_sample(combination):
     check(combination, _ORDERS[:1])
 

@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import jaxcomp as jc
-from tests.helpers import assert_close, normal
+from tests.helpers import assert_close, normal, slow
 
 X = normal((8, 4))
 KEY = jax.random.key(0)
@@ -51,10 +51,12 @@ WRAPPED = {
 @pytest.mark.parametrize(
     ("fn", "policy"),
     [
-        *((fn, "Quantize") for fn in (_constants, _in_a_scan, _in_branches)),
         (_constants, "Exact"),
-        (_in_branches, "Exact"),
         (_in_a_scan, "dots_saveable"),
+        (_in_branches, "Quantize"),
+        slow(_constants, "Quantize"),
+        slow(_in_a_scan, "Quantize"),
+        slow(_in_branches, "Exact"),
     ],
 )
 def test_results_may_be_constants(fn, policy):

@@ -8,7 +8,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxcomp as jc
-from tests.helpers import assert_close, assert_same_bits, normal, replicate, shard
+from tests.helpers import assert_close, assert_same_bits, normal, replicate, shard, slow
 
 X, W = normal((16, 32)), 0.2 * normal((32, 32), seed=1)
 EXACT, CODEC, HALF = jc.Exact(), jc.Quantize(bits=8), jc.Cast("bfloat16")
@@ -57,7 +57,9 @@ if jax.config.values.get("jax_remat3"):
     del CONTEXTS["in remat with names"]  # save_compressed is an error
 
 
-@pytest.mark.parametrize(("policy", "rtol"), [(EXACT, 1e-5), (HALF, 0.02)], ids=["exact", "coded"])
+@pytest.mark.parametrize(
+    ("policy", "rtol"), [slow(EXACT, 1e-5), (HALF, 0.02)], ids=["exact", "coded"]
+)
 def test_composes(policy, rtol):
     block = jc.checkpoint(_block, policy)
     assert_same_bits(jax.jit(block)(X, W), jax.jit(_block)(X, W))
@@ -71,7 +73,9 @@ def test_composes(policy, rtol):
         _near(found, expected, rtol)
 
 
-@pytest.mark.parametrize(("policy", "rtol"), [(EXACT, 1e-5), (CODEC, 0.02)], ids=["exact", "coded"])
+@pytest.mark.parametrize(
+    ("policy", "rtol"), [slow(EXACT, 1e-5), (CODEC, 0.02)], ids=["exact", "coded"]
+)
 def test_layers_in_a_scan(policy, rtol):
     stack = jnp.stack([W, 0.5 * W, -W])
 

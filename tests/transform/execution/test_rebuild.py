@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxcomp as jc
-from tests.helpers import assert_close, normal
+from tests.helpers import assert_close, normal, slow
 
 X, W = normal((16, 16)), 0.1 * normal((16, 16), seed=1)
 POLICIES = (jc.Quantize(bits=4), jax.checkpoint_policies.nothing_saveable)
@@ -33,8 +33,15 @@ def gradient(fn):
     return jax.grad(fn, (0, 1))
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(("make", "steps"), [(elementwise, 300), (products, 80)])
+@pytest.mark.parametrize(
+    ("make", "steps", "policy"),
+    [
+        (elementwise, 200, POLICIES[1]),
+        (products, 80, POLICIES[0]),
+        slow(elementwise, 300, POLICIES[0]),
+        slow(products, 80, POLICIES[1]),
+    ],
+)
 def test_programs_grow_with_the_length_of_a_chain(make, steps, policy):
     def equations(steps):
         return len(jax.make_jaxpr(gradient(jc.checkpoint(make(steps), policy)))(X, W).eqns)

@@ -11,7 +11,7 @@ import jaxcomp as jc
 from jaxcomp.memory._tracing import inner_jaxprs
 from jaxcomp.policies import Policy, Rule
 from jaxcomp.transform._pieces.limits import limits_of
-from tests.helpers import assert_scattered_by_chance, distance, eight_devices, normal
+from tests.helpers import assert_scattered_by_chance, distance, eight_devices, kept, normal, slow
 
 LENGTH = 12  # chunks of 3
 X = normal((LENGTH, 8, 32))
@@ -73,7 +73,7 @@ def _scans(jaxpr):
             yield from _scans(inner)
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("function", kept(FUNCTIONS, (_backwards, _with_masks, _in_a_loop)))
 def test_chunks_give_the_gradients_of_single_iterations(function):
     with limits_of(loop_length=LENGTH):
         in_chunks = _gradients(function)
@@ -104,7 +104,9 @@ def _over_devices(loss):
 
 
 @pytest.mark.parametrize(
-    "around", [jax.checkpoint, _mapped_outside, _over_devices], ids=["remat", "vmap", "shard_map"]
+    "around",
+    [slow(jax.checkpoint), _mapped_outside, _over_devices],
+    ids=["remat", "vmap", "shard_map"],
 )
 def test_chunks_inside_of_others(around):
     alone = _gradients(_recurrent, around=around)

@@ -16,10 +16,12 @@ from tests.helpers import (
     assert_same_bits,
     assert_scattered_by_chance,
     distance,
+    kept,
     normal,
     only,
     replicate,
     shard,
+    slow,
 )
 
 X = normal((32, 64))
@@ -86,7 +88,9 @@ def _gradients(function, *args):
     return jax.jit(jax.grad(function, (0, 1, 2)))(*args)
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize(
+    "function", kept(FUNCTIONS, (_with_constants, _nested, _mapped, _after_a_constant))
+)
 def test_gradients(function):
     expected = _gradients(function, X, UP, DOWN)
     exact, coded = jc.checkpoint(function, EXACT), jc.checkpoint(function, CODEC)
@@ -95,7 +99,7 @@ def test_gradients(function):
     assert 1e-3 < distance(_gradients(coded, X, UP, DOWN), expected) < 0.5
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("function", kept(FUNCTIONS, (_stack, _with_constants, _nested)))
 def test_the_plan_has_the_bytes_that_wait(function):
     function = jc.checkpoint(function, CODEC)
     backward = jax.eval_shape(lambda *args: jax.vjp(function, *args)[1], X, UP, DOWN)
@@ -271,8 +275,15 @@ def test_vmap_and_shards():
     assert distance(_gradients(mean, X, UP, DOWN), _gradients(exact, X, UP, DOWN)) < 0.02
 
 
-@pytest.mark.parametrize("check", [True, False])
-@pytest.mark.parametrize("policy", [EXACT, jc.Quantize(bits=8)])
+@pytest.mark.parametrize(
+    ("policy", "check"),
+    [
+        (jc.Quantize(bits=8), True),
+        (EXACT, False),
+        slow(jc.Quantize(bits=8), False),
+        slow(EXACT, True),
+    ],
+)
 def test_collectives_in_and_after_the_loop(policy, check):
     mesh = jax.make_mesh((8,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
 
@@ -325,7 +336,7 @@ def test_a_frozen_loop_has_forward_derivatives():
     assert_close(mixed(jc.checkpoint(loss, EXACT)), mixed(loss), 1e-5)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, slow(jnp.float16)])
 def test_half_precision(dtype):
     args = [a.astype(dtype) for a in (X, UP, DOWN)]
     expected = _gradients(_stack, *args)

@@ -12,7 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jaxcomp as jc
 from jaxcomp.policies import Policy, Rule
-from tests.helpers import assert_same_bits, distance, normal
+from tests.helpers import assert_same_bits, distance, normal, slow
 
 X = normal((512, 32))
 WEIGHTS = 0.1 * normal((3, 32, 64), seed=1), 0.1 * normal((3, 64, 32), seed=2)
@@ -80,8 +80,10 @@ def _notes(function, policy=CODEC, weights=WEIGHTS):
 @pytest.mark.parametrize(
     ("function", "around"),
     [
-        *((function, jax.checkpoint) for function in (_blocks, _nested, _in_a_branch)),
-        *((function, around) for function in (_scanned, _with_literals) for around in AROUND),
+        *((function, jax.checkpoint) for function in (_nested, _in_a_branch, _with_literals)),
+        *((_scanned, around) for around in AROUND),
+        slow(_blocks, jax.checkpoint),
+        *(slow(_with_literals, around) for around in AROUND[1:]),
     ],
 )
 def test_an_open_region_is_as_plain_code(function, around):
@@ -90,7 +92,7 @@ def test_an_open_region_is_as_plain_code(function, around):
     assert_same_bits(found, plain)
 
 
-@pytest.mark.parametrize("function", [_blocks, _scanned, _nested, _with_literals])
+@pytest.mark.parametrize("function", [slow(_blocks), slow(_scanned), _nested, _with_literals])
 def test_the_policy_opens_where_codes_take_no_more_bytes(function):
     region = functools.partial(function, around=jax.checkpoint)
     assert all(" open: " in note for note in _notes(region))
@@ -109,7 +111,7 @@ def test_regions_stay_closed_where_codes_take_more_bytes():
     assert distance(closed[1], _gradients(deep, jc.Exact(), weights)[1]) < 1e-5
 
 
-@pytest.mark.parametrize("function", [_blocks, _scanned])
+@pytest.mark.parametrize("function", [slow(_blocks), _scanned])
 def test_a_codec_is_for_the_inputs_of_regions(function):
     region = functools.partial(function, around=jax.checkpoint)
     policy = Policy((Rule(jc.Quantize(bits=8), op="checkpoint"), Rule(CODEC)))

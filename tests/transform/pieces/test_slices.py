@@ -11,7 +11,7 @@ from jax import lax
 import jaxcomp as jc
 from jaxcomp import memory
 from jaxcomp.transform._pieces.limits import limits_of
-from tests.helpers import assert_close, collectives, normal, replicate, shard
+from tests.helpers import assert_close, collectives, normal, replicate, shard, slow
 from tests.transform.attentions import (
     causal,
     gradient,
@@ -63,7 +63,8 @@ def _has_loop(function, *args):
 
 
 @pytest.mark.parametrize(
-    ("attend", "length"), [(causal, 8), (_grouped, 8), (_by_hand, 8), (causal, 1), (_by_hand, 1)]
+    ("attend", "length"),
+    [(causal, 8), (_grouped, 8), (_by_hand, 1), slow(_by_hand, 8), slow(causal, 1)],
 )
 def test_gradients(attend, length):
     """By examples, or by heads where there is one example."""
@@ -130,13 +131,13 @@ def _tuned(x, adapters):
 @pytest.mark.parametrize(
     ("shape", "dtype"),
     [
-        ((1, 512, 16), jnp.float32),
         ((512, 16), jnp.bfloat16),
-        ((4, 128, 16), jnp.float16),
         ((4, 128, 16), jnp.float32),
-        ((96, 16), jnp.float32),
-        ((1, 96, 16), jnp.bfloat16),
         ((1, 96, 16), jnp.float16),
+        slow((1, 512, 16), jnp.float32),
+        slow((4, 128, 16), jnp.float16),
+        slow((96, 16), jnp.float32),
+        slow((1, 96, 16), jnp.bfloat16),
     ],
 )
 @limits_of(slice_nbytes=2**14)
@@ -226,7 +227,7 @@ def test_several_devices_keep_the_whole():
     assert_close(jax.jit(gradient)(*args), jax.jit(gradient)(X, W), 1e-5)
 
 
-@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("check", [True, slow(False)])
 def test_shard_map(check):
     loss = functools.partial(loss_of, causal)
     coded = over_devices(jc.checkpoint(loss, jc.Exact()), check)

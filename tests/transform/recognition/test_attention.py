@@ -6,6 +6,7 @@ import pytest
 from flax import nnx
 
 import jaxcomp as jc
+from tests.helpers import slow
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +45,10 @@ def test_attention_saves_no_scores(stop):
     assert error < 0.05
 
 
-@pytest.mark.parametrize(("dtype", "has_bias"), [(jnp.float32, False), (jnp.bfloat16, True)])
+@pytest.mark.parametrize(
+    ("dtype", "has_bias"),
+    [(jnp.float32, True), slow(jnp.float32, False), slow(jnp.bfloat16, True)],
+)
 def test_a_scale_of_features_saves_nothing(dtype, has_bias):
     shapes = {"x": (4, 64, 128), "up": (128, 256), "down": (256, 128), "scale": (128,)}
     keys = jax.random.split(jax.random.key(0), 5)

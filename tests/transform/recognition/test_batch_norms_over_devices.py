@@ -9,14 +9,15 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp as jc
-from tests.helpers import error_of_mean
+from tests.helpers import error_of_mean, slow
 from tests.transform.batch_norms import RANGE, as_users_write, conv
 
 __all__ = ("as_users_write",)
 
 
-@pytest.mark.parametrize("check", [True, False])
-@pytest.mark.parametrize("argnums", [0, 1])
+@pytest.mark.parametrize(
+    ("argnums", "check"), [(0, True), (1, False), slow(0, False), slow(1, True)]
+)
 def test_statistics_over_devices(check, argnums):
     """A norm with `axis_name`, inside of `jax.shard_map` over 8 devices."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -1,5 +1,7 @@
 """Stock convolutions and linear layers with the codecs of rules for them."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -9,7 +11,7 @@ from jax import lax
 import jaxcomp as jc
 from jaxcomp import ops
 from jaxcomp.policies import Policy, Rule
-from tests.helpers import assert_close, assert_same_bits, distance, normal, only
+from tests.helpers import assert_close, assert_same_bits, distance, kept, normal, only, slow
 
 X = normal((4, 8, 8, 16))
 ROWS = normal((4, 8, 16))
@@ -71,8 +73,15 @@ SAME = {
 }
 
 
-@pytest.mark.parametrize("codec", [NEAREST, jc.AvgPool(2), SPARSE, jc.Cast("float16")], ids=str)
-@pytest.mark.parametrize("name", SAME)
+CODECS = [NEAREST, jc.AvgPool(2), SPARSE, jc.Cast("float16")]
+# Each product, and each codec.
+BY_DEFAULT = [(name, NEAREST) for name in SAME]
+BY_DEFAULT += [("3x3", CODECS[1]), ("linear", SPARSE), ("1x1", CODECS[3])]
+
+
+@pytest.mark.parametrize(
+    ("name", "codec"), kept(itertools.product(SAME, CODECS), BY_DEFAULT), ids=str
+)
 def test_a_stock_product_does_what_the_operation_does(name, codec):
     fn, w, x, operation = SAME[name]
     kind = "dot" if operation is ops.dot_general else "conv"
@@ -183,7 +192,12 @@ def test_a_model_with_both_kinds_of_layers_is_compressed_as_a_whole():
 
 @pytest.mark.parametrize(
     "spec",
-    ["pooling:window=2", "pruning:density=0.25,rest_bits=2", "actnn:level=L1", "division"],
+    [
+        "pooling:window=2",
+        "pruning:density=0.25,rest_bits=2",
+        slow("actnn:level=L1"),
+        slow("division"),
+    ],
 )
 def test_the_published_methods_take_stock_models(spec):
     stock = nnx.Sequential(
@@ -242,8 +256,16 @@ def test_a_call_of_which_only_the_input_is_differentiated(kind):
     assert 1e-4 < jnp.linalg.norm((of_w - stock_w).ravel()) / jnp.linalg.norm(stock_w.ravel()) < 0.2
 
 
-@pytest.mark.parametrize("around", [lambda f: f, jax.checkpoint], ids=["loop", "regions"])
-@pytest.mark.parametrize("kind", ["conv", "dot"])
+@pytest.mark.parametrize(
+    ("kind", "around"),
+    [
+        ("conv", jax.checkpoint),
+        ("dot", lambda f: f),
+        slow("conv", lambda f: f),
+        slow("dot", jax.checkpoint),
+    ],
+    ids=["conv-regions", "dot-loop", "conv-loop", "dot-regions"],
+)
 def test_products_that_read_what_a_loop_carries(kind, around):
     @around
     def block(x, w):
@@ -271,7 +293,7 @@ def _standardized(w, x):
     return _conv(3)[0](w, x) if w.ndim == 4 else jnp.einsum("df,bsd->bsf", w, hidden(x))
 
 
-@pytest.mark.parametrize("name", ["3x3", "linear"])
+@pytest.mark.parametrize("name", [slow("3x3"), "linear"])
 def test_kernels_that_are_normalized(name):
     w, x = SAME[name][1:3]
     kind = "conv" if w.ndim == 4 else "dot"
