@@ -92,7 +92,7 @@ def test_compressed_blocks_in_transformations_of_flax(around):
     assert distance(got, gradient(nnx.List(blocks()))) < 0.1
 
 
-@pytest.mark.parametrize("policy", [jc.Exact(), jc.Quantize(8)], ids=str)
+@pytest.mark.parametrize("policy", [slow(jc.Exact()), jc.Quantize(8)], ids=str)
 def test_the_checkpointed_loop_of_equinox(policy):
     def gradient(f):
         def loss(w):

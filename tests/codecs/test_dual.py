@@ -25,7 +25,7 @@ def round_trip(codec, x, seed=None):
     return codec.decode(codec.encode(x, seed))
 
 
-@hypothesis.settings(max_examples=25)
+@hypothesis.settings(max_examples=12)
 @hypothesis.given(SHAPES, st.sampled_from(DTYPES), st.integers(1, 9), st.integers(0, 100))
 def test_error_is_below_a_step_of_the_rest(shape, dtype, window, seed):
     codec = DualPrecision(window, bits=8)
@@ -46,7 +46,7 @@ def test_error_is_below_a_step_up_to_the_largest_number(dtype):
     assert np.max(np.abs(error)) <= 4 / 255
 
 
-@hypothesis.settings(max_examples=25)
+@hypothesis.settings(max_examples=12)
 @hypothesis.given(SHAPES, st.sampled_from(DTYPES), st.integers(1, 9), st.sampled_from((1, 2, 4)))
 def test_bytes_are_those_of_means_and_rest(shape, dtype, window, bits):
     features = shape if len(shape) > 2 else (*((1, 1, *shape)[-2:]), 1)

@@ -35,7 +35,7 @@ def _distance(x, codec):
     return scale * 2.0 ** (exponent - mantissa)
 
 
-@hypothesis.settings(max_examples=30, deadline=None)
+@hypothesis.settings(max_examples=15, deadline=None)
 @hypothesis.given(
     SHAPES,
     st.sampled_from(sorted(FORMATS)),

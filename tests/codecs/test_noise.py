@@ -7,7 +7,7 @@ import pytest
 
 from jaxcomp import memory
 from jaxcomp.codecs import noise
-from tests.helpers import DTYPES, normal, shard, without_type_checks, z_limit
+from tests.helpers import DTYPES, normal, shard, slow, without_type_checks, z_limit
 
 STD = 12**-0.5  # of a uniform number
 
@@ -129,7 +129,9 @@ def test_fingerprint_has_no_gradient():
     assert gradient(jnp.ones(3)).tolist() == [1, 1, 1]
 
 
-@pytest.mark.parametrize("shape", [(3, 5), (64, 24), (1000, 300), (16, 28, 28, 8), (70_000,)])
+@pytest.mark.parametrize(
+    "shape", [(3, 5), slow((64, 24)), (1000, 300), slow((16, 28, 28, 8)), (70_000,)]
+)
 def test_spot_check_sees_what_is_beside_padding(shape):
     """Numbers in the first or last percent of an axis, or at one index, are not all of an array."""
     x = normal(shape)

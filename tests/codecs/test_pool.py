@@ -42,7 +42,7 @@ def test_window_means(window_and_map, dtype, seed):
     assert_close(decoded, pooled(as_float(x), window), half_ulp + 1e-6)
 
 
-@hypothesis.settings(max_examples=40)
+@hypothesis.settings(max_examples=20)
 @hypothesis.given(SPATIAL, st.sampled_from(DTYPES), st.integers(0, 3), st.integers(0, 3))
 def test_bytes(window_and_map, dtype, batch, channels):
     window, spatial = window_and_map

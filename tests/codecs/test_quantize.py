@@ -55,7 +55,7 @@ def round_trip(codec, x):
     return codec.decode(codec.encode(x))
 
 
-@hypothesis.settings(max_examples=40)
+@hypothesis.settings(max_examples=20)
 @hypothesis.given(SHAPES, st.sampled_from(BITS), st.sampled_from(GROUPS), st.sampled_from(DTYPES))
 def test_bytes(shape, bits, group, dtype):
     groups = math.prod(1 if axis in group_axes(group, shape) else n for axis, n in enumerate(shape))

@@ -134,11 +134,11 @@ def test_greedy_is_optimal_where_steps_are_even():
 
 def test_a_plan_has_less_noise_than_equal_bits():
     model = Net(jc.Quantize(bits=2))
-    before = jc.check_gradients(loss, model, X, draws=16)
+    before = jc.check_gradients(loss, model, X, draws=8)
     planned = plan_bits(loss, model, X, bits=2, run=8)
     jc.compress(jc.uncompress(model), planned)
     assert any(isinstance(m.codec, jc.PerSample) for m in (model.conv, model.conv2))
-    after = jc.check_gradients(loss, model, X, draws=16)
+    after = jc.check_gradients(loss, model, X, draws=8)
     assert after.coded.noise < 0.9 * before.coded.noise
     low, _ = after.coded.bias_interval
     assert low == 0.0 or after.coded.bias < after.coded.floor

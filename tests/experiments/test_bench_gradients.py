@@ -81,6 +81,7 @@ def test_a_transformer_is_looked_at_before_and_after_training(tmp_path, monkeypa
     assert all(row["coded"]["noise"] > 100 * row["control"]["noise"] for row in rows)
 
 
+@pytest.mark.slow
 def test_plans_are_other_widths_of_the_same_bits(tmp_path, monkeypatch):
     def in_strategy(strategy):
         rngs = nnx.Rngs(0)

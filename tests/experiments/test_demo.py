@@ -9,6 +9,7 @@ from experiments import demo
 from tests.planning import small
 
 
+@pytest.mark.slow
 def test_demo(tiny, tmp_path, monkeypatch, capsys):
     config = dataclasses.replace(demo.CONFIG, model="tiny", epoch_steps=1, batch=16)
     strategies = ["plain", "quantize:bits=2"]

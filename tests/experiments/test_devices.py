@@ -7,6 +7,7 @@ from flax import nnx
 
 from experiments.training import devices
 from jaxcomp.models import resnet, training
+from tests.helpers import slow
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def test_step_donates_its_state_and_counts(model, batch):
     assert new.step == 1
 
 
-@pytest.mark.parametrize("unroll", [True, False])
+@pytest.mark.parametrize("unroll", [slow(True), False])
 def test_accumulation_averages_gradients_and_updates_statistics_in_turn(model, batch, unroll):
     loss_fn = training.make_loss(model, 0.0)
     state = training.init_state(model, optimizer())
@@ -87,7 +88,7 @@ def test_accumulation_averages_gradients_and_updates_statistics_in_turn(model, b
     np.testing.assert_allclose(metrics.loss, np.mean(losses), rtol=1e-5)
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("micro_batches", [slow(1), 2])
 def test_eight_devices_equal_one(model, batch, micro_batches):
     assert jax.device_count() == 8
     train_step = training.make_train_step(

@@ -75,7 +75,7 @@ def unbroken_run(config, folder):
 
 # Steps 1 to 4 are the first epoch: within it, at its end before the evaluation, within the second.
 @pytest.mark.parametrize(
-    ("strategy", "stop"), [("plain", 4), slow("plain", 6), ("quantize:bits=2", 3)]
+    ("strategy", "stop"), [("plain", 4), ("plain", 6), slow("quantize:bits=2", 3)]
 )
 def test_resumed_run_equals_unbroken_one(
     tiny, tmp_path, tmp_path_factory, monkeypatch, strategy, stop

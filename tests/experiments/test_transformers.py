@@ -13,7 +13,7 @@ import jaxcomp as jc
 from experiments.bench import transformers as bench
 from experiments.zoo import transformers
 from jaxcomp.planning import Strategy
-from tests.helpers import assert_close, assert_same_bits, assert_unbiased, normal, only
+from tests.helpers import assert_close, assert_same_bits, assert_unbiased, normal, only, slow
 
 SHAPE = transformers.Shape(width=32, depth=2, heads=4)
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 17, (8, 64)))
@@ -95,6 +95,7 @@ def test_the_forward_pass_is_exact_and_so_is_what_is_computed_again():
     assert_close(jax.tree.leaves(gradient(exact)), jax.tree.leaves(gradient(plain)), 1e-4)
 
 
+@pytest.mark.slow
 def test_the_gradient_is_unbiased():
     """But for the norms, whose inputs come twice across a mean of 32: they are exact here."""
     norms = only("keep", path=".*norm.?")
@@ -113,8 +114,15 @@ def test_the_gradient_is_unbiased():
         assert_unbiased(found, exact["blocks"][0][name]["kernel"][...])
 
 
-def test_steps_are_those_of_any_strategy():
-    for make, batch in ((transformers.lm, 8), (transformers.long_lm, 1), (transformers.vit_b16, 4)):
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [(transformers.lm, 8), (transformers.vit_b16, 4)],
+        slow([(transformers.long_lm, 1)]),
+    ],
+)
+def test_steps_are_those_of_any_strategy(steps):
+    for make, batch in steps:
         step, arguments = make(Strategy.parse("plain"), batch)
         state, metrics = jax.eval_shape(step, *arguments)
         assert metrics.loss.shape == ()

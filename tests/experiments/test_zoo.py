@@ -115,7 +115,7 @@ SELDOM += ("resnet_nnx", "resnet_linen", "resnet_linen_basic")
 
 
 # Of the classes of other networks here, in another width or dtype.
-SAME = ("vit_b16", "resnet18_float32")
+SAME = ("vit_b16", "resnet18_float32", "vgg19")
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 import jaxcomp as jc
+from tests.helpers import slow
 
 CODEC = jc.Quantize(bits=2)
 MASK = np.arange(4 * 6 * 5).reshape(4, 6, 5) % 3 > 0
@@ -58,7 +59,7 @@ def _train(layer: nnx.BatchNorm, inputs: list[jax.Array], **kwargs: typing.Any) 
 
 
 @pytest.mark.parametrize("kwargs", NORMS.values(), ids=NORMS)
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, slow(jnp.bfloat16)])
 def test_training_is_flax_own(
     kwargs: dict[str, typing.Any], dtype: typing.Any, assert_same: typing.Any
 ) -> None:

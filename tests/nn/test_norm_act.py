@@ -9,6 +9,7 @@ from tests.helpers import (
     assert_close,
     assert_same_bits,
     normal,
+    slow,
     stored_shapes,
     without_type_checks,
 )
@@ -56,7 +57,7 @@ def block(codec, **options):
     return pooled, jc.nn.NormAct(norms[1], residual_norm=norms[2], codec=codec)
 
 
-@pytest.mark.parametrize("codec", [jc.SignAware(4), jc.Offload(jc.SignAware(2))], ids=str)
+@pytest.mark.parametrize("codec", [slow(jc.SignAware(4)), jc.Offload(jc.SignAware(2))], ids=str)
 def test_a_residuals_norm_and_a_pool_are_the_layers_own(codec):
     x = normal((4, 6, 6, 8))
     (pooled, added), (one, other) = block(codec), block(None)

@@ -11,6 +11,7 @@ from tests.helpers import (
     assert_unbiased,
     check_bilinear,
     collectives,
+    kept,
     normal,
     replicate,
     shard,
@@ -26,7 +27,7 @@ def stock(x, scale, bias=None):
 
 
 @pytest.mark.parametrize("codec", [Quantize(2), BlockSparse(2, 0.5)], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", kept(DTYPES, DTYPES[:2]))
 def test_forward_is_stock_and_backward_is_stock_at_the_decoded_input(codec, dtype):
     x, scale = X.astype(dtype), SCALE.astype(dtype)
     decoded = jax.jit(lambda x: codec.decode(codec.encode(x, 7)))(x)

@@ -17,6 +17,7 @@ from tests.helpers import (
     normal,
     replicate,
     shard,
+    slow,
     without_type_checks,
 )
 
@@ -134,8 +135,15 @@ def test_vmap_of_grad_equals_a_loop():
             assert_close(jax.tree.map(lambda g, i=i: g[i], batched), alone(x[i], w))
 
 
-@pytest.mark.parametrize("product", ["auto", "dense", "rows"])
-@pytest.mark.parametrize("samples", [16, 12])
+@pytest.mark.parametrize(
+    ("samples", "product"),
+    [
+        (16, "auto"),
+        (12, "rows"),
+        *(slow(16, product) for product in ("dense", "rows")),
+        *(slow(12, product) for product in ("auto", "dense")),
+    ],
+)
 def test_a_spread_batch_is_summed_at_the_end(product, samples):
     codec = BlockSparse((8, 8), 0.5, product=product)
     x, w = normal((16, 8, 16)), normal((16, 5), seed=1)
@@ -169,7 +177,7 @@ def kernels_of_the_program(fn, *args):
     return exported.mlir_module().count("tpu_custom_call")
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", [True, slow(False)])
 def test_several_tpus_take_the_kernel_inside_shard_map_alone(check_vma):
     codec = BlockSparse((8, 8), 0.5)
     w, x = normal((16, 128), seed=1), normal((16, 8, 16))

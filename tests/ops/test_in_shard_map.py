@@ -85,11 +85,11 @@ def check(operation, *parameters, **options):
 @pytest.mark.parametrize(
     ("operation", "codec", "parameters"),
     [
-        (conv, DualPrecision(), (KERNEL,)),
+        slow(conv, DualPrecision(), (KERNEL,)),
         (conv, AvgPool(), (KERNEL[:1, :1],)),
         (dense, Quantize(bits=2), (WEIGHT,)),
         (scaled, BlockSparse((8, 8), 0.5), (WEIGHT, BIAS, SCALE)),
-        (affine, Quantize(bits=3), (SCALE, BIAS)),
+        slow(affine, Quantize(bits=3), (SCALE, BIAS)),
         (norm, Quantize(bits=2), (SCALE, BIAS)),
     ],
 )
@@ -100,7 +100,7 @@ def test_parameters_are_the_same_on_all_devices(operation, codec, parameters):
 @pytest.mark.parametrize(
     ("codec", "axis_name"),
     [
-        (SignAware(2), None),
+        slow(SignAware(2), None),
         (SignAware(3, scale_source="range"), "batch"),
         slow(SignAware(4), "batch"),
     ],

@@ -8,7 +8,7 @@ import pytest
 
 from jaxcomp import Offload, SignAware, memory, ops
 from jaxcomp.ops import _conv as conv
-from tests.helpers import assert_close, collectives, normal, replicate, shard
+from tests.helpers import assert_close, collectives, normal, replicate, shard, slow
 
 SHAPE = (4, 6, 6, 16)
 
@@ -29,7 +29,7 @@ def gradient(x, kernel, layout=("NHWC", "HWIO", "NHWC"), **options):
     return jax.jit(jax.grad(loss))(kernel)
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("bits", [slow(2), 3, 4])
 def test_integers_times_their_unit_are_what_is_decoded(bits):
     x = activation(SignAware(bits=bits))
     multiples, channel_scale = x.codec.multiples(x.code)
@@ -58,7 +58,7 @@ def test_on_a_gpu_it_is_the_gradient_at_the_decoded_input(layout, shape, options
     assert_close(gradient(x, kernel, layout, **options), expected, 1e-5)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, slow(jnp.float16)])
 def test_in_half_precision(dtype, as_on):
     x = activation(SignAware(bits=4), jax.nn.relu(normal(SHAPE)).astype(dtype))
     kernel = normal((1, 1, 16, 8), seed=1).astype(dtype)

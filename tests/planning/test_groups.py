@@ -50,7 +50,14 @@ def test_groups_of_a_linen_model_are_its_scopes():
     assert {"LinenNet", "LinenNet/up_0", "LinenNet/norm_2"} <= actions.keys()
     assert set(actions.values()) == {"keep", "bits=8"}
     assert plan.verify(of_linen).total_bytes == plan.total_bytes
-    plan = fit(of_linen, pin={"LinenNet/up_.*": "bits=8"}, **given)
+
+
+@pytest.mark.slow
+def test_groups_of_a_linen_model_may_be_pinned():
+    step, arguments = of_linen(jc.planning.Strategy.parse("plain"), BATCH)
+    plain = jc.memory.analyze(step, *arguments, target="cpu").total_bytes
+    given = {"batch": BATCH, "budget": int(0.7 * plain), "target": "cpu", "bits": (8,)}
+    plan = fit(of_linen, pin={"LinenNet/up_.*": "bits=8"}, compiles=4, **given)
     assert {p.action for p in plan.parts if "up_" in p.group} == {"bits=8"}
 
 

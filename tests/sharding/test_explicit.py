@@ -226,6 +226,7 @@ def test_parameters_that_lie_on_no_mesh():
         assert jax.typeof(grads[0][1]).sharding.spec == jax.typeof(grads[1][1]).sharding.spec
 
 
+@pytest.mark.slow
 def test_gradients_are_checked_on_a_sharded_batch():
     with jax.set_mesh(jax.make_mesh((4, 2), ("data", "model"))):
         x = jax.device_put(jax.random.normal(jax.random.key(0), (256, 64)), P("data"))

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxcomp as jc
 from jaxcomp.memory import analyze, mesh
-from tests.helpers import assert_close
+from tests.helpers import assert_close, slow
 
 P = PartitionSpec
 LAYERS = 8
@@ -52,7 +52,7 @@ def _shapes(width, hidden):
 SPECS = {"up": P(None, "data"), "down": P(None, None, "data"), "scale": P()}
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", [slow(AxisType.Auto), AxisType.Explicit])
 def test_eight_devices_with_sharded_parameters(kind):
     rng = np.random.default_rng(0)
     weights = {

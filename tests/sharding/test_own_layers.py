@@ -10,7 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jaxcomp as jc
 from jaxcomp.models import catalog, training
 from jaxcomp.models.sharding import state_shardings
-from tests.helpers import assert_close, assert_same_bits, normal
+from tests.helpers import assert_close, assert_same_bits, normal, slow
 
 CODECS = [
     jc.Quantize(3),
@@ -81,7 +81,7 @@ def test_a_residual_network_with_sharded_parameters():
     assert_close(sharded.params, copied.params, 0.02)  # sums round; noise is a hash of bits
 
 
-@pytest.mark.parametrize("policy", ["quantize:bits=8", "pruning:density=0.5"])
+@pytest.mark.parametrize("policy", [slow("quantize:bits=8"), "pruning:density=0.5"])
 def test_products_of_codes_and_dropout_over_explicit_axes(policy):
     x = normal((16, 64, 128))
     network = catalog.create("resmlp_tiny", num_classes=10, image_size=32, rngs=nnx.Rngs(0))

@@ -10,7 +10,7 @@ from jax import export, lax
 from jax.sharding import PartitionSpec as P
 
 import jaxcomp as jc
-from tests.helpers import assert_close, assert_same_bits, normal, without_type_checks
+from tests.helpers import assert_close, assert_same_bits, normal, slow, without_type_checks
 
 X, W = normal((16, 32)), 0.2 * normal((32, 32), seed=1)
 STACK = jnp.stack([W, 0.5 * W, -W])
@@ -32,7 +32,7 @@ def test_a_cotangent_may_be_a_python_scalar():
     assert_same_bits(pull(2.0), (2 * jnp.cos(X),))
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, slow(jnp.float16)])
 def test_jax_enable_checks(dtype):
     def mlp(x, w):
         return (jax.nn.gelu(x @ w) @ w).astype(jnp.float32).sum()
@@ -53,7 +53,7 @@ def _exponential(x, w):
     return jax.scipy.linalg.expm(w + x.T @ x / 100).sum()
 
 
-@pytest.mark.parametrize("fn", [_switched, _exponential])
+@pytest.mark.parametrize("fn", [_switched, slow(_exponential)])
 def test_second_derivatives_through_branches(fn):
     def second(fn):
         return jax.jit(jax.grad(lambda x: (jax.grad(fn)(x, W) ** 2).sum()))(X)
@@ -62,7 +62,7 @@ def test_second_derivatives_through_branches(fn):
         assert_close(second(jc.checkpoint(fn, policy)), second(fn), 1e-4)
 
 
-@pytest.mark.parametrize("name", ["nothing_saveable", "dots_with_no_batch_dims_saveable"])
+@pytest.mark.parametrize("name", [slow("nothing_saveable"), "dots_with_no_batch_dims_saveable"])
 def test_recomputing_policies_in_shard_map(name):
     mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 

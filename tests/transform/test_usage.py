@@ -10,7 +10,7 @@ from flax import linen, nnx
 import jaxcomp as jc
 from jaxcomp.planning import Strategy
 from jaxcomp.policies import Policy, Rule
-from tests.helpers import assert_close, assert_same_bits, distance, normal, only
+from tests.helpers import assert_close, assert_same_bits, distance, normal, only, slow
 
 X = normal((64, 16))
 KEEP = only("keep", required=False)
@@ -42,7 +42,7 @@ class Recurrent(nnx.Module):
         return self.state[...]
 
 
-@pytest.mark.parametrize("policy", [KEEP, jc.Exact(), only(jc.Quantize(8))])
+@pytest.mark.parametrize("policy", [KEEP, slow(jc.Exact()), only(jc.Quantize(8))])
 @pytest.mark.parametrize(
     ("make", "loss"),
     [
@@ -240,7 +240,7 @@ class _Scanned(nnx.Module):
         return apply(self.layers, x)
 
 
-@pytest.mark.parametrize("module", [_Rematerialised, _Scanned])
+@pytest.mark.parametrize("module", [_Rematerialised, slow(_Scanned)])
 def test_parameters_that_are_passed_on_are_unchanged(module):
     """Flax sets them to the results of regions and loops, which are the same."""
     graphdef, parameters = nnx.split(module())

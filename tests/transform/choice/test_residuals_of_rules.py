@@ -7,7 +7,7 @@ import pytest
 import jaxcomp as jc
 from jaxcomp.memory._tracing import inner_jaxprs
 from jaxcomp.policies import Policy, Rule
-from tests.helpers import assert_close, distance, normal, only
+from tests.helpers import assert_close, distance, normal, only, slow
 
 NEAREST = jc.Quantize(bits=4, rounding="nearest")
 WEIGHTS = 0.3 * normal((3, 16, 16))
@@ -63,8 +63,17 @@ def products(jaxpr):
     )
 
 
-@pytest.mark.parametrize("fn", [loss, scanned])
-@pytest.mark.parametrize("policy", [jc.Exact(), jc.Quantize(bits=4), "automatic"], ids=str)
+@pytest.mark.parametrize(
+    ("policy", "fn"),
+    [
+        (jc.Exact(), loss),
+        (jc.Quantize(bits=4), scanned),
+        ("automatic", loss),
+        slow(jc.Exact(), scanned),
+        slow(jc.Quantize(bits=4), loss),
+        slow("automatic", scanned),
+    ],
+)
 def test_the_rule_is_evaluated_once(fn, policy):
     """Its products of residuals alone are made once, and not for each reader."""
     policy = jc.recipes.automatic() if policy == "automatic" else policy
@@ -102,7 +111,9 @@ def test_a_rule_encodes_residuals():
     assert distance(got, jax.grad(loss)(WEIGHTS, X)) > 0.01
 
 
-@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, lambda f: f], ids=["jit", "remat", "no"])
+@pytest.mark.parametrize(
+    "wrap", [jax.jit, jax.checkpoint, slow(lambda f: f)], ids=["jit", "remat", "no"]
+)
 def test_residuals_in_loops(wrap):
     @wrap
     def block(x, w):

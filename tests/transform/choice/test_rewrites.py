@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import jaxcomp as jc
-from tests.helpers import error_of_mean, normal
+from tests.helpers import error_of_mean, kept, normal
 
 X, W, V = normal((64, 24)), normal((24, 24), seed=1) / 4, normal((24, 24), seed=2) / 4
 DRAWS = 512
@@ -37,7 +37,7 @@ def _layer(cast, w, v):
     return cast(z) @ v + jnp.sin(z)
 
 
-@pytest.mark.parametrize("cast", [*COARSE, *FINE])
+@pytest.mark.parametrize("cast", kept(COARSE | FINE, ("float8_e4m3fn", "small range", "7 digits")))
 def test_a_product_of_a_cast_has_an_unbiased_gradient(cast):
     layer = functools.partial(_layer, (COARSE | FINE)[cast])
     exact = np.asarray(jax.grad(lambda v: layer(W, v).sum())(V))

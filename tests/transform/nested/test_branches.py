@@ -79,7 +79,7 @@ def _gradients(function, number):
 
 
 @pytest.mark.parametrize("number", [0, 1])
-@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("function", kept(FUNCTIONS, (_switched, _around_a_loop)))
 def test_gradients(function, number):
     expected = _gradients(function, number)
     exact, coded = jc.checkpoint(function, EXACT), jc.checkpoint(function, CODEC)
@@ -159,7 +159,7 @@ def test_branches_share_memory():
     assert kept(jc.checkpoint(many, EXACT)) <= kept(many)
 
 
-@pytest.mark.parametrize("codec", [jc.Offload(CODEC), jc.Offload(EXACT)])
+@pytest.mark.parametrize("codec", [slow(jc.Offload(CODEC)), jc.Offload(EXACT)])
 def test_what_a_branch_saves_waits_in_the_hosts_memory(codec):
     inner = CODEC if codec == jc.Offload(CODEC) else EXACT
     got, expected = (_gradients(jc.checkpoint(_skipped, c), 1) for c in (codec, inner))

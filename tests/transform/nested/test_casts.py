@@ -7,7 +7,7 @@ from jax import lax
 
 import jaxcomp as jc
 from jaxcomp.memory._tracing import inner_jaxprs
-from tests.helpers import AS_WRITTEN, assert_close, assert_same_bits, distance, normal
+from tests.helpers import AS_WRITTEN, assert_close, assert_same_bits, distance, normal, slow
 
 X, W = normal((4, 16, 32)), 0.2 * normal((32, 32), seed=1)
 
@@ -35,7 +35,7 @@ def _casts_in_loops(jaxpr, inside=False):
     return count
 
 
-@pytest.mark.parametrize("policy", [jc.Exact(), jc.Quantize(bits=8)], ids=str)
+@pytest.mark.parametrize("policy", [slow(jc.Exact()), jc.Quantize(bits=8)], ids=str)
 def test_parameters_are_cast_once(policy):
     coded = jc.checkpoint(_loss, policy)
     gradient = jax.grad(coded, (0, 1))

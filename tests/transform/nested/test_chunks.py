@@ -114,6 +114,7 @@ def test_chunks_inside_of_others(around):
         assert distance(_gradients(_recurrent, around=around), alone) < 1e-3
 
 
+@pytest.mark.slow
 def test_sharded_states():
     x = jax.device_put(X, jax.NamedSharding(eight_devices(), jax.P(None, "batch")))
     alone = _gradients(_recurrent, x=x)

@@ -88,9 +88,7 @@ def _gradients(function, *args):
     return jax.jit(jax.grad(function, (0, 1, 2)))(*args)
 
 
-@pytest.mark.parametrize(
-    "function", kept(FUNCTIONS, (_with_constants, _nested, _mapped, _after_a_constant))
-)
+@pytest.mark.parametrize("function", kept(FUNCTIONS, (_with_constants, _nested, _after_a_constant)))
 def test_gradients(function):
     expected = _gradients(function, X, UP, DOWN)
     exact, coded = jc.checkpoint(function, EXACT), jc.checkpoint(function, CODEC)

@@ -117,12 +117,13 @@ CASES = [
     ("after a batch norm", "automatic", SOME),
     ("after a batch norm", "fused", SOME),
     ("in a scan", "Exact", SOME),
-    ("in jit and vmap", "automatic", FUNCTIONS),
+    ("in jit and vmap", "automatic", SOME),
     slow("after a batch norm", "automatic", FUNCTIONS),
     slow("after a batch norm", "nothing_saveable", FUNCTIONS),
     slow("alone", "Exact", FUNCTIONS),
     slow("alone", "automatic", FUNCTIONS),
     slow("in a scan", "Exact", FUNCTIONS),
+    slow("in jit and vmap", "automatic", FUNCTIONS),
 ]
 
 

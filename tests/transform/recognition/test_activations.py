@@ -93,9 +93,7 @@ def loss_of(function):
     return lambda *args: jnp.mean(jnp.sin(3 * function(*args).astype(jnp.float32)))
 
 
-@pytest.mark.parametrize(
-    "name", kept(CASES, ("dense", "gated", "twice", "turned", "experts", "NCHW"))
-)
+@pytest.mark.parametrize("name", kept(CASES, ("dense", "gated", "turned", "NCHW")))
 def test_results_are_exact_and_gradients_unbiased(name):
     function, args = CASES[name]
     loss = loss_of(function)
