@@ -229,6 +229,7 @@ def test_unknown_target():
         compare(make_step, ["plain"], batch=8, target="h101")
 
 
+@pytest.mark.aot
 def test_ratios_are_to_the_plain_step_without_recomputation_by_xla():
     pytest.importorskip("jax_cuda13_plugin")
 

@@ -164,7 +164,9 @@ def test_micro_batches_are_not_for_batch_norms():
 def test_pins_and_actions_hold_where_the_plain_step_fits():
     given = {"batch": BATCH, "budget": "1GiB", "target": "cpu"}
     actions = ("keep", "quantize")
-    plan = fit(make_step, **given, pin={"blocks/1/mlp": "bits=3"}, actions=actions, bits=(3,))
+    plan = fit(
+        make_step, **given, pin={"blocks/1/mlp": "bits=3"}, actions=actions, bits=(3,), compiles=4
+    )
     assert {p.group for p in plan.parts if p.action == "bits=3"} == {"blocks/1/mlp"}
     plan = fit(make_step, **given, pin={"head": "keep"})
     assert plan.spec == "plain"
@@ -347,7 +349,7 @@ def test_a_plan_prints_its_frontier():
 
 def test_a_step_that_its_author_rematerialises():
     """As many of its regions are opened as fit; with encoded inputs they need the least."""
-    step = functools.partial(make_step, net=RematNet)
+    step = functools.partial(make_step, net=RematNet, depth=2)
     fitted = functools.partial(fit, step, batch=BATCH, target="cpu", compiles=12)
     opened = fitted(budget="1GiB")
     assert opened.name == "open"
@@ -356,7 +358,7 @@ def test_a_step_that_its_author_rematerialises():
     assert author.milliseconds > opened.milliseconds
 
     between = fitted(budget=opened.total_bytes - 1)
-    assert between.name == f"open in 2 of {DEPTH} blocks"
+    assert between.name == "open in 1 of 2 blocks"
     assert author.total_bytes < between.total_bytes < opened.total_bytes
 
     least = fitted(
