@@ -20,7 +20,7 @@ def _layer(w, x):
 
 
 @pytest.mark.parametrize("around", [jax.jit, jax.checkpoint], ids=["jit", "checkpoint"])
-@pytest.mark.parametrize("policy", [jc.Exact(), jc.Quantize(8), "automatic"], ids=str)
+@pytest.mark.parametrize("policy", [slow(jc.Exact()), jc.Quantize(8), "automatic"], ids=str)
 def test_a_trained_and_a_frozen_call(around, policy):
     """As in distillation and in adversarial training."""
 
@@ -86,7 +86,7 @@ def test_compressed_blocks_in_transformations_of_flax(around):
 
     def blocks():
         rngs = nnx.Rngs(0)
-        return [Block(rngs) for _ in range(3)]
+        return [Block(rngs) for _ in range(2)]
 
     got = gradient(nnx.List(map(jc.compress, blocks())))
     assert distance(got, gradient(nnx.List(blocks()))) < 0.1

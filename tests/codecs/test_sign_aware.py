@@ -9,7 +9,7 @@ from jaxcomp.codecs._ranges import reciprocal
 from jaxcomp.memory._compiling import compile_step
 from jaxcomp.memory._targets import resolve
 from jaxcomp.memory._tracing import trace
-from tests.helpers import DTYPES, as_float, assert_unbiased, normal, without_type_checks
+from tests.helpers import DTYPES, as_float, assert_unbiased, normal, slow, without_type_checks
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -117,7 +117,7 @@ def test_negative_values_just_below_the_threshold_stay_there():
     assert positive.ravel().tolist() == [False, True, True, True]
 
 
-@pytest.mark.parametrize("codec", [SignAware(4), DualPrecision(window=2)], ids=str)
+@pytest.mark.parametrize("codec", [SignAware(4), slow(DualPrecision(window=2))], ids=str)
 def test_what_compilers_code_by_is_rounded_as_what_they_store(codec):
     x = jax.ShapeDtypeStruct((8, 8, 8, 16), jnp.float32)
     step = trace(lambda x: codec.decode(codec.encode(x)), x)

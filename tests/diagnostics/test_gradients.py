@@ -153,7 +153,7 @@ def _again(params, x):
 
 
 @pytest.mark.parametrize(
-    "forward", [slow(jc.checkpoint(_mlp, "quantize:bits=2")), _scanned, _again]
+    "forward", [slow(jc.checkpoint(_mlp, "quantize:bits=2")), _scanned, slow(_again)]
 )
 def test_any_function_of_parameters_is_compared_with_its_exact_gradient(forward):
     params = {"blocks": [0.1 * normal((16, 16), seed=i) for i in range(2)]}

@@ -110,12 +110,12 @@ def filled(shape):
 
 
 # Long to compile, or of the same library and of the layers of others.
-SELDOM = ("efficientnet", "densenet", "mobilenet", "llama", "vgg")
+SELDOM = ("efficientnet", "densenet", "mobilenet", "llama", "vgg", "convnext")
 SELDOM += ("resnet_nnx", "resnet_linen", "resnet_linen_basic")
 
 
 # Of the classes of other networks here, in another width or dtype.
-SAME = ("vit_b16", "resnet18_float32", "vgg19")
+SAME = ("vit_b16", "vit_s16", "resnet18_float32", "vgg19", "densenet121")
 
 
 @pytest.mark.parametrize(

@@ -288,6 +288,7 @@ def test_state_is_the_same_whatever_the_policy() -> None:
         nnx.split(model, nnx.Param, nnx.BatchStat)  # fails if there is any other state
 
 
+@pytest.mark.slow
 def test_declared_bytes_fall() -> None:
     def declared(spec: str) -> int:
         model = nnx.eval_shape(lambda: _small("imagenet", spec))
@@ -299,7 +300,7 @@ def test_declared_bytes_fall() -> None:
 
         return jc.memory.declared_residual_bytes(forward, state, images)
 
-    order = "quantize:bits=2", "pooling:window=2", "exact"
+    order = "quantize:bits=2", "quantize:bits=4", "pooling:window=2", "exact"
     figures = [declared(spec) for spec in order]
     assert figures == sorted(set(figures))
     # Of 32-bit values two inputs (of the norm, of the convolution) and a mask wait.

@@ -111,7 +111,11 @@ def surrogate(case, means, variances, exact):
     return fn
 
 
-@pytest.mark.parametrize(("case", "bits", "scale_source"), EACH_WITH_EACH)
+# Each case once, and each number of bits.
+BY_DEFAULT = [c for i, c in enumerate(EACH_WITH_EACH) if i % 4 in (0, 3)]
+
+
+@pytest.mark.parametrize(("case", "bits", "scale_source"), kept(EACH_WITH_EACH, BY_DEFAULT))
 def test_backward_is_exact_at_the_decoded_values(case, bits, scale_source, monkeypatch):
     coded, given = of_case(functools.partial(norm_act, bits=bits, scale_source=scale_source), case)
     args = given(jnp.float32)

@@ -50,7 +50,9 @@ def test_integers_times_their_unit_are_what_is_decoded(bits):
         (("NHWC", "HWIO", "NHWC"), (1, 1, 16, 24), {"batch_group_count": 2}),
     ],
 )
-@pytest.mark.parametrize("codec", [SignAware(bits=2), SignAware(bits=4, scale_source="range")])
+@pytest.mark.parametrize(
+    "codec", [slow(SignAware(bits=2)), SignAware(bits=4, scale_source="range")]
+)
 def test_on_a_gpu_it_is_the_gradient_at_the_decoded_input(layout, shape, options, codec, as_on):
     x, kernel = activation(codec), normal(shape, seed=1)
     expected = gradient(x, kernel, layout, **options)

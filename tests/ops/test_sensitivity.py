@@ -55,7 +55,7 @@ OPS = {
     kept(
         [*((case, False) for case in OPS), ("dot", True), ("conv 3x3", True)],
         [
-            *((case, False) for case in ("dot", "conv 3x3", "transposed conv", "layer norm")),
+            *((case, False) for case in ("dot", "conv 3x3", "layer norm")),
             ("batch norm", False),
             ("dot", True),
         ],

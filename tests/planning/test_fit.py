@@ -92,6 +92,7 @@ class Attention(nnx.Module):
         return x + self.attention(self.norm(x.reshape(-1, 64, WIDTH))).reshape(x.shape)
 
 
+@pytest.mark.slow
 def test_operands_of_attention_are_kept_where_they_fit():
     """By default queries, keys and values are computed again, which takes time."""
 

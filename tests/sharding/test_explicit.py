@@ -118,7 +118,7 @@ def _placed(fn, mesh):
 
 
 # Noise hides rounding, so that limits are closer with exact values.
-BY_DEFAULT = [(fn, jc.Exact()) for fn in (looped, with_rules, in_sequence)]
+BY_DEFAULT = [(fn, jc.Exact()) for fn in (with_rules, in_sequence)]
 BY_DEFAULT += [(fn, jc.Quantize(4)) for fn in (tensor_parallel, gathered_and_parallel, nested)]
 
 

@@ -190,6 +190,7 @@ def test_static_arguments_by_name():
         jc.checkpoint(apply, CODEC)(X, W, train=True)
 
 
+@pytest.mark.slow
 def test_half_precision():
     x, w = X.astype(jnp.bfloat16), W.astype(jnp.bfloat16)
     got = _gradients(_loss(jc.checkpoint(_block, CODEC)), x, w)

@@ -4,6 +4,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import jaxcomp as jc
 from tests.helpers import assert_close, assert_same_bits, assert_unbiased, error_of_mean, normal
@@ -48,6 +49,7 @@ def test_exact_gives_the_stock_gradient():
     assert_close(exact, stock)
 
 
+@pytest.mark.slow
 def test_the_gradient_is_unbiased():
     def kernel(seed):
         return gradient(jc.Quantize(bits=2), seed).layers[1].weight
@@ -83,6 +85,7 @@ class Residual(eqx.Module):
         return jax.nn.relu(y + skip).mean((1, 2)), state
 
 
+@pytest.mark.slow
 def test_batch_norms_of_channels_first():
     model, state = eqx.nn.make_with_state(Residual)(jax.random.key(0))
     params, static = eqx.partition(model, eqx.is_array)

@@ -12,7 +12,7 @@ from flax import linen, nnx
 from jax import lax
 
 import jaxcomp as jc
-from tests.helpers import distance, normal
+from tests.helpers import distance, normal, slow
 
 X, V, W = normal((64, 24)), normal((24, 24), seed=1) / 5, normal((24, 24), seed=2) / 5
 IMAGES, KERNEL = normal((4, 8, 8, 3)), normal((3, 3, 3, 16), seed=1) / 5
@@ -98,7 +98,8 @@ POLICIES = {
 @pytest.mark.parametrize(
     ("case", "policy"),
     [
-        *itertools.product(CASES, ["codes"]),
+        *itertools.product([case for case in CASES if case != "convolution"], ["codes"]),
+        slow("convolution", "codes"),
         *itertools.product(["product", "convolution"], ["exact"]),
         *itertools.product(["loop", "inner checkpoint", "custom_vjp"], ["nothing"]),
         ("convolution", "fused:bits=4"),

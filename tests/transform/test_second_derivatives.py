@@ -81,8 +81,10 @@ AROUND = {
 @pytest.mark.parametrize(
     ("policy", "name"),
     [
-        *((POLICIES[1], name) for name in AROUND),
-        *((policy, "scan") for policy in (POLICIES[0], POLICIES[2])),
+        *((POLICIES[1], name) for name in ("scan", "cond")),
+        (POLICIES[0], "scan"),
+        *(slow(POLICIES[1], name) for name in ("alone", "jit")),
+        slow(POLICIES[2], "scan"),
     ],
 )
 def test_second_derivatives_of_a_custom_vjp_with_optimize_remat(name, policy):

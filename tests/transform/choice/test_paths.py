@@ -9,7 +9,7 @@ import jaxcomp as jc
 from jaxcomp.transform._choice.paths import assign
 from jaxcomp.transform._program.primitives import tangents_of
 from jaxcomp.transform._program.program import Program
-from tests.helpers import as_float, normal
+from tests.helpers import as_float, normal, slow
 
 CODEC = jc.Quantize(bits=2)
 X, W = normal((16, 32)), 0.3 * normal((32, 96), seed=1)
@@ -105,7 +105,7 @@ def test_every_second_use_across_a_mean_is_noted():
     assert {number for uses in found.uses.values() for _, number in uses} == {0, 1}
 
 
-@pytest.mark.parametrize("fn", [gate, masked_norm])
+@pytest.mark.parametrize("fn", [slow(gate), masked_norm])
 def test_uneven_means_are_unbiased(fn):
     exact = np.ravel(jax.grad(fn, 1)(X, W))
 

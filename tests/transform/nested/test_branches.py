@@ -288,6 +288,7 @@ def test_effects_and_platforms_are_left_alone():
     assert not any(v.note.startswith("branches") for v in plan.values)
 
 
+@pytest.mark.slow
 def test_a_step_keeps_codes_of_what_a_branch_computes():
     """Five blocks with stochastic depth: what XLA keeps of each, compiled for this CPU."""
     x, up, down = normal((512, 64)), UP, DOWN

@@ -73,7 +73,7 @@ def _scans(jaxpr):
             yield from _scans(inner)
 
 
-@pytest.mark.parametrize("function", kept(FUNCTIONS, (_backwards, _with_masks, _in_a_loop)))
+@pytest.mark.parametrize("function", kept(FUNCTIONS, (_backwards, _with_masks)))
 def test_chunks_give_the_gradients_of_single_iterations(function):
     with limits_of(loop_length=LENGTH):
         in_chunks = _gradients(function)
@@ -105,7 +105,7 @@ def _over_devices(loss):
 
 @pytest.mark.parametrize(
     "around",
-    [slow(jax.checkpoint), _mapped_outside, _over_devices],
+    [slow(jax.checkpoint), slow(_mapped_outside), _over_devices],
     ids=["remat", "vmap", "shard_map"],
 )
 def test_chunks_inside_of_others(around):

@@ -248,7 +248,7 @@ def test_a_rule_that_matches_nothing_is_told_what_is_in_the_loop():
         _gradients(jc.checkpoint(_stack, policy), X, UP, DOWN)
 
 
-def test_vmap_and_shards():
+def test_vmap_and_sharded_arguments():
     function = jc.checkpoint(_stack, jc.Quantize(bits=8))
     expected = _gradients(_stack, X, UP, DOWN)
     many = jax.jit(jax.vmap(jax.grad(function, (0, 1, 2)), (0, None, None)))(
@@ -257,6 +257,11 @@ def test_vmap_and_shards():
     assert distance(jax.tree.map(lambda g: g[0], many), expected) < 0.02
     sharded = _gradients(function, shard(X), replicate(UP), replicate(DOWN))
     assert distance(sharded, _gradients(function, X, UP, DOWN)) < 0.02
+
+
+@pytest.mark.slow
+def test_shards():
+    function = jc.checkpoint(_stack, jc.Quantize(bits=8))
     mesh = jax.make_mesh((8,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
 
     def mean(x, up, down):

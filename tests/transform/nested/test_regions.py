@@ -80,9 +80,9 @@ def _notes(function, policy=CODEC, weights=WEIGHTS):
 @pytest.mark.parametrize(
     ("function", "around"),
     [
-        *((function, jax.checkpoint) for function in (_nested, _in_a_branch, _with_literals)),
+        *((function, jax.checkpoint) for function in (_nested, _with_literals)),
         *((_scanned, around) for around in AROUND),
-        slow(_blocks, jax.checkpoint),
+        *(slow(function, jax.checkpoint) for function in (_blocks, _in_a_branch)),
         *(slow(_with_literals, around) for around in AROUND[1:]),
     ],
 )
