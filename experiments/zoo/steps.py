@@ -23,6 +23,7 @@ import jaxcomp as jc
 from experiments.zoo import (
     convnext,
     densenet,
+    diffusion,
     efficientnet,
     gpt2,
     llama,
@@ -34,6 +35,7 @@ from experiments.zoo import (
     resnet_linen,
     resnet_nnx,
     unet,
+    unet3d,
     vgg,
     vit,
 )
@@ -89,7 +91,24 @@ def cross_entropy(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, trai
     return loss, training.Metrics(loss, accuracy)
 
 
-def of_nnx(make: Callable[..., nnx.Module], strategy: Strategy, inputs: Any) -> Built:
+def classification(model: Any, inputs: jax.Array, labels: jax.Array) -> Any:
+    """The loss and the metrics of a model that classifies."""
+    return cross_entropy(model(inputs), labels)
+
+
+def denoising(model: Any, images: jax.Array, noise: jax.Array) -> Any:
+    """The mean squared error of a model that predicts noise; there is no accuracy."""
+    found = model(*diffusion.noised(images, noise))
+    loss = jnp.square(found.astype(jnp.float32) - noise).mean()
+    return loss, training.Metrics(loss, jnp.zeros(()))
+
+
+def of_nnx(
+    make: Callable[..., nnx.Module],
+    strategy: Strategy,
+    inputs: Any,
+    loss_of: Callable[..., tuple[jax.Array, training.Metrics]] = classification,
+) -> Built:
     """Builds an NNX model; a policy is applied by `jaxcomp.compress(model, policy)`."""
     model = strategy(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))))
     model.train()
@@ -97,7 +116,7 @@ def of_nnx(make: Callable[..., nnx.Module], strategy: Strategy, inputs: Any) -> 
 
     def loss_fn(params: Any, model_state: Any, inputs: Any, labels: Any) -> Any:
         model = nnx.merge(graphdef, params, model_state, copy=True)
-        loss, metrics = cross_entropy(model(inputs), labels)
+        loss, metrics = loss_of(model, inputs, labels)
         return loss, (split_model(model)[2], metrics)
 
     return loss_fn, params, model_state
@@ -223,6 +242,21 @@ NETWORKS: dict[str, Network] = {
     "densenet121": images(of_nnx, bf16(densenet.densenet121), batch=64),
     "resmlp_s24": images(of_nnx, bf16(resmlp.ResMLP)),
     "unet": images(of_linen, bf16(unet.UNet), batch=16, shape=(512, 512, 1), labels=(512, 512)),
+    "unet3d": images(
+        of_nnx,
+        bf16(unet3d.UNet3D),
+        batch=2,
+        shape=(128, 128, 128, 1),
+        labels=(128, 128, 128),
+        optimizer=ADAMW,
+    ),
+    "diffusion": Network(
+        functools.partial(of_nnx, bf16(diffusion.DiffusionUNet), loss_of=denoising),
+        jax.ShapeDtypeStruct((64, 64, 4), jnp.bfloat16),
+        jax.ShapeDtypeStruct((64, 64, 4), jnp.bfloat16),
+        16,
+        ADAMW,
+    ),
     "vgg19": images(of_linen, bf16(vgg.VGG19)),
     "vgg19_bn": images(of_linen, bf16(vgg.VGG19, batch_norm=True)),
     "vit_s16": images(of_nnx, bf16(vit.vit_s16), optimizer=ADAMW),

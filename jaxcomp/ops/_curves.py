@@ -1,6 +1,7 @@
 """Activation functions of smooth pieces, and functions of a noisy argument without bias."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
@@ -25,12 +26,14 @@ class Curve:
             piece in which it lies.
         piece: The piece in which each argument lies; None if there is one.
         zero_below: The argument below which function and derivative are less than 0.0005 from 0.
+        piece_bits: Bits of the number of a piece.
     """
 
     function: Callable[[Array], Array]
     derivatives: Callable[[Array, Array], Derivatives]
     piece: Callable[[Array], Array] | None = None
     zero_below: float = -math.inf
+    piece_bits: int = 2
 
 
 class Slopes(NamedTuple):
@@ -151,6 +154,38 @@ def _relu6(z: Array, piece: Array) -> Derivatives:
     return inside * z + jnp.where(piece == 2, 6.0, 0.0), inside, zero, zero
 
 
+def _linear_pieces(slope: float, z: Array, piece: Array) -> Derivatives:
+    """Returns those of a function that is linear on both sides of 0, with the slope 1 above."""
+    zero = jnp.zeros_like(z)
+    slopes = jnp.where(piece == 1, 1.0, slope)
+    return slopes * z, slopes, zero, zero
+
+
+def _elu(z: Array, piece: Array) -> Derivatives:
+    is_linear = piece == 1
+    e = jnp.where(is_linear, 0.0, jnp.exp(jnp.minimum(z, 20.0)))
+    return jnp.where(is_linear, z, e - 1), jnp.where(is_linear, 1.0, e), e, e
+
+
+def _is_above_0(z: Array) -> Array:
+    """Returns 1 above 0, as `jax.nn.relu` and `jax.nn.elu` are differentiated."""
+    return (z > 0).astype(jnp.int32)
+
+
+@functools.lru_cache
+def leaky_relu(slope: float) -> Curve:
+    """Returns `jax.nn.leaky_relu` of a slope; at 0 its derivative is 1."""
+    return Curve(
+        functools.partial(jax.nn.leaky_relu, negative_slope=slope),
+        functools.partial(_linear_pieces, slope),
+        lambda z: (z >= 0).astype(jnp.int32),
+        piece_bits=1,
+    )
+
+
+RELU = Curve(jax.nn.relu, functools.partial(_linear_pieces, 0.0), _is_above_0, piece_bits=1)
+
+
 def _within_6(t: Array) -> Array:
     """Returns 0 up to 0, 1 between, 2 from 6 on, as `jax.nn.relu6` is differentiated."""
     return (t > 0).astype(jnp.int32) + (t >= 6)
@@ -163,4 +198,5 @@ CURVES = (
     Curve(quick_gelu, _quick_gelu, zero_below=-6.0),
     Curve(jax.nn.hard_swish, _hard_swish, lambda z: _within_6(z + 3)),
     Curve(jax.nn.relu6, _relu6, _within_6),
+    Curve(jax.nn.elu, _elu, _is_above_0, piece_bits=1),
 )

@@ -276,20 +276,31 @@ class Norm:
         return jnp.expand_dims(channels.astype(jnp.float32), self.scaled)
 
     def shares(self, cotangents: tuple[Array, ...], x: Array) -> tuple[Array, ...]:
-        """Returns this device's share of the cotangents of statistics, for `average` to average.
-
-        A cotangent that does not vary over the devices by its type is the sum over all devices. It
-        is divided by their number.
-        """
-        name = self.axis_name
-        if name is None or name not in varying_axes(x):
-            return cotangents
-        size = lax.axis_size(name)
-        return tuple(c if name in varying_axes(c) else c / size for c in cotangents)
+        """Returns this device's share of the cotangents of statistics, for `average`."""
+        return shares(cotangents, x, self.axis_name)
 
     def average(self, means: tuple[Array, ...]) -> tuple[Array, ...]:
         """Averages means over the named axis."""
-        if self.axis_name is None:
-            return means
-        stacked = jnp.stack(means)
-        return tuple(lax.pmean(stacked, self.axis_name, axis_index_groups=self.axis_index_groups))
+        return average(means, self.axis_name, self.axis_index_groups)
+
+
+def shares(cotangents: tuple[Array, ...], x: Array, axis_name: str | None) -> tuple[Array, ...]:
+    """Returns this device's share of the cotangents of statistics, for `average` to average.
+
+    A cotangent that does not vary over the devices by its type is the sum over all devices. It is
+    divided by their number.
+    """
+    if axis_name is None or axis_name not in varying_axes(x):
+        return cotangents
+    size = lax.axis_size(axis_name)
+    return tuple(c if axis_name in varying_axes(c) else c / size for c in cotangents)
+
+
+def average(
+    means: tuple[Array, ...], axis_name: str | None, axis_index_groups: Any
+) -> tuple[Array, ...]:
+    """Averages means of one shape over a named axis, if there is one."""
+    if axis_name is None:
+        return means
+    stacked = jnp.stack(means)
+    return tuple(lax.pmean(stacked, axis_name, axis_index_groups=axis_index_groups))

@@ -1,13 +1,14 @@
-"""A batch norm and a smooth activation function as one operation that saves one code."""
+"""A norm and an activation function as one operation that saves one code."""
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from jaxcomp._core import barriers
 from jaxcomp._core.shard_map import match_varying
@@ -15,11 +16,44 @@ from jaxcomp.codecs import Codec, Encoded, SignAware, _dithered, noise, packing
 from jaxcomp.codecs._codec import Seed
 from jaxcomp.codecs._dithered import Dithered
 from jaxcomp.codecs._offload import inner_codec, placed_like
+from jaxcomp.codecs._ranges import extremes
 from jaxcomp.ops import _curves
 from jaxcomp.ops._coded_array import CodedArray
 from jaxcomp.ops._curves import Curve
-from jaxcomp.ops._norm import Norm
-from jaxcomp.ops._norm_act_vjp import Input, input_gradients, sums_of
+from jaxcomp.ops._norm_act_vjp import sums_of
+
+
+class Normalization(Protocol):
+    """A norm of an array with its features last: `gain * h + offset`, of the normalised array `h`.
+
+    Statistics are of groups of elements. An array that is *wide* has the rank of the normalised
+    array, and size 1 along `axes`.
+
+    Attributes:
+        axes: Axes along which statistics, gain and offset are constant.
+        epsilon: Constant added to the variance.
+    """
+
+    axes: tuple[int, ...]
+    epsilon: float
+
+    def statistics(self, x: Array) -> tuple[Array, Array]:
+        """Returns the mean and the variance of each group."""
+
+    def result(self, x: Array, mean: Array, variance: Array, *parameters: Array) -> Array:
+        """Returns the result, to the bit."""
+
+    def affine(self, mean: Array, variance: Array, *parameters: Array) -> tuple[Array, Array]:
+        """Returns gain and offset in float32, wide, to rounding."""
+
+    def wide(self, statistic: Array) -> Array:
+        """Returns a statistic in float32, wide."""
+
+    def means(self, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+        """Returns means over each group, of all devices, of wide sums over `axes`; both wide."""
+
+    def shares(self, cotangents: tuple[Array, ...], x: Array) -> tuple[Array, ...]:
+        """Returns wide sums, the means of which are those of cotangents of statistics by group."""
 
 
 class Kept(NamedTuple):
@@ -28,8 +62,8 @@ class Kept(NamedTuple):
     Attributes:
         code: Code of the normalised values.
         piece: Packed number of the piece of the activation function; empty if there is one.
-        gain: Factor of each feature.
-        offset: Offset of each feature.
+        gain: Factor of the normalised values, wide.
+        offset: What is added to the product, wide.
     """
 
     code: Dithered
@@ -62,7 +96,9 @@ class Curved(Codec):
     ) -> tuple[Curve, Array, Array, Array, Array, Array]:
         """Decodes the arguments of `_curves.result`."""
         h, step = _dithered.decode(kept.code, self.bits, shape)
-        piece = packing.unpack(kept.piece, shape, 2) if kept.piece else jnp.zeros((), jnp.int32)
+        piece = jnp.zeros((), jnp.int32)
+        if kept.piece:
+            piece = packing.unpack(kept.piece, shape, self.curve.piece_bits)
         return self.curve, h, step, kept.gain, kept.offset, piece
 
     def _encode(self, x: Array, seed: Seed) -> tuple[Array, ...]:
@@ -73,14 +109,15 @@ class Curved(Codec):
 
 
 def norm_curve(
-    norm: Norm,
-    given: Input,
+    norm: Normalization,
+    x: Array,
+    parameters: tuple[Array, ...],
     curve: Curve,
     activation: Callable[[Array], Array],
     codec: Codec,
     seed: Seed,
-) -> tuple[CodedArray, Float[Array, " features"], Float[Array, " features"]]:
-    """Computes `activation(batch_norm(x))` and saves one code of the normalised values.
+) -> tuple[CodedArray, Array, Array]:
+    """Computes `activation(norm(x))` and saves one code of the normalised values.
 
     The code also serves the operations that read the result. What follows from it by the
     activation function is corrected for the mean of the noise, so gradients are as unbiased as
@@ -88,7 +125,8 @@ def norm_curve(
 
     Args:
         norm: The norm.
-        given: Its arguments.
+        x: Its argument, features last.
+        parameters: What the norm takes for its gain and offset.
         curve: The activation function that `activation` computes.
         activation: The activation function as the program has it.
         codec: `SignAware`, or `Offload` of it. The levels lie between the extremes of each channel
@@ -99,56 +137,72 @@ def norm_curve(
         The result with its code, the mean and the variance.
     """
     curved = Curved(cast(SignAware, inner_codec(codec)).bits, curve)
-    given, seed = match_varying((given, noise.salt(seed, given.x)))
-    like = jax.eval_shape(lambda given: given, given)
+    given, seed = match_varying(((x, *parameters), noise.salt(seed, x)))
 
-    def compute(x: Array, scale: Array, bias: Array, seed: Array) -> Any:
+    def compute(seed: Array, x: Array, *parameters: Array) -> Any:
         mean, variance = norm.statistics(x)
-        variance = norm.clip(variance)
-        code = _dithered.encode(norm.standardize(x, mean, variance), curved.bits, seed)
-        z = norm.normalize(x, mean, variance, scale, bias)
+        code = _encode(norm, x, mean, variance, curved.bits, seed)
+        z = norm.result(x, mean, variance, *parameters)
         y = activation(z)
-        piece = () if curve.piece is None else packing.pack(curve.piece(z), 2)
+        piece = () if curve.piece is None else packing.pack(curve.piece(z), curve.piece_bits)
         unknown = norm.wide(0 * variance)  # NaN where a statistic is
-        affine = norm.wide(scale) + unknown, norm.wide(bias)
-        (y, affine, variance), packed = barriers.save_residual(
-            (y, affine, variance), (code, piece), codec
+        gain, offset = norm.affine(mean, variance, *parameters)
+        (y, affine, mean, variance), packed = barriers.save_residual(
+            (y, (gain + unknown, offset), mean, variance), (code, piece), codec
         )
         affine = barriers.name_residual(barriers.undifferentiable(affine), codec)
         return Encoded((*packed, *affine), y.shape, y.dtype, curved), y, mean, variance
 
     @jax.custom_vjp
-    def op(*arguments: Array) -> Any:
-        return compute(*arguments)
+    def op(seed: Array, *given: Array) -> Any:
+        return compute(seed, *given)
 
-    def forward(*arguments: Array) -> Any:
-        code, *results, variance = compute(*arguments)
-        saved = code, barriers.name_residual(variance, codec)
-        return (code, *results, variance), saved
+    def forward(seed: Array, x: Array, *parameters: Array) -> Any:
+        code, y, mean, variance = compute(seed, x, *parameters)
+        statistics = barriers.name_residual((mean, variance), codec)
+        return (code, y, mean, variance), (code, statistics, parameters)
 
     def backward(saved: Any, cotangents: Any) -> Any:
-        code, variance = saved
+        code, (mean, variance), parameters = saved
         _, dy, dmean, dvariance = cotangents
 
         def read(code: Encoded) -> _curves.Slopes:
             return _curves.slopes(*curved.read(Kept(*code.arrays), code.shape))
 
         _, slope, product = barriers.decode_after(dy, code, read, codec)
-        wide, unknown = dy.astype(jnp.float32), 0 * variance
-        dbias, dscale = sums_of(wide * slope, wide * product, norm.axes)
-        sums = dbias, [dscale + unknown]
+        wide = dy.astype(jnp.float32)
+        axes = norm.axes
+        doffset, dgain = sums_of(wide * slope, wide * product, axes)
+        doffset, dgain = (jnp.expand_dims(d, axes) for d in (doffset, dgain))
         # Without the barrier, XLA writes the decoded values of one pass for the other.
-        code, sums = barriers.barrier_together(code, sums)
+        code, (doffset, dgain) = barriers.barrier_together(code, (doffset, dgain))
         h, slope, _ = read(code)
-        dz = wide * slope
-        scale = code.arrays[2].reshape(variance.shape)
-        (found,) = input_gradients(
-            norm, dz, [h], (variance,), [scale], sums, (dmean,), (dvariance,)
-        )
-        return *(d.astype(a.dtype) for d, a in zip(found, like, strict=True)), None
+        gain = code.arrays[2]
+        asked = norm.shares((dmean, dvariance), dy)
+        mean_dh, mean_dhh, dmean, dvariance = norm.means((gain * doffset, gain * dgain, *asked))
+        wide_variance = norm.wide(variance)
+        deviation = jnp.sqrt(wide_variance + norm.epsilon)
+        centre = 2 * deviation * dvariance - mean_dhh / deviation
+        # In a constant group h is 0; a clipped variance has no derivative.
+        dx = gain / deviation * (wide * slope) + (dmean - mean_dh / deviation)
+        dx += h * jnp.where(wide_variance == 0, 0, centre)
+        _, transpose = jax.vjp(lambda *p: norm.affine(mean, variance, *p), *parameters)
+        of_parameters = transpose((dgain + norm.wide(0 * variance), doffset))
+        return None, dx.astype(x.dtype), *of_parameters
 
     op.defvjp(forward, backward)
-    code, y, mean, variance = op(*given, seed)
-    channel_scale = jnp.hypot(norm.wide(given.scale), norm.wide(given.bias))
-    channel_scale = jax.lax.stop_gradient(channel_scale + norm.wide(0 * variance))
+    code, y, mean, variance = op(seed, *given)
+    channel_scale = jax.lax.stop_gradient(jnp.hypot(code.arrays[2], code.arrays[3]))
     return CodedArray(y, channel_scale, code, placed_like(codec, curved)), mean, variance
+
+
+def _encode(
+    norm: Normalization, x: Array, mean: Array, variance: Array, bits: int, seed: Array
+) -> Dithered:
+    """Returns the code of the normalised values, whose range is that of `x`, normalised."""
+    mean, factor = norm.wide(mean), lax.rsqrt(norm.wide(variance) + norm.epsilon)
+
+    def standardize(x: Array) -> Array:
+        return (x.astype(jnp.float32) - mean) * factor
+
+    return _dithered.encode(standardize(x), bits, seed, extremes(x, function=standardize))

@@ -25,7 +25,7 @@ from jaxcomp.transform._program.origins import module_path
 from jaxcomp.transform._program.primitives import rounds_coarsely
 from jaxcomp.transform._program.types import Variable, is_variable
 from jaxcomp.transform._recognition.bias import bias_of_norm, positions
-from jaxcomp.transform._recognition.unit import NormAct, Recognized
+from jaxcomp.transform._recognition.unit import NormAct, NormCurve, Recognized
 
 _HARDLY = 0.9
 _NOTED = 1e-3  # a norm's bias, as a part of the gradient
@@ -343,7 +343,7 @@ def _notes_of_units(units: Sequence[Recognized]) -> list[str]:
     of_norms = [
         (bias_of_norm(unit.unit, unit.codec), positions(unit.unit))
         for unit in units
-        if isinstance(unit.unit, NormAct) and unit.codec is not None
+        if isinstance(unit.unit, NormAct | NormCurve) and unit.codec is not None
     ]
     bias, count = max(of_norms, default=(0.0, 0))
     if bias > _NOTED:

@@ -5,6 +5,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
+from jax.core import ShapedArray
+from jax.extend.core import Literal
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
@@ -12,7 +15,7 @@ from jaxcomp.codecs import Codec, Quantize
 from jaxcomp.codecs._codec import FLOATS
 from jaxcomp.codecs._offload import inner_codec
 from jaxcomp.memory._source_line import source_line
-from jaxcomp.ops._curves import CURVES, Curve
+from jaxcomp.ops._curves import CURVES, RELU, Curve, leaky_relu
 from jaxcomp.policies._value import Value, dtype_name
 from jaxcomp.transform._choice.context import Context
 from jaxcomp.transform._choice.decisions import codec_in_roles
@@ -20,7 +23,7 @@ from jaxcomp.transform._choice.graph import Graph
 from jaxcomp.transform._program.builder import flat
 from jaxcomp.transform._program.custom_rules import rule_of
 from jaxcomp.transform._program.origins import module_path
-from jaxcomp.transform._program.program import Program, variables
+from jaxcomp.transform._program.program import Program, avals, variables
 from jaxcomp.transform._program.types import Equation, Variable, is_variable
 from jaxcomp.transform._recognition.pattern import LAYOUT, Pattern
 from jaxcomp.transform._recognition.unit import Activation, CodedActivation, Gate
@@ -31,7 +34,25 @@ def activation_of(pattern: Pattern, value: Variable) -> Activation | None:
 
     It is None if there is none that is known.
     """
-    return next((f for c in CURVES if (f := _as(pattern, value, c)) is not None), None)
+    curves = (*CURVES, *_leaky(pattern, value))
+    return next((f for c in curves if (f := _as(pattern, value, c)) is not None), None)
+
+
+def relu_of(pattern: Pattern, value: Variable) -> Activation | None:
+    """Returns the ReLU that alone reads a value; None if there is none."""
+    reader = pattern.only_reader(value)
+    if reader is None or not is_relu(reader):
+        return None
+    program = pattern.slice([value], reader.outvars)
+    return None if program is None else Activation(RELU, program, reader)
+
+
+def _leaky(pattern: Pattern, value: Variable) -> list[Curve]:
+    """Returns the leaky ReLUs of all numbers by which a value is multiplied."""
+    products = [e for e in pattern.readers.get(value, []) if e.primitive.name == "mul"]
+    numbers = [pattern.constant(a) for e in products for a in e.invars if a is not value]
+    rounded = [float(np.asarray(n, value.aval.dtype)) for n in numbers if n is not None]
+    return [leaky_relu(slope) for slope in rounded]
 
 
 def _as(pattern: Pattern, value: Variable, curve: Curve) -> Activation | None:
@@ -47,7 +68,7 @@ def _as(pattern: Pattern, value: Variable, curve: Curve) -> Activation | None:
     if any(id(e) not in own for v in inside for e in pattern.readers.get(v, [])):
         return None
     program = pattern.slice([value], last.outvars)
-    if program is None or str(program.jaxpr) != text:
+    if program is None or _text(program) != text:
         return None
     if None in rules or _rules(program) != rules:
         return None
@@ -60,7 +81,27 @@ def _signature(
 ) -> tuple[str, list[Any], list[str]]:
     """Returns a function's equations, the rules of those that have one, and the names of all."""
     program = flat(Program.trace(function, jax.ShapeDtypeStruct(shape, dtype)))
-    return str(program.jaxpr), _rules(program), _names(program.equations)
+    return _text(program), _rules(program), _names(_without_constants(program))
+
+
+def _text(program: Program) -> str:
+    """Returns the equations of a program, with constants in place of what is made of them alone."""
+    return str(program.jaxpr.replace(eqns=_without_constants(program)))
+
+
+def _without_constants(program: Program) -> list[Equation]:
+    """Returns the equations, with constants in place of casts and repetitions of them."""
+    constants: dict[Any, Literal] = {}
+    equations = []
+    for equation in program.equations:
+        atoms = [constants.get(a, a) if is_variable(a) else a for a in equation.invars]
+        (out, *_) = avals(equation.outvars)
+        if equation.primitive.name in LAYOUT and isinstance(atoms[0], Literal):
+            value = np.asarray(atoms[0].val, out.dtype)
+            constants[equation.outvars[0]] = Literal(value, ShapedArray((), out.dtype))
+        else:
+            equations.append(equation.replace(invars=atoms))
+    return equations
 
 
 def _names(equations: Iterable[Equation]) -> list[str]:
@@ -80,7 +121,8 @@ def _from(pattern: Pattern, value: Variable, length: int) -> list[Equation]:
     while pending and len(found) < length:
         equation = pending.pop(0)
         is_next = len(equation.outvars) == 1 and equation not in found
-        if is_next and known.issuperset(variables(equation.invars)):
+        others = [v for v in variables(equation.invars) if v not in known]
+        if is_next and not any(is_variable(pattern.through(v, *LAYOUT)) for v in others):
             found.append(equation)
             known.update(equation.outvars)
             pending += pattern.readers.get(equation.outvars[0], [])

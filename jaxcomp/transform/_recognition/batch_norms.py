@@ -12,8 +12,10 @@ from jaxcomp.codecs._codec import FLOATS
 from jaxcomp.ops._norm import Norm
 from jaxcomp.transform._program.program import Program, apply, avals, evaluate
 from jaxcomp.transform._program.types import Atom, Equation, Variable, is_variable
-from jaxcomp.transform._recognition.means import Mean, Means
-from jaxcomp.transform._recognition.pattern import LAYOUT, Pattern
+from jaxcomp.transform._recognition.factors import layout_of, leaves
+from jaxcomp.transform._recognition.means import Means
+from jaxcomp.transform._recognition.norms import Centred, Power
+from jaxcomp.transform._recognition.pattern import Pattern
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -39,7 +41,7 @@ class TracedNorm(Norm):
 
     def statistics(self, x: Array, mask: Array | None = None) -> tuple[Array, Array]:
         """Returns the mean and the variance of each feature."""
-        mean, var = _evaluated(self.of_statistics, [jnp.moveaxis(x, -1, self.feature)])
+        mean, var = evaluated(self.of_statistics, [jnp.moveaxis(x, -1, self.feature)])
         return mean.reshape(-1), var.reshape(-1)
 
     def clip(self, var: Array) -> Array:
@@ -53,11 +55,11 @@ class TracedNorm(Norm):
         affine: Any = zip((scale, bias), self.scaled_by, strict=True)
         parameters = [a for a, taken in affine if taken]
         of_x = [a.reshape(s) for a, s in zip((mean, var, *parameters), self.shapes, strict=True)]
-        (y,) = _evaluated(self.of_result, [jnp.moveaxis(x, -1, self.feature), *of_x])
+        (y,) = evaluated(self.of_result, [jnp.moveaxis(x, -1, self.feature), *of_x])
         return jnp.moveaxis(y, self.feature, -1)
 
 
-def _evaluated(program: Program, arguments: Sequence[Array]) -> list[Array]:
+def evaluated(program: Program, arguments: Sequence[Array]) -> list[Array]:
     """Returns a program's results.
 
     Its arguments may vary over more mesh axes than they do in it.
@@ -95,18 +97,14 @@ class BatchNorm:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Search:
+class _Search(Centred):
     """Looks for the batch norm that begins by `x - mean`.
 
     Attributes:
-        pattern: The program.
-        means: Of arrays of the shape of `x`.
-        statistics: The mean.
+        feature: The feature axis.
     """
 
-    pattern: Pattern
-    means: Means
-    statistics: Mean
+    feature: int
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -115,17 +113,17 @@ class _Search:
 
     def is_per_feature(self, atom: Atom) -> bool:
         """Returns whether an atom has one value for each feature."""
-        return self.pattern.feature_axis(atom, self.shape) == self.means.feature
+        return self.pattern.feature_axis(atom, self.shape) == self.feature
 
     def of_features(self, atom: Atom) -> Any:
         """Returns the variable of these values."""
-        return self.pattern.of_features(atom, self.shape[self.means.feature])
+        return self.pattern.of_features(atom, self.shape[self.feature])
 
-    def scaled(self, centred: Variable) -> tuple[Any, list[tuple[Atom, int]], Any] | None:
+    def scaled(self, centred: Variable) -> tuple[Any, list[Power], Any] | None:
         """Returns the scaled and shifted result of a centred array, its factors and its bias."""
-        value, factors, bias = centred, list[tuple[Atom, int]](), None
+        value, factors, bias = centred, list[Power](), None
         while True:
-            reader = self._next(value)
+            reader = self.next(value)
             if reader is None or avals(reader.outvars)[0].shape != self.shape:
                 break
             name = reader.primitive.name
@@ -136,7 +134,7 @@ class _Search:
             if len(other) != 1 or not self.is_per_feature(other[0]):
                 break
             if name == "mul" and bias is None:
-                factors += self._factors(other[0])
+                factors += self.factors(other[0])
             elif name == "div" and bias is None and reader.invars[0] is value:
                 factors.append((other[0], -1))
             elif name == "add" and bias is None and factors:
@@ -146,61 +144,12 @@ class _Search:
             value = reader.outvars[0]
         return (value, factors, bias) if factors else None
 
-    def deviation(self, factor: tuple[Atom, int]) -> tuple[Any, float] | None:
-        """Returns the variance and epsilon of a factor 1 / sqrt(variance + epsilon).
-
-        It is None if it is none.
-        """
-        atom, exponent = factor
-        pattern = self.pattern
-        equation = pattern.made(pattern.through(atom, *LAYOUT), "rsqrt", "sqrt", "pow", "div")
-        if equation is None:
-            return None
-        (operand, *rest), name = equation.invars, equation.primitive.name
-        if name == "div" and exponent == 1 and pattern.constant(operand) == 1.0:
-            return self.deviation((rest[0], -1))
-        power = {"rsqrt": -0.5, "sqrt": 0.5}.get(name)
-        if name == "pow":
-            power = pattern.constant(rest[0])
-        if power is None or power * exponent != -0.5:
-            return None
-        added = pattern.made(pattern.through(operand, *LAYOUT), "add")
-        if added is None:
-            return None
-        first, second = added.invars
-        epsilon = pattern.constant(second)
-        if epsilon is None:
-            first, epsilon = second, pattern.constant(first)
-        if epsilon is None or self.means.variance(first) != self.statistics:
-            return None
-        return self.of_features(first), epsilon
-
-    def _next(self, value: Variable) -> Equation | None:
-        """Returns the one equation that reads a value, but for the squares of a variance."""
-        readers = [
-            e
-            for e in self.pattern.readers.get(value, [])
-            if e.primitive.name not in ("square", "integer_pow")
-            and not (e.primitive.name == "mul" and e.invars[0] is e.invars[1])
-        ]
-        return readers[0] if len(readers) == 1 and value not in self.pattern.results else None
-
     def _ends(self, cast: Equation) -> bool:
         """Returns whether no bias comes after a cast."""
-        reader = self._next(cast.outvars[0])
+        reader = self.next(cast.outvars[0])
         if reader is None or reader.primitive.name != "add":
             return True
         return not any(self.is_per_feature(a) for a in reader.invars if a is not cast.outvars[0])
-
-    def _factors(self, atom: Atom) -> list[tuple[Atom, int]]:
-        """Returns the factors of a product of values per feature, each with its exponent."""
-        equation = self.pattern.made(self.pattern.through(atom, *LAYOUT), "mul", "div")
-        if equation is None or not all(map(is_variable, equation.invars)):
-            return [(atom, 1)]
-        first, second = equation.invars
-        if equation.primitive.name == "div":
-            return [*self._factors(first), (second, -1)]
-        return [*self._factors(first), *self._factors(second)]
 
 
 def batch_norm(pattern: Pattern, equation: Equation) -> BatchNorm | None:
@@ -215,14 +164,19 @@ def batch_norm(pattern: Pattern, equation: Equation) -> BatchNorm | None:
     if not feature or 0 in shape or avals([wide])[0].shape != shape:  # axis 0 is the batch
         return None
     x = pattern.before_casts(wide)
-    means = Means(pattern, shape, feature)
+    means = Means(pattern, layout_of(shape))
     statistics = means.mean(mean)
-    if statistics is None or len(statistics.axis_names) > 1 or not is_variable(x):
+    if (
+        statistics is None
+        or leaves(means.layout[feature]) != list(statistics.kept)
+        or len(statistics.axis_names) > 1
+        or not is_variable(x)
+    ):
         return None
     statistics = dataclasses.replace(statistics, of=pattern.before_casts(statistics.of))
     if statistics.of is not x:
         return None
-    search = _Search(pattern, means, statistics)
+    search = _Search(pattern, means, statistics, feature)
     scaled = search.scaled(out)
     if scaled is None:
         return None
@@ -235,7 +189,7 @@ def batch_norm(pattern: Pattern, equation: Equation) -> BatchNorm | None:
     if len(variances) != 1 or len(scales) + 1 != len(deviations) or len(scales) > 1:
         return None
     variance, epsilon = variances[0]
-    of_x = search.of_features(mean), variance
+    of_x = search.of_features(mean), search.of_features(variance)
     scale = search.of_features(scales[0]) if scales else None
     bias = None if bias is None else search.of_features(bias)
     parameters = [a for a in (scale, bias) if a is not None]

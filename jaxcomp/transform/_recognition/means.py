@@ -1,4 +1,4 @@
-"""Finds means and variances over all axes but one in a program."""
+"""Finds means and variances in a program."""
 
 import dataclasses
 import functools
@@ -9,22 +9,32 @@ from jax import lax
 
 from jaxcomp.transform._program.program import avals
 from jaxcomp.transform._program.types import Atom, Equation, Variable, is_variable
-from jaxcomp.transform._recognition.pattern import LAYOUT, Labels, Pattern, relabelled
+from jaxcomp.transform._recognition.factors import (
+    Factor,
+    Layout,
+    all_leaves,
+    leaves,
+    rearranged,
+    varies_with,
+)
+from jaxcomp.transform._recognition.pattern import LAYOUT, Pattern
 
 _SUMS = {"reduce_sum", "psum", "psum_invariant"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Mean:
-    """A mean over all axes but one, and over devices.
+    """A mean over some axes, or parts of them, and over devices.
 
     Attributes:
         of: The variable that it is the mean of.
+        kept: The factors over which no mean is taken.
         axis_names: Names of the mesh or `vmap` axes over which it is a mean, too.
         axis_index_groups: Groups of indices within these.
     """
 
     of: Atom
+    kept: tuple[Factor, ...]
     axis_names: tuple[str, ...] = ()
     axis_index_groups: Any = None
 
@@ -35,19 +45,28 @@ class Means:
 
     Attributes:
         pattern: The program.
-        shape: The shape.
-        feature: The axis over which no mean is taken.
+        layout: That of the arrays.
     """
 
     pattern: Pattern
-    shape: tuple[int, ...]
-    feature: int
+    layout: Layout
+
+    @functools.cached_property
+    def shape(self) -> tuple[int, ...]:
+        """The shape."""
+        return tuple(math.prod(f.size for f in axis) for axis in self.layout)
 
     def mean(self, atom: Atom) -> Mean | None:
         """Returns what an atom is the mean of; None if it is no mean."""
+        found = self.arranged(atom)
+        return None if found is None else found[0]
+
+    def arranged(self, atom: Atom) -> tuple[Mean, Layout] | None:
+        """Returns what an atom is the mean of, and its layout; None if it is no mean."""
         steps: list[tuple[Equation, Atom]] = []
         picked: list[int] = []
-        while not (atom.aval.shape == self.shape and any(_reduces(e) for e, _ in steps)):
+        layout: Layout | None = None
+        while layout is None:
             if not is_variable(atom) or atom not in self.pattern.made_by:
                 return None
             equation = self.pattern.made_by[atom]
@@ -56,7 +75,18 @@ class Means:
                 return None
             steps.append((equation, source))
             atom = source
-        return self._checked(steps[::-1], atom)
+            if any(_reduces(e) for e, _ in steps):
+                layout = self._layout_of_whole(atom)
+        return self._checked(steps[::-1], atom, layout)
+
+    def _layout_of_whole(self, atom: Atom) -> Layout | None:
+        """Returns the layout of an array of the shape, or of squares of one that is reshaped."""
+        if atom.aval.shape == self.shape:
+            return self.layout
+        regroup = self.pattern.made(self._squared(atom), "reshape")
+        if regroup is None or avals(regroup.invars)[0].shape != self.shape:
+            return None
+        return rearranged(self.layout, regroup)
 
     def variance(self, atom: Atom) -> Mean | None:
         """Returns what an atom is the (biased) variance of; None if it is none."""
@@ -71,9 +101,19 @@ class Means:
         if centred is None:
             return None
         value, mean = centred.invars
-        aligned = self.pattern.feature_axis(mean, self.shape) == self.feature
-        of_mean = self.mean(mean) if aligned and is_variable(mean) else None
+        of_mean = self.aligned(mean)
         return self._same(dataclasses.replace(squares, of=value), of_mean)
+
+    def aligned(self, atom: Atom) -> Mean | None:
+        """Returns what an operand of an array of the layout is the mean of.
+
+        It is None if it is none, or if an element of the array does not meet its own mean.
+        """
+        found = self.arranged(atom) if is_variable(atom) else None
+        if found is None or len(found[1]) != len(self.layout):
+            return None
+        mean, layout = found
+        return mean if varies_with(layout, self.layout) == leaves(mean.kept) else None
 
     def _without_guards(self, atom: Atom) -> Any:
         """Returns a variance before it is clipped at 0, and before it is NaN without elements."""
@@ -107,10 +147,14 @@ class Means:
         """Returns a mean, if another is of the same array."""
         if first is None or second is None:
             return None
-        first, second = (
-            dataclasses.replace(m, of=self.pattern.before_casts(m.of)) for m in (first, second)
-        )
+        first, second = (dataclasses.replace(m, of=self._whole(m.of)) for m in (first, second))
         return first if first == second else None
+
+    def _whole(self, atom: Atom) -> Any:
+        """Returns an array of the shape, before casts, of which another is a reshape."""
+        atom = self.pattern.before_casts(atom)
+        regroup = None if atom.aval.shape == self.shape else self.pattern.made(atom, "reshape")
+        return atom if regroup is None else self.pattern.before_casts(regroup.invars[0])
 
     def _squared(self, atom: Atom) -> Any:
         """Returns what an atom is the square of; None if it is no square."""
@@ -159,48 +203,47 @@ class Means:
             return operands[number] if of_one_row else None
         return None
 
-    def _checked(self, steps: list[tuple[Equation, Atom]], of: Atom) -> Mean | None:
-        """Returns the mean that steps take of an array.
-
-        It is None if they take none over all other axes.
-        """
-        labels: Labels | None = list(range(len(self.shape)))
-        count, divisor = 1, 1.0
+    def _checked(
+        self, steps: list[tuple[Equation, Atom]], of: Atom, layout: Layout | None
+    ) -> tuple[Mean, Layout] | None:
+        """Returns the mean that steps take of an array, and its layout; None if they take none."""
+        summed: list[Factor] = []
+        divisor = 1.0
         names: list[str] = []
         groups: list[Any] = []
-        for equation, source in steps:
-            name, sizes = equation.primitive.name, source.aval.shape
-            assert labels is not None
+        for equation, _ in steps:
+            name = equation.primitive.name
+            assert layout is not None
             if name in _SUMS:
                 axes = equation.params["axes"]
-                summed = {a for a in axes if not isinstance(a, str)}
-                count *= math.prod(sizes[a] for a in summed)
-                labels = [label for i, label in enumerate(labels) if i not in summed]
+                over = {a for a in axes if not isinstance(a, str)}
+                summed += [f for axis in over for f in layout[axis]]
+                layout = [factors for i, factors in enumerate(layout) if i not in over]
                 names += [a for a in axes if isinstance(a, str)]
                 groups.append(equation.params.get("axis_index_groups"))
             elif name in ("div", "mul"):
                 number = self._constant_of(equation)
                 divisor *= number if name == "div" else 1 / number if number else math.nan
             elif name == "stack":
-                labels = [None, *labels]
+                layout = [[], *layout]
             elif name == "unstack":
-                labels = None if labels[0] is not None else labels[1:]
+                layout = None if layout[0] else layout[1:]
             elif name in LAYOUT:
-                labels = relabelled(labels, sizes, avals(equation.outvars)[0].shape)
-            if labels is None:
+                layout = rearranged(layout, equation)
+            if layout is None:
                 return None
         groups = [g for g in groups if g is not None]
         replicas = _replicas(names, groups)
-        features = self.shape[self.feature]
-        if labels is None or replicas is None or count * features != math.prod(self.shape):
+        over, whole = leaves(summed), all_leaves(self.layout)
+        if replicas is None or any(f.is_constant for f in over):
             return None
-        (result,) = avals(steps[-1][0].outvars[:1])
-        left = [label for label, n in zip(labels, result.shape, strict=True) if n != 1]
-        if left != [self.feature] * (features != 1):
+        kept = tuple(f for f in whole if f not in over)
+        if [f for f in all_leaves(layout) if not f.is_constant] != list(kept):
             return None
+        count = math.prod(f.size for f in over)
         if not math.isclose(divisor, count * replicas, rel_tol=1e-6):
             return None
-        return Mean(of, tuple(names), groups[0] if groups else None)
+        return Mean(of, kept, tuple(names), groups[0] if groups else None), layout
 
     def _constant_of(self, equation: Equation) -> float:
         numbers = [self.pattern.constant(a) for a in equation.invars]

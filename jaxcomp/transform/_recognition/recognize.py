@@ -21,17 +21,21 @@ from jaxcomp.transform._recognition.activations import (
     coded_activations,
     gate_of,
     is_relu,
+    relu_of,
 )
 from jaxcomp.transform._recognition.attention import Attention, attentions
 from jaxcomp.transform._recognition.batch_norms import BatchNorm, TracedNorm, batch_norm
+from jaxcomp.transform._recognition.curved_norms import curved_norm
 from jaxcomp.transform._recognition.layer_scale import LayerScale, layer_scales
 from jaxcomp.transform._recognition.order import ordered
 from jaxcomp.transform._recognition.pattern import Labels, Pattern, relabelled
 from jaxcomp.transform._recognition.products import CONV, DOT, features_last, products
 from jaxcomp.transform._recognition.unit import (
+    Activation,
     Codeless,
     MaxPool,
     NormAct,
+    NormCurve,
     Product,
     Recognized,
     Unit,
@@ -113,7 +117,8 @@ def _with_gates(program: Program, units: list[Recognized]) -> list[Recognized]:
     coded = [
         (recognized.unit, recognized.codec)
         for recognized in units
-        if isinstance(recognized.unit, NormAct) and recognized.unit.is_coded
+        if isinstance(recognized.unit, NormCurve)
+        or (isinstance(recognized.unit, NormAct) and recognized.unit.is_coded)
     ]
     by = {unit.equation.outvars[0]: codec for unit, codec in coded}
     features = {unit.equation.outvars[0]: unit.feature for unit, _ in coded}
@@ -151,8 +156,7 @@ def _fits(unit: Unit, rule: Rule, context: Context) -> bool:
         return isinstance(by, Packed)
     if not isinstance(by, SignAware):
         return False
-    smooth = isinstance(unit, NormAct) and unit.activation is not None
-    ranges = smooth or by.scale_source == "range"
+    ranges = isinstance(unit, NormCurve) or by.scale_source == "range"
     return len(unit.operands[0].aval.shape) > 2 or not ranges
 
 
@@ -173,10 +177,17 @@ def _can_store(unit: Product, rule: Rule, context: Context) -> bool:
 
 
 def _units(pattern: Pattern) -> list[Unit]:
-    norms = [n for e in pattern.program.equations if (n := batch_norm(pattern, e)) is not None]
+    units: list[Unit] = []
+    norms: list[BatchNorm] = []
+    for equation in pattern.program.equations:
+        norm = batch_norm(pattern, equation)
+        curved = _norm_curve(pattern, equation, norm)
+        if curved is not None:
+            units.append(curved)
+        elif norm is not None:
+            norms.append(norm)
     by_result = {n.y: n for n in norms}
     done: set[Any] = set()
-    units: list[Unit] = []
     for norm in norms:
         if norm.y not in done:
             unit = _unit(pattern, norm, by_result)
@@ -193,13 +204,30 @@ def _units(pattern: Pattern) -> list[Unit]:
     return [*units, *(unit for find in CODELESS.values() for unit in find(pattern))]
 
 
+def _norm_curve(
+    pattern: Pattern, equation: Equation, batch_norm: BatchNorm | None
+) -> NormCurve | None:
+    """Returns the norm that begins by an equation, and its activation function, if it has one.
+
+    A batch norm with a ReLU is a `NormAct`.
+    """
+
+    def activation(value: Variable) -> Activation | None:
+        relu = relu_of(pattern, value) if batch_norm is None else None
+        return relu or activation_of(pattern, value)
+
+    norm = curved_norm(pattern, equation, lambda value: activation(value) is not None)
+    if norm is None:
+        return None
+    found = activation(norm.y)
+    assert found is not None
+    return NormCurve(norm, found, pattern.made_by[norm.y])
+
+
 def _unit(pattern: Pattern, norm: BatchNorm, norms: dict[Variable, BatchNorm]) -> NormAct:
     """Returns the unit that begins with a norm."""
     origin = pattern.made_by[norm.y]
     alone = NormAct((norm,), None, False, None, origin, origin)
-    activation = activation_of(pattern, norm.y)
-    if activation is not None:
-        return dataclasses.replace(alone, equation=activation.equation, activation=activation)
     reader = pattern.only_reader(norm.y)
     if reader is None:
         return alone

@@ -36,6 +36,7 @@ from jaxcomp.transform._recognition.unit import (
     Gate,
     MaxPool,
     NormAct,
+    NormCurve,
     Product,
     Recognized,
 )
@@ -64,7 +65,7 @@ def with_units(
     ]
     reading = {id(equation) for unit in activations for equation in unit.readers}
     # Seeds of codes of values count up, those of units down.
-    kinds = NormAct | CodedActivation | Product
+    kinds = NormAct | NormCurve | CodedActivation | Product
     noisy = [recognized for recognized in units if isinstance(recognized.unit, kinds)]
     drawn = builder.trace(lambda seed: noise.counted(seed, len(noisy), -1), seed)
     seeds = dict(zip(noisy, drawn, strict=True))
@@ -217,6 +218,8 @@ def _take(
         _activation(builder, unit, codec, env, coded, seed)
     elif isinstance(unit, NormAct):
         _norm_act(builder, unit, codec, env, coded, seed, observe)
+    elif isinstance(unit, NormCurve):
+        _norm_curve(builder, unit, codec, env, coded, seed)
 
 
 def _pool(builder: Builder, unit: MaxPool, codec: Codec, env: Renaming) -> None:
@@ -298,9 +301,29 @@ def _norm_act(
     _set(builder, unit, evaluated, operands, unit.feature, env, coded)
 
 
+def _norm_curve(
+    builder: Builder,
+    unit: NormCurve,
+    codec: Codec,
+    env: Renaming,
+    coded: dict[Variable, _Coded],
+    seed: Atom | None,
+) -> None:
+    activation = _with_features_last(unit.activation.program, unit.feature)
+
+    def made(x: Array, parameters: tuple[Array, ...], seed: Array) -> Any:
+        x = jnp.moveaxis(x, unit.feature, -1)
+        norm, curve = unit.norm.norm, unit.activation.curve
+        result, *statistics = norm_curve(norm, x, parameters, curve, activation, codec, seed)
+        return result, statistics
+
+    x, *parameters = renamed(env, unit.operands)
+    _set(builder, unit, made, (x, tuple(parameters), seed), unit.feature, env, coded)
+
+
 def _set(
     builder: Builder,
-    unit: NormAct | Gate | CodedActivation,
+    unit: NormAct | NormCurve | Gate | CodedActivation,
     function: Callable[..., tuple[ops.CodedArray, list[Array]]],
     operands: Sequence[Any],
     feature: int,
@@ -335,18 +358,10 @@ def _evaluate(
     """Returns the unit's result, and the mean and variance of each of its norms."""
     inputs = tuple(_input(unit.feature, *arrays) for arrays in operands_of_norms)
     norms = tuple(norm.norm for norm in unit.norms)
-    if unit.activation is None:
-        window = None if unit.pool is None else Window(inputs[0].x.shape, *unit.pool)
-        result, means, variances = norms_act(
-            norms, inputs, residual, unit.relu, window, codec, seed
-        )
-        if observe is not None:
-            observe(unit, inputs, result, means, variances)
-    else:
-        activation = _with_features_last(unit.activation.program, unit.feature)
-        of = unit.activation.curve
-        result, *of_x = norm_curve(norms[0], inputs[0], of, activation, codec, seed)
-        means, variances = ((a,) for a in of_x)
+    window = None if unit.pool is None else Window(inputs[0].x.shape, *unit.pool)
+    result, means, variances = norms_act(norms, inputs, residual, unit.relu, window, codec, seed)
+    if observe is not None:
+        observe(unit, inputs, result, means, variances)
     statistics = [a for pair in zip(means, variances, strict=True) for a in pair]
     shapes = [v.aval.shape for n in unit.norms for v in (n.mean, n.variance)]
     return result, [a.reshape(shape) for a, shape in zip(statistics, shapes, strict=True)]

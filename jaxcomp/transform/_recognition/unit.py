@@ -13,6 +13,7 @@ from jaxcomp.transform._program.origins import module_path
 from jaxcomp.transform._program.program import Program, variables
 from jaxcomp.transform._program.types import Equation
 from jaxcomp.transform._recognition.batch_norms import BatchNorm
+from jaxcomp.transform._recognition.curved_norms import CurvedNorm
 
 
 class OneResult:
@@ -36,7 +37,7 @@ class Activation:
     """An activation function of a program.
 
     Attributes:
-        curve: The function of `jax.nn` of which it has the equations.
+        curve: The function of which it has the equations.
         program: It as the program has it.
         equation: The equation that makes its result.
     """
@@ -57,7 +58,6 @@ class NormAct:
         pool: Shape, strides and padding of a max pool's windows, or None.
         equation: The equation that makes the result.
         origin: The equation that makes the result of the first norm.
-        activation: An activation function other than a ReLU, or None.
         pooled_by: The equation of the max pool, or None.
     """
 
@@ -67,7 +67,6 @@ class NormAct:
     pool: Any
     equation: Equation
     origin: Equation
-    activation: Activation | None = None
     pooled_by: Equation | None = None
     kind = "norm_act"
 
@@ -85,7 +84,7 @@ class NormAct:
     @property
     def is_coded(self) -> bool:
         """Whether the result has a code."""
-        return self.relu or self.activation is not None
+        return self.relu
 
     @property
     def saved(self) -> list[Any]:
@@ -97,6 +96,47 @@ class NormAct:
     def feature(self) -> int:
         """The feature axis."""
         return self.norms[0].norm.feature
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class NormCurve:
+    """A norm of any groups of elements, and an activation function.
+
+    Attributes:
+        norm: The norm.
+        activation: The function.
+        origin: The equation that makes the result of the norm.
+    """
+
+    norm: CurvedNorm
+    activation: Activation
+    origin: Equation
+    kind = "norm_act"
+
+    @property
+    def equation(self) -> Equation:
+        """The equation that makes the result."""
+        return self.activation.equation
+
+    @property
+    def operands(self) -> list[Any]:
+        """The variables that it reads."""
+        return [self.norm.x, *self.norm.parameters]
+
+    @property
+    def results(self) -> list[Any]:
+        """The variables that it makes."""
+        return [*self.equation.outvars, self.norm.mean, self.norm.variance]
+
+    @property
+    def saved(self) -> list[Any]:
+        """The variable of the shape and dtype of the array that has a code."""
+        return [self.norm.x]
+
+    @property
+    def feature(self) -> int:
+        """The feature axis."""
+        return self.norm.norm.feature
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -235,7 +275,7 @@ class Codeless(OneResult, abc.ABC):
         """Returns the result, by the program's own steps, with the other derivative."""
 
 
-Unit = NormAct | MaxPool | Gate | CodedActivation | Product | Codeless
+Unit = NormAct | NormCurve | MaxPool | Gate | CodedActivation | Product | Codeless
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

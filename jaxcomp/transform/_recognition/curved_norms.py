@@ -1,0 +1,433 @@
+"""Finds norms before activation functions in a program, whoever wrote them."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+from jaxcomp.codecs._codec import FLOATS
+from jaxcomp.ops._norm import average, shares
+from jaxcomp.transform._program.program import Program, avals
+from jaxcomp.transform._program.types import Atom, Equation, Variable, is_variable
+from jaxcomp.transform._recognition.batch_norms import evaluated
+from jaxcomp.transform._recognition.factors import (
+    Factor,
+    Layout,
+    layout_of,
+    leaves,
+    rearranged,
+    varies_with,
+)
+from jaxcomp.transform._recognition.means import Means
+from jaxcomp.transform._recognition.norms import Centred
+from jaxcomp.transform._recognition.pattern import LAYOUT, Pattern
+
+_FEW = 8  # times fewer elements than the array
+_ELEMENTWISE = {
+    "integer_pow",
+    "square",
+    "add",
+    "div",
+    "max",
+    "mul",
+    "pow",
+    "rsqrt",
+    "select_n",
+    "sqrt",
+    "sub",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """Which elements of an array have a statistic in common.
+
+    Attributes:
+        shape: Shape of the array.
+        factors: The lengths of the factors of each axis, and whether groups differ along each.
+        axes: Axes along which wide arrays are of size 1.
+    """
+
+    shape: tuple[int, ...]
+    factors: tuple[tuple[tuple[int, bool], ...], ...]
+    axes: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        """How many elements have a statistic in common."""
+        return math.prod(size for axis in self.factors for size, kept in axis if not kept)
+
+    @property
+    def wide_count(self) -> int:
+        """How many elements of a wide array have a statistic in common."""
+        return math.prod(size for size, kept in self._wide_factors if not kept)
+
+    @property
+    def _wide_factors(self) -> list[tuple[int, bool]]:
+        """The factors of a wide array."""
+        return [
+            (1 if i in self.axes else size, kept)
+            for i, axis in enumerate(self.factors)
+            for size, kept in axis
+        ]
+
+    @property
+    def _wide_shape(self) -> list[int]:
+        return [1 if i in self.axes else size for i, size in enumerate(self.shape)]
+
+    def wide(self, statistic: Array) -> Array:
+        """Returns a statistic, wide."""
+        factors = self._wide_factors
+        grouped = statistic.reshape([size if kept else 1 for size, kept in factors])
+        spread = jnp.broadcast_to(grouped, [size for size, _ in factors])
+        return spread.reshape(self._wide_shape)
+
+    def mean(self, sums: Array) -> Array:
+        """Returns the mean of each group, wide, of wide sums."""
+        sizes, kept = zip(*self._wide_factors, strict=True)
+        over = tuple(i for i, is_kept in enumerate(kept) if not is_kept)
+        total = sums.reshape(sizes).sum(over, keepdims=True) / self.count
+        return jnp.broadcast_to(total, sizes).reshape(self._wide_shape)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TracedNormalization:
+    """A norm with the formulas of a program. Implements `jaxcomp.ops._norm_curve.Normalization`.
+
+    Attributes:
+        axes: Axes along which statistics, gain and offset are constant; with the features last.
+        epsilon: Constant added to the variance.
+        feature: The feature axis in the program.
+        groups: In the program.
+        of_statistics: From the input to mean and variance.
+        of_result: From input, mean, variance and parameters to the result.
+        of_steps: From mean, variance and parameters to what the centred array is multiplied by or
+            divided by, and what is added.
+        steps: What each of these is.
+        axis_name: Mesh or `vmap` axis over which statistics are averaged, too.
+        axis_index_groups: Groups of indices within that axis.
+    """
+
+    axes: tuple[int, ...]
+    epsilon: float
+    feature: int
+    groups: Groups
+    of_statistics: Program
+    of_result: Program
+    of_steps: Program
+    steps: tuple["Step", ...]
+    axis_name: str | None = None
+    axis_index_groups: Any = None
+
+    def statistics(self, x: Array) -> tuple[Array, Array]:
+        """Returns the mean and the variance of each group."""
+        mean, variance = evaluated(self.of_statistics, [jnp.moveaxis(x, -1, self.feature)])
+        return mean, variance
+
+    def result(self, x: Array, mean: Array, variance: Array, *parameters: Array) -> Array:
+        """Returns the result, to the bit."""
+        x = jnp.moveaxis(x, -1, self.feature)
+        (y,) = evaluated(self.of_result, [x, mean, variance, *parameters])
+        return jnp.moveaxis(y, self.feature, -1)
+
+    def affine(self, mean: Array, variance: Array, *parameters: Array) -> tuple[Array, Array]:
+        """Returns gain and offset in float32, wide, to rounding."""
+        deviation = jnp.sqrt(self.groups.wide(variance.astype(jnp.float32)) + self.epsilon)
+        gain, offset = jnp.ones_like(deviation), jnp.zeros_like(deviation)
+        operands = evaluated(self.of_steps, [mean, variance, *parameters])
+        for step, operand in zip(self.steps, operands, strict=True):
+            ends = [1 if i in self.groups.axes else n for i, n in enumerate(operand.shape)]
+            narrow = lax.slice(operand, [0] * operand.ndim, ends).astype(jnp.float32)
+            if step.name == "add":
+                offset += narrow
+            else:
+                factor = narrow if step.name == "mul" else 1 / narrow
+                factor = factor * deviation if step.divides else factor
+                gain, offset = gain * factor, offset * factor
+        return jnp.moveaxis(gain, self.feature, -1), jnp.moveaxis(offset, self.feature, -1)
+
+    def wide(self, statistic: Array) -> Array:
+        """Returns a statistic in float32, wide."""
+        wide = self.groups.wide(statistic.astype(jnp.float32))
+        return jnp.moveaxis(wide, self.feature, -1)
+
+    def means(self, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+        """Returns means over each group, of all devices, of wide sums over `axes`; both wide."""
+
+        def mean(wide: Array) -> Array:
+            of_groups = self.groups.mean(jnp.moveaxis(wide, -1, self.feature))
+            return jnp.moveaxis(of_groups, self.feature, -1)
+
+        return average(tuple(map(mean, sums)), self.axis_name, self.axis_index_groups)
+
+    def shares(self, cotangents: tuple[Array, ...], x: Array) -> tuple[Array, ...]:
+        """Returns wide sums, the means of which are those of cotangents of statistics by group."""
+        of_device = shares(cotangents, x, self.axis_name)
+        return tuple(self.wide(c) / self.groups.wide_count for c in of_device)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CurvedNorm:
+    """A norm of a program, up to the argument of an activation function.
+
+    Attributes:
+        x: Variable that is normalised.
+        mean: Variable of the means.
+        variance: Variable of the variances.
+        parameters: Variables of which gain and offset are made.
+        y: Variable of the result.
+        norm: Its formulas.
+    """
+
+    x: Any
+    mean: Any
+    variance: Any
+    parameters: list[Any]
+    y: Any
+    norm: TracedNormalization
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A product, quotient or sum of the normalised array and another.
+
+    Attributes:
+        name: "mul", "div" or "add".
+        divides: Whether the operand is divided by the deviation, too.
+    """
+
+    name: str
+    divides: bool
+
+
+@dataclasses.dataclass
+class _Chain:
+    """What follows an array less its mean.
+
+    Attributes:
+        value: The last result.
+        layout: Of it.
+        variance: The variance by whose root it is divided; None before it is.
+        epsilon: What is added to the variance.
+        steps: Other steps, and their operands.
+        parameters: What the operands are made of, besides statistics.
+    """
+
+    value: Any
+    layout: Layout
+    variance: Any = None
+    epsilon: float = 0.0
+    steps: list[tuple[Step, Any]] = dataclasses.field(default_factory=list)
+    parameters: list[Any] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Search(Centred):
+    """Looks for the norm that begins by an array less its mean.
+
+    Attributes:
+        shape: Shape of the array before it is reshaped into groups, if it is.
+    """
+
+    shape: tuple[int, ...]
+
+    def chains(self, centred: Variable) -> Iterator[_Chain]:
+        """Returns what may be the argument of an activation function, and how it is made."""
+        chain = _Chain(centred, self.means.layout)
+        while (reader := self.next(chain.value)) is not None and self._take(chain, reader):
+            chain.value = reader.outvars[0]
+            if chain.variance is not None and chain.value.aval.shape == self.shape:
+                yield chain
+
+    def _take(self, chain: _Chain, reader: Equation) -> bool:
+        """Adds a step to a chain; False if it is none."""
+        name = reader.primitive.name
+        others = [a for a in reader.invars if a is not chain.value]
+        if name in ("reshape", "convert_element_type") and not others:
+            layout = rearranged(chain.layout, reader)
+            chain.layout = layout or []
+            return layout is not None
+        is_step = name in ("mul", "add") or (name == "div" and reader.invars[0] is chain.value)
+        if not is_step or len(others) != 1 or not is_variable(others[0]):
+            return False
+        (operand,) = others
+        if name == "add":
+            return chain.variance is not None and self._add(
+                chain, Step(name, False), operand, [operand]
+            )
+        parameters, divides = [], False
+        for atom, exponent in self.factors(operand):
+            found = self.deviation((atom, exponent if name == "mul" else -exponent))
+            if found is None:
+                parameters.append(atom)
+            elif chain.variance is not None or not self._meets_own(operand, chain.layout):
+                return False
+            else:
+                (chain.variance, chain.epsilon), divides = found, True
+        return not parameters or self._add(chain, Step(name, divides), operand, parameters)
+
+    def _add(self, chain: _Chain, step: Step, operand: Any, parameters: Sequence[Any]) -> bool:
+        sizes = [operand.aval.shape[axis] for axis in self.varying(operand)]
+        if operand.aval.ndim != len(self.shape) or chain.value.aval.shape != self.shape:
+            return False
+        if math.prod(sizes) * _FEW > math.prod(self.shape):
+            return False
+        chain.steps.append((step, operand))
+        chain.parameters += [self.pattern.through(atom, *LAYOUT) for atom in parameters]
+        return True
+
+    def varying(self, atom: Atom) -> set[int]:
+        """Returns the axes along which values may differ."""
+        equation = self.pattern.made_by.get(atom) if is_variable(atom) else None
+        shape = atom.aval.shape
+        long = {axis for axis, size in enumerate(shape) if size != 1}
+        name = "" if equation is None else equation.primitive.name
+        if equation is None or not long:
+            return long
+        if name == "broadcast_in_dim":
+            dims = equation.params["broadcast_dimensions"]
+            return {dims[axis] for axis in self.varying(equation.invars[0])}
+        if name in ("convert_element_type", "pvary") or name in _ELEMENTWISE:
+            return set().union(*map(self.varying, equation.invars))
+        return long
+
+    def _meets_own(self, operand: Atom, layout: Layout) -> bool:
+        """Returns whether each element of the centred array meets the deviation of its group."""
+        found = self._layout(operand)
+        if found is None or len(found) != len(layout):
+            return False
+        return varies_with(found, layout) == leaves(self.statistics.kept)
+
+    def _layout(self, atom: Atom) -> Layout | None:
+        """Returns the layout of what is made of statistics and parameters, which are constants."""
+        if not is_variable(atom):
+            return []
+        found = self.means.arranged(atom)
+        if found is not None:
+            return found[1]
+        equation = self.pattern.made_by.get(atom)
+        name = "" if equation is None else equation.primitive.name
+        if equation is not None and name in LAYOUT:
+            layout = self._layout(equation.invars[0])
+            return None if layout is None else rearranged(layout, equation)
+        if equation is None or name not in _ELEMENTWISE:
+            return [
+                [Factor(size, is_constant=True)] if size != 1 else [] for size in atom.aval.shape
+            ]
+        merged: Layout = [[] for _ in atom.aval.shape]
+        for layout in map(self._layout, equation.invars):
+            if layout is None or len(layout) not in (0, len(merged)):
+                return None
+            for axis, factors in enumerate(layout):
+                varies = any(not f.is_constant for f in leaves(factors))
+                if varies and any(not f.is_constant for f in leaves(merged[axis])):
+                    if leaves(factors) != leaves(merged[axis]):
+                        return None
+                elif varies or not merged[axis]:
+                    merged[axis] = factors
+        return merged
+
+
+def curved_norm(
+    pattern: Pattern, equation: Equation, ends: Callable[[Variable], bool]
+) -> CurvedNorm | None:
+    """Returns the norm that begins by an equation `x - mean`; None if there is none.
+
+    Args:
+        pattern: The program.
+        equation: The equation.
+        ends: Whether a value is the argument of an activation function, which ends the norm.
+    """
+    if equation.primitive.name != "sub" or not all(map(is_variable, equation.invars)):
+        return None
+    centred: Any
+    (centred,) = equation.outvars
+    wide, mean = equation.invars
+    shape = centred.aval.shape
+    if len(shape) < 3 or 0 in shape or avals([wide])[0].shape != shape:
+        return None
+    grouped = pattern.before_casts(wide)
+    regroup = pattern.made(grouped, "reshape")
+    whole = grouped if regroup is None else pattern.before_casts(regroup.invars[0])
+    for x in dict.fromkeys((grouped, whole)):
+        if is_variable(x) and (found := _of(pattern, centred, mean, x, grouped, ends)) is not None:
+            return found
+    return None
+
+
+def _of(
+    pattern: Pattern,
+    centred: Variable,
+    mean: Atom,
+    x: Variable,
+    grouped: Variable,
+    ends: Callable[[Variable], bool],
+) -> CurvedNorm | None:
+    """Returns the norm of an array that is centred after it is reshaped into groups, if it is."""
+    whole = layout_of(x.aval.shape)
+    layout = whole if x is grouped else rearranged(whole, pattern.made_by[grouped])
+    if layout is None:
+        return None
+    means = Means(pattern, layout)
+    statistics = means.aligned(mean)
+    if statistics is None or len(statistics.axis_names) > 1:
+        return None
+    statistics = dataclasses.replace(statistics, of=pattern.before_casts(statistics.of))
+    if statistics.of is not grouped:
+        return None
+    search = _Search(pattern, means, statistics, x.aval.shape)
+    chain = next((chain for chain in search.chains(centred) if ends(chain.value)), None)
+    return None if chain is None else _norm(search, chain, x, whole, mean)
+
+
+def _norm(
+    search: _Search, chain: _Chain, x: Variable, layout: Layout, mean: Atom
+) -> CurvedNorm | None:
+    """Returns the norm, if each value of its statistics is of many elements."""
+    pattern, kept, shape = search.pattern, leaves(search.statistics.kept), search.shape
+    of_x = [pattern.through(atom, *LAYOUT) for atom in (mean, chain.variance)]
+    parameters = [*dict.fromkeys(chain.parameters)]
+    operands = [operand for _, operand in chain.steps]
+    factors = tuple(tuple((f.size, f in kept) for f in leaves(axis)) for axis in layout)
+    wide = {i for i, axis in enumerate(factors) if any(is_kept for _, is_kept in axis)}
+    wide = wide.union(*map(search.varying, operands))
+    few = math.prod(shape[i] for i in wide) * _FEW <= math.prod(shape)
+    count = math.prod(f.size for f in kept)
+    arrays = x, *of_x, *parameters
+    if not (
+        few
+        and all(map(is_variable, arrays))
+        and len(set(arrays)) == len(arrays)
+        and all(a.aval.dtype.name in FLOATS for a in (*arrays, chain.value))
+        and all(a.aval.size == count for a in of_x)
+    ):
+        return None
+    of_statistics = pattern.slice([x], of_x)
+    of_result = pattern.slice(arrays, [chain.value])
+    of_steps = pattern.slice(arrays[1:], operands)
+    if of_statistics is None or of_result is None or of_steps is None:
+        return None
+    feature = max(wide - {0}, default=len(shape) - 1)
+    axes = tuple(i for i in range(len(shape)) if i not in wide)
+    norm = TracedNormalization(
+        axes=tuple(sorted(_last(feature, len(shape)).index(i) for i in axes)),
+        epsilon=chain.epsilon,
+        feature=feature,
+        groups=Groups(shape, factors, axes),
+        of_statistics=of_statistics,
+        of_result=of_result,
+        of_steps=of_steps,
+        steps=tuple(step for step, _ in chain.steps),
+        axis_name=next(iter(search.statistics.axis_names), None),
+        axis_index_groups=search.statistics.axis_index_groups,
+    )
+    return CurvedNorm(x, *of_x, parameters, chain.value, norm)
+
+
+def _last(feature: int, count: int) -> list[int]:
+    """Returns the axes of an array in the order in which its features are last."""
+    return [*(i for i in range(count) if i != feature), feature]
