@@ -1,8 +1,9 @@
 """A norm and an activation function as one operation that saves one code."""
 
+import abc
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, Protocol, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jaxcomp._core import barriers
+from jaxcomp._core.layouts import as_convolved
 from jaxcomp._core.shard_map import match_varying
 from jaxcomp.codecs import Codec, Encoded, SignAware, _dithered, noise, packing
 from jaxcomp.codecs._codec import Seed
@@ -23,7 +25,7 @@ from jaxcomp.ops._curves import Curve
 from jaxcomp.ops._norm_act_vjp import sums_of
 
 
-class Normalization(Protocol):
+class Normalization(abc.ABC):
     """A norm of an array with its features last: `gain * h + offset`, of the normalised array `h`.
 
     Statistics are of groups of elements. An array that is *wide* has the rank of the normalised
@@ -37,21 +39,27 @@ class Normalization(Protocol):
     axes: tuple[int, ...]
     epsilon: float
 
+    @abc.abstractmethod
     def statistics(self, x: Array) -> tuple[Array, Array]:
         """Returns the mean and the variance of each group."""
 
+    @abc.abstractmethod
     def result(self, x: Array, mean: Array, variance: Array, *parameters: Array) -> Array:
         """Returns the result, to the bit."""
 
+    @abc.abstractmethod
     def affine(self, mean: Array, variance: Array, *parameters: Array) -> tuple[Array, Array]:
         """Returns gain and offset in float32, wide, to rounding."""
 
+    @abc.abstractmethod
     def wide(self, statistic: Array) -> Array:
         """Returns a statistic in float32, wide."""
 
+    @abc.abstractmethod
     def means(self, sums: tuple[Array, ...]) -> tuple[Array, ...]:
         """Returns means over each group, of all devices, of wide sums over `axes`; both wide."""
 
+    @abc.abstractmethod
     def shares(self, cotangents: tuple[Array, ...], x: Array) -> tuple[Array, ...]:
         """Returns wide sums, the means of which are those of cotangents of statistics by group."""
 
@@ -147,8 +155,9 @@ def norm_curve(
         piece = () if curve.piece is None else packing.pack(curve.piece(z), curve.piece_bits)
         unknown = norm.wide(0 * variance)  # NaN where a statistic is
         gain, offset = norm.affine(mean, variance, *parameters)
+        y, packed = as_convolved((y, (code, piece)))
         (y, affine, mean, variance), packed = barriers.save_residual(
-            (y, (gain + unknown, offset), mean, variance), (code, piece), codec
+            (y, (gain + unknown, offset), mean, variance), packed, codec
         )
         affine = barriers.name_residual(barriers.undifferentiable(affine), codec)
         return Encoded((*packed, *affine), y.shape, y.dtype, curved), y, mean, variance
@@ -169,13 +178,16 @@ def norm_curve(
         def read(code: Encoded) -> _curves.Slopes:
             return _curves.slopes(*curved.read(Kept(*code.arrays), code.shape))
 
+        dy, code = as_convolved((dy, code))
         _, slope, product = barriers.decode_after(dy, code, read, codec)
         wide = dy.astype(jnp.float32)
         axes = norm.axes
         doffset, dgain = sums_of(wide * slope, wide * product, axes)
         doffset, dgain = (jnp.expand_dims(d, axes) for d in (doffset, dgain))
         # Without the barrier, XLA writes the decoded values of one pass for the other.
-        code, (doffset, dgain) = barriers.barrier_together(code, (doffset, dgain))
+        code, (doffset, dgain) = barriers.barrier_together(
+            as_convolved(code), (doffset, dgain)
+        )
         h, slope, _ = read(code)
         gain = code.arrays[2]
         asked = norm.shares((dmean, dvariance), dy)

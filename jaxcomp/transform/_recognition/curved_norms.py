@@ -11,6 +11,7 @@ from jaxtyping import Array
 
 from jaxcomp.codecs._codec import FLOATS
 from jaxcomp.ops._norm import average, shares
+from jaxcomp.ops._norm_curve import Normalization
 from jaxcomp.transform._program.program import Program, avals
 from jaxcomp.transform._program.types import Atom, Equation, Variable, is_variable
 from jaxcomp.transform._recognition.batch_norms import evaluated
@@ -95,8 +96,8 @@ class Groups:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class TracedNormalization:
-    """A norm with the formulas of a program. Implements `jaxcomp.ops._norm_curve.Normalization`.
+class TracedNormalization(Normalization):
+    """A norm with the formulas of a program.
 
     Attributes:
         axes: Axes along which statistics, gain and offset are constant; with the features last.

@@ -83,7 +83,8 @@ class Means:
         """Returns the layout of an array of the shape, or of squares of one that is reshaped."""
         if atom.aval.shape == self.shape:
             return self.layout
-        regroup = self.pattern.made(self._squared(atom), "reshape")
+        root = self.pattern.through(self._squared(atom), "convert_element_type")
+        regroup = self.pattern.made(root, "reshape")
         if regroup is None or avals(regroup.invars)[0].shape != self.shape:
             return None
         return rearranged(self.layout, regroup)
