@@ -51,6 +51,7 @@ COVERED_BY = {
     "_recognition.order": "recognition/test_recognize.py",
     "_recognition.pattern": "recognition/test_recognize.py",
     "_recognition.substitute": "recognition/test_recognize.py",
+    "_recognition.norms": "recognition/test_recognize.py",
     "_recognition.unit": "recognition/test_recognize.py",
 }
 

@@ -4,6 +4,7 @@ Its form is that of latent diffusion: arXiv:2112.10752.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -102,8 +103,10 @@ class DiffusionUNet(nnx.Module):
         block = functools.partial(Block, embedding=embedding, dtype=dtype, rngs=rngs)
         self.time1, self.time2 = linear(widths[0], embedding), linear(embedding, embedding)
         self.first = conv(channels, widths[0], (3, 3))
-        self.down, self.halve = nnx.List([]), nnx.List([])
-        self.up, self.double = nnx.List([]), nnx.List([])
+        self.down: Any = nnx.List([])
+        self.halve: Any = nnx.List([])
+        self.up: Any = nnx.List([])
+        self.double: Any = nnx.List([])
         now, skips = widths[0], [widths[0]]
         for level, (width, attend) in enumerate(zip(widths, attends, strict=True)):
             for _ in range(blocks):

@@ -198,7 +198,7 @@ def images(
     make: Any,
     *,
     batch: int = 128,
-    shape: tuple[int, int, int] = (224, 224, 3),
+    shape: tuple[int, ...] = (224, 224, 3),
     labels: tuple[int, ...] = (),
     optimizer: optax.GradientTransformation | None = None,
 ) -> Network:

@@ -182,12 +182,9 @@ def norm_curve(
         _, slope, product = barriers.decode_after(dy, code, read, codec)
         wide = dy.astype(jnp.float32)
         axes = norm.axes
-        doffset, dgain = sums_of(wide * slope, wide * product, axes)
-        doffset, dgain = (jnp.expand_dims(d, axes) for d in (doffset, dgain))
+        doffset, dgain = _sums(wide * slope, wide * product, axes)
         # Without the barrier, XLA writes the decoded values of one pass for the other.
-        code, (doffset, dgain) = barriers.barrier_together(
-            as_convolved(code), (doffset, dgain)
-        )
+        code, (doffset, dgain) = barriers.barrier_together(as_convolved(code), (doffset, dgain))
         h, slope, _ = read(code)
         gain = code.arrays[2]
         asked = norm.shares((dmean, dvariance), dy)
@@ -218,3 +215,18 @@ def _encode(
         return (x.astype(jnp.float32) - mean) * factor
 
     return _dithered.encode(standardize(x), bits, seed, extremes(x, function=standardize))
+
+
+def _sums(one: Array, other: Array, axes: tuple[int, ...]) -> tuple[Array, Array]:
+    """Returns the sums of two arrays over some axes, which stay.
+
+    A kernel that sums the elements of a sample alone has few threads, so XLA for GPUs would compute
+    the elements in another one, and write them to memory. The last axis is summed first.
+    """
+    first = axes if 0 in axes else axes[-1:]
+    sums = sums_of(one, other, first)
+    if first != axes:
+        sums = lax.optimization_barrier(sums)
+    rest = tuple(axis for axis in axes if axis not in first)
+    one, other = (jnp.expand_dims(s, first).sum(rest, keepdims=True) for s in sums)
+    return one, other

@@ -426,7 +426,7 @@ def _norm(
         axis_name=next(iter(search.statistics.axis_names), None),
         axis_index_groups=search.statistics.axis_index_groups,
     )
-    return CurvedNorm(x, *of_x, parameters, chain.value, norm)
+    return CurvedNorm(x, of_x[0], of_x[1], parameters, chain.value, norm)
 
 
 def _last(feature: int, count: int) -> list[int]:

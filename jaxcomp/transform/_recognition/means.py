@@ -217,9 +217,9 @@ class Means:
             assert layout is not None
             if name in _SUMS:
                 axes = equation.params["axes"]
-                over = {a for a in axes if not isinstance(a, str)}
-                summed += [f for axis in over for f in layout[axis]]
-                layout = [factors for i, factors in enumerate(layout) if i not in over]
+                own = {a for a in axes if not isinstance(a, str)}
+                summed += [f for axis in own for f in layout[axis]]
+                layout = [factors for i, factors in enumerate(layout) if i not in own]
                 names += [a for a in axes if isinstance(a, str)]
                 groups.append(equation.params.get("axis_index_groups"))
             elif name in ("div", "mul"):
@@ -236,7 +236,7 @@ class Means:
         groups = [g for g in groups if g is not None]
         replicas = _replicas(names, groups)
         over, whole = leaves(summed), all_leaves(self.layout)
-        if replicas is None or any(f.is_constant for f in over):
+        if layout is None or replicas is None or any(f.is_constant for f in over):
             return None
         kept = tuple(f for f in whole if f not in over)
         if [f for f in all_leaves(layout) if not f.is_constant] != list(kept):

@@ -24,7 +24,7 @@ class Centred:
     means: Means
     statistics: Mean
 
-    def deviation(self, factor: Power) -> tuple[Variable, float] | None:
+    def deviation(self, factor: Power) -> tuple[Atom, float] | None:
         """Returns the variance and epsilon of a factor 1 / sqrt(variance + epsilon).
 
         It is None if it is none.

@@ -25,6 +25,7 @@ from jaxcomp.transform._recognition.activations import (
 )
 from jaxcomp.transform._recognition.attention import Attention, attentions
 from jaxcomp.transform._recognition.batch_norms import BatchNorm, TracedNorm, batch_norm
+from jaxcomp.transform._recognition.concatenations import concatenations
 from jaxcomp.transform._recognition.curved_norms import curved_norm
 from jaxcomp.transform._recognition.layer_scale import LayerScale, layer_scales
 from jaxcomp.transform._recognition.order import ordered
@@ -108,6 +109,7 @@ def recognize(
             units.append(Recognized(activation, codec))
     units = _without_cycles(program, units)
     units = _with_gates(program, units)
+    units += concatenations(pattern, units, reached, context)
     context.notes.matched.update(rules[recognized] for recognized in units if recognized in rules)
     return units
 

@@ -17,6 +17,7 @@ from jaxcomp.codecs import Codec, Offload, Quantize, noise
 from jaxcomp.codecs._offload import inner_codec
 from jaxcomp.ops._coded_argument import coded_activation
 from jaxcomp.ops._coded_array import encode_operand
+from jaxcomp.ops._concatenated import Concatenated, concatenate, sum_of_parts
 from jaxcomp.ops._conv import coded_convolution
 from jaxcomp.ops._gate import gate
 from jaxcomp.ops._linear import bilinear
@@ -33,6 +34,7 @@ from jaxcomp.transform._recognition.products import CONV, evaluate_product, feat
 from jaxcomp.transform._recognition.unit import (
     CodedActivation,
     Codeless,
+    Concatenation,
     Gate,
     MaxPool,
     NormAct,
@@ -65,7 +67,7 @@ def with_units(
     ]
     reading = {id(equation) for unit in activations for equation in unit.readers}
     # Seeds of codes of values count up, those of units down.
-    kinds = NormAct | NormCurve | CodedActivation | Product
+    kinds = NormAct | NormCurve | Concatenation | CodedActivation | Product
     noisy = [recognized for recognized in units if isinstance(recognized.unit, kinds)]
     drawn = builder.trace(lambda seed: noise.counted(seed, len(noisy), -1), seed)
     seeds = dict(zip(noisy, drawn, strict=True))
@@ -121,7 +123,7 @@ class _Coded(NamedTuple):
 
 def _convolve(params: dict[str, Any], tree: Any, leaves: list[Array], rhs: Array) -> list[Array]:
     """Returns a convolution whose input has a code."""
-    lhs = jax.tree.unflatten(tree, leaves)
+    lhs: ops.CodedArray | Concatenated = jax.tree.unflatten(tree, leaves)
     last = lhs.value.ndim - 1
     numbers = params["dimension_numbers"]
     numbers = numbers._replace(lhs_spec=(0, last, *range(1, last)))
@@ -130,10 +132,16 @@ def _convolve(params: dict[str, Any], tree: Any, leaves: list[Array], rhs: Array
         lax.conv_general_dilated_p.bind, **params | {"dimension_numbers": numbers}
     )
     names = "window_strides", "padding", "lhs_dilation", "feature_group_count", "precision"
-    options = {name: params[name] for name in names}
-    return [
-        coded_convolution(convolve, lhs, rhs, **options, dimension_numbers=numbers, codec=lhs.codec)
-    ]
+    options: dict[str, Any] = {name: params[name] for name in names}
+
+    def coded(lhs: ops.CodedArray, rhs: Array) -> Array:
+        return coded_convolution(
+            convolve, lhs, rhs, **options, dimension_numbers=numbers, codec=lhs.codec
+        )
+
+    if isinstance(lhs, Concatenated):
+        return [sum_of_parts(convolve, coded, lhs, rhs, axis=numbers.rhs_spec[1])]
+    return [coded(lhs, rhs)]
 
 
 def _multiply(
@@ -214,6 +222,8 @@ def _take(
         _pool(builder, unit, codec, env)
     elif isinstance(unit, Gate):
         _gate(builder, unit, env, coded)
+    elif isinstance(unit, Concatenation):
+        _concatenation(builder, unit, codec, env, coded, seed)
     elif isinstance(unit, CodedActivation):
         _activation(builder, unit, codec, env, coded, seed)
     elif isinstance(unit, NormAct):
@@ -244,6 +254,32 @@ def _gate(builder: Builder, unit: Gate, env: Renaming, coded: dict[Variable, _Co
 
     operands = x.leaves, env[unit.factor]
     _set(builder, unit, gated, operands, x.feature, env, coded)
+
+
+def _concatenation(
+    builder: Builder,
+    unit: Concatenation,
+    codec: Codec,
+    env: Renaming,
+    coded: dict[Variable, _Coded],
+    seed: Atom | None,
+) -> None:
+    parts = [coded.get(x) for x in unit.operands]
+
+    def joined(arrays: list[Any], seed: Array) -> tuple[Concatenated, list[Array]]:
+        operands = [
+            jnp.moveaxis(array, unit.feature, -1)
+            if part is None
+            else jax.tree.unflatten(part.tree, array)
+            for part, array in zip(parts, arrays, strict=True)
+        ]
+        return concatenate(operands, codec, seed), []
+
+    arrays = [
+        env[x] if part is None else part.leaves
+        for x, part in zip(unit.operands, parts, strict=True)
+    ]
+    _set(builder, unit, joined, (arrays, seed), unit.feature, env, coded)
 
 
 def _activation(
@@ -323,8 +359,8 @@ def _norm_curve(
 
 def _set(
     builder: Builder,
-    unit: NormAct | NormCurve | Gate | CodedActivation,
-    function: Callable[..., tuple[ops.CodedArray, list[Array]]],
+    unit: NormAct | NormCurve | Gate | Concatenation | CodedActivation,
+    function: Callable[..., tuple[ops.CodedArray | Concatenated, list[Array]]],
     operands: Sequence[Any],
     feature: int,
     env: Renaming,
@@ -336,7 +372,7 @@ def _set(
     def run(*operands: Any) -> list[Array]:
         result, others = function(*operands)
         leaves, tree = jax.tree.flatten(result)
-        structures.append((tree, result.code is not None))
+        structures.append((tree, isinstance(result, Concatenated) or result.code is not None))
         return [jnp.moveaxis(result.value, -1, feature), *others, *leaves]
 
     results = builder.trace(run, *operands, at=unit.origin)

@@ -192,6 +192,24 @@ class Gate(OneResult):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Concatenation(OneResult):
+    """A concatenation of the channels of arrays, some of which other units encode.
+
+    Attributes:
+        operands: The arrays.
+        saved: Those that no other unit encodes.
+        equation: The equation of the concatenation.
+        feature: The feature axis.
+    """
+
+    operands: list[Any]
+    saved: list[Any]
+    equation: Equation
+    feature: int
+    kind = "concatenation"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class CodedActivation(OneResult):
     """An activation function, or its product with another value, as in a gated linear unit.
 
@@ -275,7 +293,7 @@ class Codeless(OneResult, abc.ABC):
         """Returns the result, by the program's own steps, with the other derivative."""
 
 
-Unit = NormAct | NormCurve | MaxPool | Gate | CodedActivation | Product | Codeless
+Unit = NormAct | NormCurve | MaxPool | Gate | Concatenation | CodedActivation | Product | Codeless
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -183,7 +183,6 @@ def test_a_root_may_be_a_power():
 @pytest.mark.parametrize(
     "other",
     [
-        functools.partial(almost, axes=(1, 2)),
         functools.partial(almost, axes=3),
         functools.partial(almost, ddof=1),
         functools.partial(almost, root=lambda var: var**-0.25),
