@@ -23,7 +23,7 @@ class Rule:
 
     - With `op` it is for layers of `jaxcomp.nn`, which save what they need by the codec. The kinds
       "conv", "dot", "norm_act" and "max_pool" are also for stock operations: convolutions and
-      products with a parameter, batch norms and max pools.
+      products with a parameter, norms and max pools.
     - With `op="checkpoint"` it is for regions under `jax.checkpoint` in the function: "open"
       compresses the values in a region as those of plain code, "keep" leaves it as it is, and with
       a codec its inputs are encoded and the region is evaluated again from them, which is biased.

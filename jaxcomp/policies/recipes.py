@@ -79,9 +79,10 @@ def fused(bits: int = 4, scale_source: ScaleSource = "norm") -> Policy:
     """Returns one code for each norm, addition and ReLU, which the convolutions around them share.
 
     For `jaxcomp.nn.ConvNormAct` and `jaxcomp.nn.NormAct`, and for stock operations: a batch norm,
-    whoever wrote it, alone, with `jax.nn.silu`, `hard_swish` or `relu6`, or
-    with the skip connection, `jax.nn.relu` and max pool that follow. Max pool indices are exact and
-    packed. All other values are saved as they are.
+    whoever wrote it, alone, or with the skip connection, `jax.nn.relu` and max pool that follow;
+    and a batch, group or instance norm with the activation function that follows, such as
+    `jax.nn.silu` or `leaky_relu`. Max pool indices are exact and packed. All other values are saved
+    as they are.
 
     Args:
         bits: Bits of an element, ReLU's mask included: 2, 3 or 4.

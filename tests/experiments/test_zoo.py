@@ -12,6 +12,7 @@ from experiments.bench import zoo as bench
 from experiments.zoo import (
     convnext,
     densenet,
+    diffusion,
     efficientnet,
     gpt2,
     llama,
@@ -23,6 +24,7 @@ from experiments.zoo import (
     resnet_nnx,
     steps,
     unet,
+    unet3d,
     vgg,
     vit,
 )
@@ -43,6 +45,8 @@ PARAMETERS = {
     "mobilenet_v3_large": 5_483_032,
     "densenet121": 7_978_856,
     "unet": 31_036_546,
+    "unet3d": 31_194_083,
+    "diffusion": 102_442_500,
     "vgg19": 143_667_240,
     "vgg19_bn": 143_678_248,
     "vit_s16": 22_050_664,
@@ -77,6 +81,19 @@ SMALL = {
     "efficientnet": small(linen, partial(efficientnet.EfficientNet, STAGES, 10)),
     "mobilenet": small(nnx, partial(mobilenet.MobileNetV3, mobilenet.LARGE[3:5], 16, 10)),
     "densenet": small(nnx, partial(densenet.DenseNet, (1, 1, 1, 1), 8, 10)),
+    "unet3d": small(
+        nnx, partial(unet3d.UNet3D, (8, 16)), batch=2, shape=(8, 8, 8, 1), labels=(8, 8, 8)
+    ),
+    "diffusion": steps.Network(
+        partial(
+            nnx,
+            partial(diffusion.DiffusionUNet, (32, 64), (False, True), blocks=1),
+            loss_of=steps.denoising,
+        ),
+        *[jax.ShapeDtypeStruct((16, 16, 4), jnp.bfloat16)] * 2,
+        batch=2,
+        optimizer=steps.ADAMW,
+    ),
     "unet": small(linen, partial(unet.UNet, (8, 16)), labels=(32, 32)),
     "vgg": small(linen, partial(vgg.VGG, ((8, 1), (16, 2)), True, 32, 10)),
     "vit": small(nnx, partial(vit.VisionTransformer, 32, 1, 2, 10, image=32)),
