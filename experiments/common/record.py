@@ -1,8 +1,10 @@
 """JSON and Markdown files of results, with the information to reproduce them."""
 
+import datetime
 import json
 import platform
 import shlex
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,11 +15,15 @@ import jax
 import optax
 import typer
 
+import jaxcomp
+
 
 def describe_environment() -> dict[str, Any]:
-    """The command line, the devices, and the versions of Python, JAX, Flax and Optax."""
+    """The command line, the code, the day, the devices, and the versions of other packages."""
     return {
         "command": shlex.join(["python", *sys.orig_argv[1:]]),
+        "code": {"version": jaxcomp.__version__} | describe_checkout(Path(__file__).parent),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "devices": [device.device_kind for device in jax.devices()],
         "versions": {
             "python": platform.python_version(),
@@ -25,6 +31,29 @@ def describe_environment() -> dict[str, Any]:
             "flax": flax.__version__,
             "optax": optax.__version__,
         },
+    }
+
+
+def describe_checkout(folder: Path) -> dict[str, Any]:
+    """The commit of a Git checkout, and whether its files are those of the commit.
+
+    Both are None if the folder is in no checkout. New files that Git does not know do not count.
+    """
+
+    def git(*arguments: str) -> str | None:
+        command = ["git", "-C", str(folder), *arguments]
+        try:
+            return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        except (OSError, subprocess.CalledProcessError):
+            return None
+
+    commit = git("rev-parse", "HEAD")
+    changes = git("status", "--porcelain", "--untracked-files=no", ":/jaxcomp", ":/experiments")
+    results = ("experiments/results/",)
+    changed = [line for line in (changes or "").splitlines() if not line[3:].startswith(results)]
+    return {
+        "commit": None if commit is None else commit.strip(),
+        "clean": None if commit is None else not changed,
     }
 
 
