@@ -21,7 +21,7 @@ from jaxcomp.codecs._offload import inner_codec, placed_like
 from jaxcomp.codecs._ranges import extremes
 from jaxcomp.ops import _curves
 from jaxcomp.ops._coded_array import CodedArray
-from jaxcomp.ops._curves import Curve
+from jaxcomp.ops._curves import IDENTITY, Curve
 from jaxcomp.ops._norm_act_vjp import sums_of
 
 
@@ -124,12 +124,12 @@ def norm_curve(
     activation: Callable[[Array], Array],
     codec: Codec,
     seed: Seed,
-) -> tuple[CodedArray, Array, Array]:
+) -> tuple[CodedArray, CodedArray, Array, Array]:
     """Computes `activation(norm(x))` and saves one code of the normalised values.
 
-    The code also serves the operations that read the result. What follows from it by the
-    activation function is corrected for the mean of the noise, so gradients are as unbiased as
-    those of `ops.norm_act`.
+    The code also serves the operations that read the result, and those that read `x`. What follows
+    from it by the activation function is corrected for the mean of the noise, so gradients are as
+    unbiased as those of `ops.norm_act`.
 
     Args:
         norm: The norm.
@@ -142,9 +142,10 @@ def norm_curve(
         seed: Integer scalar that selects the rounding noise.
 
     Returns:
-        The result with its code, the mean and the variance.
+        The result with its code, `x` with the same code, the mean and the variance.
     """
-    curved = Curved(cast(SignAware, inner_codec(codec)).bits, curve)
+    bits = cast(SignAware, inner_codec(codec)).bits
+    curved, uncurved = Curved(bits, curve), Curved(bits, IDENTITY)
     given, seed = match_varying(((x, *parameters), noise.salt(seed, x)))
 
     def compute(seed: Array, x: Array, *parameters: Array) -> Any:
@@ -160,7 +161,11 @@ def norm_curve(
             (y, (gain + unknown, offset), mean, variance), packed, codec
         )
         affine = barriers.name_residual(barriers.undifferentiable(affine), codec)
-        return Encoded((*packed, *affine), y.shape, y.dtype, curved), y, mean, variance
+        of_x = jnp.sqrt(norm.wide(variance) + norm.epsilon), norm.wide(mean)
+        of_x = barriers.name_residual(barriers.undifferentiable(of_x), codec)
+        of_result = Encoded((*packed, *affine), y.shape, y.dtype, curved)
+        of_argument = Encoded((packed[0], (), *of_x), x.shape, x.dtype, uncurved)
+        return (of_result, of_argument), y, mean, variance
 
     @jax.custom_vjp
     def op(seed: Array, *given: Array) -> Any:
@@ -169,7 +174,7 @@ def norm_curve(
     def forward(seed: Array, x: Array, *parameters: Array) -> Any:
         code, y, mean, variance = compute(seed, x, *parameters)
         statistics = barriers.name_residual((mean, variance), codec)
-        return (code, y, mean, variance), (code, statistics, parameters)
+        return (code, y, mean, variance), (code[0], statistics, parameters)
 
     def backward(saved: Any, cotangents: Any) -> Any:
         code, (mean, variance), parameters = saved
@@ -200,9 +205,17 @@ def norm_curve(
         return None, dx.astype(x.dtype), *of_parameters
 
     op.defvjp(forward, backward)
-    code, y, mean, variance = op(seed, *given)
-    channel_scale = jax.lax.stop_gradient(jnp.hypot(code.arrays[2], code.arrays[3]))
-    return CodedArray(y, channel_scale, code, placed_like(codec, curved)), mean, variance
+    codes, y, mean, variance = op(seed, *given)
+    results = [
+        CodedArray(
+            value,
+            lax.stop_gradient(jnp.hypot(*code.arrays[2:])),
+            code,
+            placed_like(codec, own),
+        )
+        for value, code, own in zip((y, given[0]), codes, (curved, uncurved), strict=True)
+    ]
+    return results[0], results[1], mean, variance
 
 
 def _encode(

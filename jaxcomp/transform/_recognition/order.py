@@ -7,7 +7,8 @@ from typing import Any
 from jax.extend.core import DropVar
 
 from jaxcomp.transform._program.program import Program, variables
-from jaxcomp.transform._recognition.unit import Recognized
+from jaxcomp.transform._program.types import Equation
+from jaxcomp.transform._recognition.unit import NormCurve, Recognized
 
 
 def ordered(program: Program, units: Sequence[Recognized]) -> list[Any] | None:
@@ -23,7 +24,13 @@ def ordered(program: Program, units: Sequence[Recognized]) -> list[Any] | None:
         for i, e in enumerate(program.equations)
         if not made_by_units.intersection(e.outvars)
     ]
-    steps += [(position[id(r.unit.equation)], r, r.unit.operands, r.unit.results) for r in units]
+    for recognized in units:
+        unit = recognized.unit
+        equation: Equation | None = unit.equation
+        if isinstance(unit, NormCurve):  # it comes before others that may read the code of `x`
+            equation = program.made_by.get(unit.norm.x)
+        number = -1 if equation is None else position[id(equation)]
+        steps.append((number, recognized, unit.operands, unit.results))
     maker: dict[Any, Any] = {v: step for step in steps for v in step[3]}
     # What is needed.
     live, pending = set[int](), list(variables(program.results))

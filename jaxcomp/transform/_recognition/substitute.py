@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
@@ -350,37 +351,52 @@ def _norm_curve(
     def made(x: Array, parameters: tuple[Array, ...], seed: Array) -> Any:
         x = jnp.moveaxis(x, unit.feature, -1)
         norm, curve = unit.norm.norm, unit.activation.curve
-        result, *statistics = norm_curve(norm, x, parameters, curve, activation, codec, seed)
-        return result, statistics
+        result, x_with_code, *statistics = norm_curve(
+            norm, x, parameters, curve, activation, codec, seed
+        )
+        return result, statistics, x_with_code
 
     x, *parameters = renamed(env, unit.operands)
-    _set(builder, unit, made, (x, tuple(parameters), seed), unit.feature, env, coded)
+    operands = x, tuple(parameters), seed
+    _set(builder, unit, made, operands, unit.feature, env, coded, also=[unit.norm.x])
 
 
 def _set(
     builder: Builder,
     unit: NormAct | NormCurve | Gate | Concatenation | CodedActivation,
-    function: Callable[..., tuple[ops.CodedArray | Concatenated, list[Array]]],
+    function: Callable[..., tuple[Any, ...]],
     operands: Sequence[Any],
     feature: int,
     env: Renaming,
     coded: dict[Variable, _Coded],
+    also: Sequence[Variable] = (),
 ) -> None:
-    """Adds a function that makes a unit's result, features last, and its other results."""
-    structures: list[tuple[Any, bool]] = []
+    """Adds a function that makes a unit's results.
+
+    It returns the result, features last, a list of the unit's other results, and then the
+    variables in `also`, features last and with codes.
+    """
+    trees: list[Any] = []
 
     def run(*operands: Any) -> list[Array]:
-        result, others = function(*operands)
-        leaves, tree = jax.tree.flatten(result)
-        structures.append((tree, isinstance(result, Concatenated) or result.code is not None))
+        result, others, *of_operands = function(*operands)
+        with_codes = [x if _has_code(x) else None for x in (result, *of_operands)]
+        flat = [jax.tree.flatten(x) for x in with_codes]
+        trees.extend(tree for _, tree in flat)
+        leaves = [leaf for leaves, _ in flat for leaf in leaves]
         return [jnp.moveaxis(result.value, -1, feature), *others, *leaves]
 
     results = builder.trace(run, *operands, at=unit.origin)
     count = len(unit.results)
     env.update(zip(unit.results, results[:count], strict=True))
-    ((tree, has_code),) = structures
-    if has_code:
-        coded[unit.results[0]] = _Coded(results[count:], tree, feature)
+    leaves = iter(results[count:])
+    for value, tree in zip((unit.results[0], *also), trees, strict=True):
+        if tree.num_leaves:
+            coded[value] = _Coded([*itertools.islice(leaves, tree.num_leaves)], tree, feature)
+
+
+def _has_code(result: ops.CodedArray | Concatenated) -> bool:
+    return isinstance(result, Concatenated) or result.code is not None
 
 
 def _evaluate(

@@ -197,3 +197,35 @@ def test_a_nan_is_seen():
     )
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(np.isnan(one), np.isnan(other))
+
+
+def test_a_convolution_beside_the_norm_reads_its_code():
+    """As the skip connection of a residual block that begins with a norm."""
+
+    def f(params, x):
+        first, scale, bias, last = params
+        x = conv(x, first, "NHWC", "NHWC")
+        return conv(x, last, "NHWC", "NHWC") + conv(
+            jax.nn.silu(group_norm(x, scale, bias)), 2 * last, "NHWC", "NHWC"
+        )
+
+    def loss(fn, params):
+        return (fn(params, x) ** 2).sum()
+
+    @jax.jit
+    def draws(params):
+        def one(seed):
+            return jax.grad(functools.partial(loss, jc.checkpoint(f, "automatic", seed=seed)))(
+                params
+            )
+
+        return lax.map(one, jnp.arange(30))
+
+    params = make_params()
+    x = jax.random.normal(jax.random.key(1), (*SHAPE[:3], 3))
+    plan = jc.plan(jc.checkpoint(f, "automatic"), params, x)
+    assert plan.saved_bytes < 1.05 * np.prod(SHAPE) / 2 + 4096
+    gradient = jax.jit(jax.grad(functools.partial(loss, f)))(params)
+    for one, found in zip(gradient, draws(params), strict=True):
+        error, chance = error_of_mean(list(found), one)
+        assert 0 < error < 2 * chance + 1e-3 * np.linalg.norm(one)
