@@ -94,16 +94,40 @@ def await_host_copy(value: Array, residual: Any) -> Array:
     Returns:
         `value`, to be used in place of the argument.
     """
-
-    def waiting(value: Array, copies: list[Array]) -> Array:
-        for copy in copies:
-            piece = jax.device_put(copy[(slice(1),) * copy.ndim], jax.memory.Space.Device)
-            piece, never = lax.optimization_barrier((piece.reshape(()), jnp.bool(False)))
-            value = jnp.where(never, piece.astype(value.dtype), value)
-        return value
-
     value, copies = match_varying((value, jax.tree.leaves(residual)))
-    return platforms.hold_until_copied_on_gpu((value, copies), waiting)
+    held: Array = _after_copies(value, copies)
+    return held
+
+
+@jax.custom_jvp
+def _after_copies(value: Array, copies: list[Array]) -> Array:
+    held: Array = _after_copies_of_examples(value, copies)
+    return held
+
+
+@_after_copies.defjvp
+def _(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    # The rule for `jax.vmap` has no derivative.
+    return _after_copies(*primals), tangents[0]
+
+
+@jax.custom_batching.custom_vmap
+def _after_copies_of_examples(value: Array, copies: list[Array]) -> Array:
+    return platforms.hold_until_copied_on_gpu((value, copies), _waiting)
+
+
+@_after_copies_of_examples.def_vmap
+def _(count: int, is_batched: Any, value: Array, copies: list[Array]) -> tuple[Array, bool]:
+    """A value that all examples share, such as a kernel, stays one: it waits for all copies."""
+    return _after_copies_of_examples(value, copies), is_batched[0]
+
+
+def _waiting(value: Array, copies: list[Array]) -> Array:
+    for copy in copies:
+        piece = jax.device_put(copy[(slice(1),) * copy.ndim], jax.memory.Space.Device)
+        piece, never = lax.optimization_barrier((piece.reshape(()), jnp.bool(False)))
+        value = jnp.where(never, piece.astype(value.dtype), value)
+    return value
 
 
 def to_host(value: T, residual: C) -> tuple[T, C]:

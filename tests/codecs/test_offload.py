@@ -21,7 +21,7 @@ from jaxcomp.codecs._offload import inner_codec
 from jaxcomp.diagnostics import BitPlanner
 from jaxcomp.memory import analyze
 from jaxcomp.nn._coded import coded_modules
-from tests.helpers import assert_same_bits, kept, normal, slow, without_type_checks
+from tests.helpers import assert_close, assert_same_bits, kept, normal, slow, without_type_checks
 
 W = normal((3, 3, 4, 4), seed=1)
 C = normal((4,), seed=2)
@@ -149,3 +149,20 @@ def test_exact_rules_stay_on_the_device():
 def test_what_is_no_codec_is_an_error(codec):
     with without_type_checks(), pytest.raises(TypeError, match="codec="):
         Offload(codec)
+
+
+def test_a_kernel_that_all_examples_share_stays_one():
+    """In a loop, results of a kernel of each example had their axes in another order."""
+    x = normal((4, 6, 6, 4))
+
+    def loss(codec, w):
+        def step(x, _):
+            examples = jax.vmap(lambda x: CONV(x, w, codec=codec))(jnp.stack([x, 2 * x]))
+            return examples.sum(0), None
+
+        return jnp.square(jax.lax.scan(step, x, None, length=2)[0]).sum()
+
+    found, expected = (
+        jax.jit(jax.grad(functools.partial(loss, codec)))(W) for codec in (Offload(Exact()), None)
+    )
+    assert_close(found, expected)

@@ -10,7 +10,7 @@ from jax import lax
 
 import jaxcomp as jc
 from jaxcomp.ops._curves import quick_gelu
-from tests.helpers import AS_WRITTEN, error_of_mean
+from tests.helpers import AS_WRITTEN, error_of_mean, slow
 
 RANGE = jc.recipes.fused(bits=4, scale_source="range")
 FUNCTIONS = [jax.nn.silu, jax.nn.hard_swish, jax.nn.relu6, quick_gelu]
@@ -65,9 +65,11 @@ def make_params():
     ("act", "dtype"),
     [
         (jax.nn.silu, jnp.float32),
-        pytest.param(jax.nn.silu, jnp.bfloat16, marks=pytest.mark.slow),
-        *((act, jnp.bfloat16) for act in FUNCTIONS if act is not jax.nn.silu),
-        pytest.param(jax.nn.relu, jnp.float32, marks=pytest.mark.slow),
+        slow(jax.nn.silu, jnp.bfloat16),
+        (jax.nn.hard_swish, jnp.bfloat16),
+        slow(jax.nn.relu6, jnp.bfloat16),
+        slow(quick_gelu, jnp.bfloat16),
+        slow(jax.nn.relu, jnp.float32),
     ],
 )
 def test_one_code_for_norm_activation_and_gate(act, dtype):

@@ -12,7 +12,7 @@ from jax import lax
 import jaxcomp as jc
 from jaxcomp.codecs import noise
 from jaxcomp.models import resnet
-from tests.helpers import AS_WRITTEN, error_of_mean
+from tests.helpers import AS_WRITTEN, error_of_mean, slow
 from tests.transform.batch_norms import RANGE, as_users_write, conv
 
 __all__ = ("as_users_write",)
@@ -66,9 +66,9 @@ def make_params():
     ("norm", "dtype"),
     [
         (standard, jnp.float32),
-        pytest.param(standard, jnp.bfloat16, marks=pytest.mark.slow),
+        slow(standard, jnp.bfloat16),
         (divided, jnp.bfloat16),
-        (one_pass, jnp.float32),
+        slow(one_pass, jnp.float32),
     ],
 )
 def test_plain_functions(norm, dtype):
@@ -107,6 +107,7 @@ def test_plain_functions(norm, dtype):
     assert plan.saved_bytes < 0.45 * plan.exact_bytes
 
 
+@pytest.mark.slow
 def test_stock_layers_have_the_gradients_of_ours(monkeypatch):
     """The same codes, whether a policy is for layers or for stock operations."""
     salt = noise.salt
