@@ -52,6 +52,7 @@ COVERED_BY = {
     "_recognition.pattern": "recognition/test_recognize.py",
     "_recognition.substitute": "recognition/test_recognize.py",
     "_recognition.norms": "recognition/test_recognize.py",
+    "_recognition.traced_norms": "recognition/test_curved_norms.py",
     "_recognition.unit": "recognition/test_recognize.py",
 }
 

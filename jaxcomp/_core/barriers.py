@@ -118,7 +118,7 @@ def _after_copies_of_examples(value: Array, copies: list[Array]) -> Array:
 
 @_after_copies_of_examples.def_vmap
 def _(count: int, is_batched: Any, value: Array, copies: list[Array]) -> tuple[Array, bool]:
-    """A value that all examples share, such as a kernel, stays one: it waits for all copies."""
+    # A value that all examples share, such as a kernel, stays one: it waits for all copies.
     return _after_copies_of_examples(value, copies), is_batched[0]
 
 

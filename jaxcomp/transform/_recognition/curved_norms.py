@@ -5,16 +5,9 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax.numpy as jnp
-from jax import lax
-from jaxtyping import Array
-
 from jaxcomp.codecs._codec import FLOATS
-from jaxcomp.ops._norm import average, shares
-from jaxcomp.ops._norm_curve import Normalization
-from jaxcomp.transform._program.program import Program, avals
+from jaxcomp.transform._program.program import avals
 from jaxcomp.transform._program.types import Atom, Equation, Variable, is_variable
-from jaxcomp.transform._recognition.batch_norms import evaluated
 from jaxcomp.transform._recognition.factors import (
     Factor,
     Layout,
@@ -26,149 +19,13 @@ from jaxcomp.transform._recognition.factors import (
 from jaxcomp.transform._recognition.means import Means
 from jaxcomp.transform._recognition.norms import Centred
 from jaxcomp.transform._recognition.pattern import LAYOUT, Pattern
+from jaxcomp.transform._recognition.traced_norms import Groups, Step, TracedNormalization
 
 _FEW = 8  # times fewer elements than the array
 _ELEMENTWISE = {
-    "integer_pow",
-    "square",
-    "add",
-    "div",
-    "max",
-    "mul",
-    "pow",
-    "rsqrt",
-    "select_n",
-    "sqrt",
-    "sub",
+    *("add", "sub", "mul", "div", "max", "select_n"),
+    *("integer_pow", "pow", "rsqrt", "sqrt", "square"),
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Groups:
-    """Which elements of an array have a statistic in common.
-
-    Attributes:
-        shape: Shape of the array.
-        factors: The lengths of the factors of each axis, and whether groups differ along each.
-        axes: Axes along which wide arrays are of size 1.
-    """
-
-    shape: tuple[int, ...]
-    factors: tuple[tuple[tuple[int, bool], ...], ...]
-    axes: tuple[int, ...]
-
-    @property
-    def count(self) -> int:
-        """How many elements have a statistic in common."""
-        return math.prod(size for axis in self.factors for size, kept in axis if not kept)
-
-    @property
-    def wide_count(self) -> int:
-        """How many elements of a wide array have a statistic in common."""
-        return math.prod(size for size, kept in self._wide_factors if not kept)
-
-    @property
-    def _wide_factors(self) -> list[tuple[int, bool]]:
-        """The factors of a wide array."""
-        return [
-            (1 if i in self.axes else size, kept)
-            for i, axis in enumerate(self.factors)
-            for size, kept in axis
-        ]
-
-    @property
-    def _wide_shape(self) -> list[int]:
-        return [1 if i in self.axes else size for i, size in enumerate(self.shape)]
-
-    def wide(self, statistic: Array) -> Array:
-        """Returns a statistic, wide."""
-        factors = self._wide_factors
-        grouped = statistic.reshape([size if kept else 1 for size, kept in factors])
-        spread = jnp.broadcast_to(grouped, [size for size, _ in factors])
-        return spread.reshape(self._wide_shape)
-
-    def mean(self, sums: Array) -> Array:
-        """Returns the mean of each group, wide, of wide sums."""
-        sizes, kept = zip(*self._wide_factors, strict=True)
-        over = tuple(i for i, is_kept in enumerate(kept) if not is_kept)
-        total = sums.reshape(sizes).sum(over, keepdims=True) / self.count
-        return jnp.broadcast_to(total, sizes).reshape(self._wide_shape)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class TracedNormalization(Normalization):
-    """A norm with the formulas of a program.
-
-    Attributes:
-        axes: Axes along which statistics, gain and offset are constant; with the features last.
-        epsilon: Constant added to the variance.
-        feature: The feature axis in the program.
-        groups: In the program.
-        of_statistics: From the input to mean and variance.
-        of_result: From input, mean, variance and parameters to the result.
-        of_steps: From mean, variance and parameters to what the centred array is multiplied by or
-            divided by, and what is added.
-        steps: What each of these is.
-        axis_name: Mesh or `vmap` axis over which statistics are averaged, too.
-        axis_index_groups: Groups of indices within that axis.
-    """
-
-    axes: tuple[int, ...]
-    epsilon: float
-    feature: int
-    groups: Groups
-    of_statistics: Program
-    of_result: Program
-    of_steps: Program
-    steps: tuple["Step", ...]
-    axis_name: str | None = None
-    axis_index_groups: Any = None
-
-    def statistics(self, x: Array) -> tuple[Array, Array]:
-        """Returns the mean and the variance of each group."""
-        mean, variance = evaluated(self.of_statistics, [jnp.moveaxis(x, -1, self.feature)])
-        return mean, variance
-
-    def result(self, x: Array, mean: Array, variance: Array, *parameters: Array) -> Array:
-        """Returns the result, to the bit."""
-        x = jnp.moveaxis(x, -1, self.feature)
-        (y,) = evaluated(self.of_result, [x, mean, variance, *parameters])
-        return jnp.moveaxis(y, self.feature, -1)
-
-    def affine(self, mean: Array, variance: Array, *parameters: Array) -> tuple[Array, Array]:
-        """Returns gain and offset in float32, wide, to rounding."""
-        deviation = jnp.sqrt(self.groups.wide(variance.astype(jnp.float32)) + self.epsilon)
-        gain, offset = jnp.ones_like(deviation), jnp.zeros_like(deviation)
-        operands = evaluated(self.of_steps, [mean, variance, *parameters])
-        for step, operand in zip(self.steps, operands, strict=True):
-            ends = [1 if i in self.groups.axes else n for i, n in enumerate(operand.shape)]
-            narrow = lax.slice(operand, [0] * operand.ndim, ends).astype(jnp.float32)
-            if step.name == "add":
-                offset += narrow
-            else:
-                factor = narrow if step.name == "mul" else 1 / narrow
-                factor = factor * deviation if step.divides else factor
-                gain, offset = gain * factor, offset * factor
-        return jnp.moveaxis(gain, self.feature, -1), jnp.moveaxis(offset, self.feature, -1)
-
-    def wide(self, statistic: Array) -> Array:
-        """Returns a statistic in float32, wide."""
-        wide = self.groups.wide(statistic.astype(jnp.float32))
-        return jnp.moveaxis(wide, self.feature, -1)
-
-    def means(self, sums: tuple[Array, ...]) -> tuple[Array, ...]:
-        """Returns means over each group, of all devices, of wide sums over `axes`; both wide."""
-
-        def mean(wide: Array) -> Array:
-            of_groups = self.groups.mean(jnp.moveaxis(wide, -1, self.feature))
-            return jnp.moveaxis(of_groups, self.feature, -1)
-
-        return average(tuple(map(mean, sums)), self.axis_name, self.axis_index_groups)
-
-    def shares(self, cotangents: tuple[Array, ...], x: Array) -> tuple[Array, ...]:
-        """Returns wide sums, the means of which are those of cotangents of statistics by group."""
-        of_device = shares(cotangents, x, self.axis_name)
-        return tuple(self.wide(c) / self.groups.wide_count for c in of_device)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -190,19 +47,6 @@ class CurvedNorm:
     parameters: list[Any]
     y: Any
     norm: TracedNormalization
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """A product, quotient or sum of the normalised array and another.
-
-    Attributes:
-        name: "mul", "div" or "add".
-        divides: Whether the operand is divided by the deviation, too.
-    """
-
-    name: str
-    divides: bool
 
 
 @dataclasses.dataclass
@@ -235,6 +79,7 @@ class _Search(Centred):
     """
 
     shape: tuple[int, ...]
+    _layouts: dict[Variable, Layout | None] = dataclasses.field(default_factory=dict)
 
     def chains(self, centred: Variable) -> Iterator[_Chain]:
         """Returns what may be the argument of an activation function, and how it is made."""
@@ -286,15 +131,15 @@ class _Search(Centred):
         equation = self.pattern.made_by.get(atom) if is_variable(atom) else None
         shape = atom.aval.shape
         long = {axis for axis, size in enumerate(shape) if size != 1}
-        name = "" if equation is None else equation.primitive.name
         if equation is None or not long:
             return long
+        name = equation.primitive.name
         if name == "broadcast_in_dim":
             dims = equation.params["broadcast_dimensions"]
             return {dims[axis] for axis in self.varying(equation.invars[0])}
-        if name in ("convert_element_type", "pvary") or name in _ELEMENTWISE:
-            return set().union(*map(self.varying, equation.invars))
-        return long
+        return (
+            self.varying(equation.invars[0]) if name in ("convert_element_type", "pvary") else long
+        )
 
     def _meets_own(self, operand: Atom, layout: Layout) -> bool:
         """Returns whether each element of the centred array meets the deviation of its group."""
@@ -307,9 +152,12 @@ class _Search(Centred):
         """Returns the layout of what is made of statistics and parameters, which are constants."""
         if not is_variable(atom):
             return []
-        found = self.means.arranged(atom)
-        if found is not None:
-            return found[1]
+        if atom not in self._layouts:
+            found = self.means.arranged(atom)
+            self._layouts[atom] = self._layout_of_steps(atom) if found is None else found[1]
+        return self._layouts[atom]
+
+    def _layout_of_steps(self, atom: Variable) -> Layout | None:
         equation = self.pattern.made_by.get(atom)
         name = "" if equation is None else equation.primitive.name
         if equation is not None and name in LAYOUT:
@@ -396,7 +244,8 @@ def _norm(
     factors = tuple(tuple((f.size, f in kept) for f in leaves(axis)) for axis in layout)
     wide = {i for i, axis in enumerate(factors) if any(is_kept for _, is_kept in axis)}
     wide = wide.union(*map(search.varying, operands))
-    few = math.prod(shape[i] for i in wide) * _FEW <= math.prod(shape)
+    feature = max(wide - {0}, default=len(shape) - 1)
+    few = math.prod(shape[i] for i in wide) * _FEW <= math.prod(shape) and wide <= {0, feature}
     count = math.prod(f.size for f in kept)
     arrays = x, *of_x, *parameters
     if not (
@@ -412,7 +261,6 @@ def _norm(
     of_steps = pattern.slice(arrays[1:], operands)
     if of_statistics is None or of_result is None or of_steps is None:
         return None
-    feature = max(wide - {0}, default=len(shape) - 1)
     axes = tuple(i for i in range(len(shape)) if i not in wide)
     norm = TracedNormalization(
         axes=tuple(sorted(_last(feature, len(shape)).index(i) for i in axes)),

@@ -161,6 +161,12 @@ def of_other_channels(x, scale, bias):
     return (x.reshape(16, 16, 4, 4) - mean[None, None]) * lax.rsqrt(wide + 1e-5)
 
 
+def of_rows(x, scale, bias):
+    """Statistics differ along an axis of the image, along which a code has one range."""
+    mean, var = x.mean(2, keepdims=True), x.var(2, keepdims=True)
+    return (x - mean) * lax.rsqrt(var + 1e-5) * scale[None, None, None]
+
+
 @pytest.mark.parametrize(
     "other",
     [
@@ -170,6 +176,7 @@ def of_other_channels(x, scale, bias):
         functools.partial(by_hand, deviation_of=(1, 2)),
         lambda x, scale, bias: (x - x.mean((1, 2), keepdims=True)) * scale[None, None, None],
         lambda x, scale, bias: by_hand(x, scale, bias) * x,
+        of_rows,
     ],
 )
 def test_what_is_no_norm_is_not_taken_for_one(other):
