@@ -15,6 +15,7 @@ from jaxcomp.diagnostics._losses import (
     Loss,
     check_data,
     exactly,
+    largest_rounding,
     moved,
     of_parameters,
     parameters_of,
@@ -33,7 +34,8 @@ class GradientReport:
 
     Attributes:
         coded: Of the model as it is.
-        control: Of the same model with nothing coded: what rounding alone does.
+        control: Of the same model with nothing coded, at parameters that move by the rounding error
+            of its narrowest dtype: what rounding alone does.
         sgd_noise: Standard deviation of the exact gradient over batches of this size, as a part of
             its norm; NaN if it was not measured.
         draws: How many gradients were drawn.
@@ -79,11 +81,13 @@ class GradientReport:
     @property
     def verdict(self) -> str:
         """The report in a sentence."""
-        if self.coded.noise <= 2 * self.control.noise and self.coded.bias <= 2 * self.control.bias:
-            return "nothing was encoded: the gradient is the exact one"
+        rounding = 2 * max(self.control.noise, self.control.bias)
+        if self.coded.noise <= rounding and self.coded.bias <= rounding:
+            return "the gradient is the exact one, to rounding"
         low, ratio, biased = self.coded.bias_interval[0], self.noise_over_sgd, self.biased
-        bias = "biased" if low > 0 or biased else "no bias was found"
-        if low > 0:
+        is_biased = low > self.control.noise
+        bias = "biased" if is_biased or biased else "no bias was found"
+        if is_biased:
             bias += f" by {low:.1%} of the gradient or more"
         if biased:
             bias += f" ({len(biased)} of {len(self.parameters)} parameters, first {biased[0]})"
@@ -125,7 +129,9 @@ def check_gradients(
     """Measures bias and noise of a compressed model's gradient on a batch.
 
     The rounding noise is a hash of values and parameters. It is drawn anew by moving every
-    parameter by about one unit in its last place; the control shows how little that does by itself.
+    parameter by about one unit in its last place. The control, which codes nothing, shows what
+    rounding does by itself. Its parameters move by the rounding error of the narrowest dtype, such
+    as bfloat16: a bias that is not larger is not told of.
     SGD's own noise is estimated from the exact gradients of parts of the batch.
 
     Args:
@@ -190,7 +196,9 @@ def check_gradients(
         raise ValueError(f"loss: its exact gradient has the norm {np.linalg.norm(gradient)}")
     drawn = [moved(params, draw) for draw in range(draws)]
     errors = np.stack([vector(coded(p, batch)) - gradient for p in drawn])
-    control = np.stack([vector(exact(p, batch)) - gradient for p in drawn])
+    rounding = largest_rounding(jax.make_jaxpr(jax.grad(exactly(of)))(params, batch))
+    shaken = [moved(params, draw, rounding) for draw in range(draws)]
+    control = np.stack([vector(exact(p, batch)) - gradient for p in shaken])
     norm = float(np.linalg.norm(gradient))
     shares = clipped_during(loss, model, batch) if isinstance(model, nnx.Module) else {}
     variance = np.nan if parts is None else sgd_variance(exact, params, batch, parts)

@@ -10,6 +10,7 @@ from flax import nnx
 from flax.nnx import filterlib
 
 from jaxcomp._core.explicit import explicit_axes
+from jaxcomp.memory._tracing import inner_jaxprs, open_jaxpr
 from jaxcomp.transform._program.program import Program
 from jaxcomp.transform._program.without_codes import has_codes, without_codes
 
@@ -136,17 +137,36 @@ def _part(batch: Any, number: int, parts: int) -> Any:
     return jax.tree.map(cut, batch)
 
 
-def moved(params: Any, draw: int) -> Any:
-    """Returns the parameters, float32 ones moved by about a unit in the last place, up or down."""
+def moved(params: Any, draw: int, rounding: float = 0.0) -> Any:
+    """Returns the parameters, float32 ones moved up or down at random.
+
+    They move by about a unit in the last place, or by `rounding` as a part of each if that is more.
+    """
     rng = np.random.default_rng(draw)
 
     def move(leaf: jax.Array) -> jax.Array:
         if leaf.dtype != jnp.float32:
             return leaf
         up = rng.integers(0, 2, leaf.shape).astype(bool)
+        if rounding > jnp.finfo(jnp.float32).eps:
+            return leaf * jnp.where(up, 1 + rounding, 1 - rounding).astype(jnp.float32)
         return jnp.nextafter(leaf, jnp.where(up, jnp.inf, -jnp.inf).astype(jnp.float32))
 
     return jax.tree.map(move, params)
+
+
+def largest_rounding(program: Any) -> float:
+    """Returns the largest relative rounding error of a traced program's floating-point dtypes.
+
+    Those of 8 bits do not count: they are codes.
+    """
+    errors = [0.0]
+    for equation in open_jaxpr(program).eqns:
+        dtypes = [out.aval.dtype for out in equation.outvars if hasattr(out.aval, "dtype")]
+        floats = [d for d in dtypes if jnp.issubdtype(d, jnp.floating) and d.itemsize > 1]
+        errors += [float(jnp.finfo(d).eps) / 2 for d in floats]
+        errors += map(largest_rounding, inner_jaxprs(equation))
+    return max(errors)
 
 
 def vector(gradient: Any) -> np.ndarray:

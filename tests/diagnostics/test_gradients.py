@@ -320,3 +320,26 @@ def test_a_batch_that_has_no_parts():
     report = jc.check_gradients(of_graph, w, (nodes, edges), parts=None)
     assert np.isnan(report.sgd_noise) and np.isnan(report.noise_over_sgd)
     assert f"the noise is {report.coded.noise:.1%} of the gradient" in str(report)
+
+
+def test_rounding_to_bfloat16_is_no_bias():
+    x = normal((64, 16, 32), jnp.bfloat16)
+
+    class Block(nnx.Module):
+        def __init__(self, rngs):
+            self.norm = nnx.LayerNorm(32, dtype=jnp.bfloat16, rngs=rngs)
+            self.linear = nnx.Linear(32, 32, dtype=jnp.bfloat16, rngs=rngs)
+
+        def __call__(self, x):
+            return x + jax.nn.gelu(self.linear(self.norm(x)))
+
+    def verdict(policy):
+        model = nnx.Sequential(Block(nnx.Rngs(0)), Block(nnx.Rngs(1)))
+        compressed = jc.compress(model, policy)
+        report = jc.check_gradients(
+            lambda m, x: (m(x).astype(jnp.float32) ** 2).mean(), compressed, x
+        )
+        return report.verdict
+
+    assert "no bias was found" in verdict("automatic:bits=4")
+    assert verdict(only(jc.Quantize(bits=2, rounding="nearest"))).startswith("biased by")
