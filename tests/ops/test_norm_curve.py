@@ -1,4 +1,4 @@
-"""A batch norm and an activation function of smooth pieces with one code."""
+"""A norm and an activation function of smooth pieces with one code."""
 
 import jax
 import jax.numpy as jnp
@@ -7,28 +7,69 @@ import numpy as np
 from jaxcomp import SignAware
 from jaxcomp.ops._curves import CURVES
 from jaxcomp.ops._norm import Norm
-from jaxcomp.ops._norm_act_vjp import Input
-from jaxcomp.ops._norm_curve import norm_curve
+from jaxcomp.ops._norm_curve import Normalization, norm_curve
 from tests.helpers import assert_same_bits, normal
 
 NORM = Norm((0, 1, 2), (0, 1, 2), 1e-5, use_fast_variance=False)
 X, SCALE, BIAS = normal((8, 6, 6, 4)), 1 + normal((4,), seed=1), normal((4,), seed=2)
 
 
-def run(x, variance=None):
-    given = Input(x, SCALE, BIAS)
-    return norm_curve(NORM, given, CURVES[0], jax.nn.silu, SignAware(bits=4), jnp.uint32(0))
+class OfBatch(Normalization):
+    axes, epsilon = NORM.axes, NORM.epsilon
+
+    def statistics(self, x):
+        return NORM.statistics(x)
+
+    def result(self, x, mean, variance, *parameters):
+        return NORM.normalize(x, mean, variance, *parameters)
+
+    def affine(self, mean, variance, *parameters):
+        scale, bias = map(NORM.wide, parameters)
+        return scale, bias
+
+    def wide(self, statistic):
+        return NORM.wide(statistic)
+
+    def means(self, sums):
+        return tuple(s * SCALE.size / X.size for s in sums)
+
+    def shares(self, cotangents, x):
+        return tuple(map(NORM.wide, cotangents))
 
 
-def test_result_code_and_scale_are_those_of_the_norm_and_the_function():
-    y, mean, variance = jax.jit(run)(X)
-    expected = jax.jit(lambda x: jax.nn.silu(NORM.normalize(x, *NORM.statistics(x), SCALE, BIAS)))
-    assert_same_bits(y.value, expected(X))
+def run(x, scale=SCALE, bias=BIAS):
+    codec, seed = SignAware(bits=4), jnp.uint32(0)
+    return norm_curve(OfBatch(), x, (scale, bias), CURVES[0], jax.nn.silu, codec, seed)
+
+
+def stock(x, scale=SCALE, bias=BIAS):
+    return jax.nn.silu(NORM.normalize(x, *NORM.statistics(x), scale, bias))
+
+
+def test_results_codes_and_scale_are_those_of_the_norm_and_the_function():
+    y, x, mean, variance = jax.jit(run)(X)
+    assert_same_bits(y.value, jax.jit(stock)(X))
     np.testing.assert_allclose(mean, X.mean((0, 1, 2)), atol=1e-6)
     np.testing.assert_allclose(variance, X.var((0, 1, 2)), rtol=1e-5)
     np.testing.assert_allclose(y.channel_scale.ravel(), np.hypot(SCALE, BIAS), rtol=1e-6)
-    assert np.abs(y.codec.decode(y.code) - y.value).max() < 0.5
-    assert np.abs(y.codec.decode(y.code) - y.value).max() > 0.05
+    for coded, exact in ((y, y.value), (x, X)):
+        error = np.abs(coded.codec.decode(coded.code) - exact).max()
+        assert 0.05 < error < 0.5
+
+
+def test_the_gradient_is_that_of_the_norm_and_the_function():
+    weight = normal(X.shape, seed=3)
+
+    def loss(function, *arguments):
+        result = function(*arguments)
+        return ((result if function is stock else result[0].value) * weight).sum()
+
+    found, expected = (
+        jax.jit(jax.grad(lambda *a, f=f: loss(f, *a), (0, 1, 2)))(X, SCALE, BIAS)
+        for f in (run, stock)
+    )
+    for one, other in zip(found, expected, strict=True):
+        assert 0 < np.linalg.norm(one - other) < 0.1 * np.linalg.norm(other)
 
 
 def test_a_nan_of_a_statistic_is_in_the_scale():
