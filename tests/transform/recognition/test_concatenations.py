@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import jaxcomp as jc
-from tests.helpers import AS_WRITTEN, error_of_mean
+from tests.helpers import AS_WRITTEN, error_of_mean, slow
 
 SHAPE = (4, 32, 32, 8)
 RECIPE = "automatic"
@@ -45,7 +45,7 @@ def network(before, params, x):
     return conv(jnp.concatenate([rest, skip, before(rest)], axis=-1), last)
 
 
-@pytest.mark.parametrize("before", [batch_norm_relu, instance_norm_silu, gated])
+@pytest.mark.parametrize("before", [batch_norm_relu, instance_norm_silu, slow(gated)])
 def test_parts_keep_their_codes(before):
     keys = jax.random.split(jax.random.key(0), 4)
     sizes = (3, 8), (8, 8), (24, 4)
