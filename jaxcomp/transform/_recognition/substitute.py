@@ -265,7 +265,8 @@ def _concatenation(
     coded: dict[Variable, _Coded],
     seed: Atom | None,
 ) -> None:
-    parts = [coded.get(x) for x in unit.operands]
+    # Another unit may have encoded the rest for what reads it, with other features.
+    parts = [None if x in unit.saved else coded[x] for x in unit.operands]
 
     def joined(arrays: list[Any], seed: Array) -> tuple[Concatenated, list[Array]]:
         operands = [
@@ -392,7 +393,8 @@ def _set(
     leaves = iter(results[count:])
     for value, tree in zip((unit.results[0], *also), trees, strict=True):
         if tree.num_leaves:
-            coded[value] = _Coded([*itertools.islice(leaves, tree.num_leaves)], tree, feature)
+            own = _Coded([*itertools.islice(leaves, tree.num_leaves)], tree, feature)
+            coded.setdefault(value, own)
 
 
 def _has_code(result: ops.CodedArray | Concatenated) -> bool:

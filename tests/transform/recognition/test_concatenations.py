@@ -104,3 +104,24 @@ def test_other_concatenations_are_left(other):
     assert "concatenation" not in {value.op for value in jc.plan(coded, *arguments).values}
     found, expected = (jax.jit(jax.grad(g, 2))(*arguments) for g in (coded, f))
     assert np.linalg.norm(found - expected) < 0.02 * np.linalg.norm(expected)
+
+
+def test_a_code_with_features_of_another_axis_is_not_read():
+    """A norm over other axes has encoded a part, whose axes are all of one size."""
+
+    def f(x, kernels):
+        other = norm(x, (2, 3))
+        part = instance_norm_silu(conv(x, kernels[0]))
+        result = conv(jnp.concatenate([x, part], axis=-1), kernels[1])
+        return (result**2).sum() + jax.nn.silu(other).sum()
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], (16, 16, 16, 16))
+    kernels = [jax.random.normal(k, (3, 3, 16 * n, 16)) / 12 for n, k in enumerate(keys[1:], 1)]
+    coded = jc.checkpoint(f, "automatic:bits=4")
+    found = [value.op for value in jc.plan(coded, x, kernels).values]
+    assert found.count("norm_act") and "concatenation" in found
+    found, expected = (jax.jit(jax.grad(g, (0, 1)))(x, kernels) for g in (coded, f))
+    # The kernel of the concatenation; the noise of 4 bits is 0.04.
+    error = np.linalg.norm(found[1][1] - expected[1][1])
+    assert 0 < error < 0.1 * np.linalg.norm(expected[1][1])
