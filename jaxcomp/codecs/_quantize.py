@@ -171,7 +171,8 @@ class Quantize(Codec):
         of_high = 1.0 - of_low
         value = low.astype(jnp.float32) * of_low + high.astype(jnp.float32) * of_high
         # XLA would otherwise take the order that a product prefers, also for the array that was
-        # encoded, and transpose that. It convolves volumes with the channels first.
+        # encoded, and transpose that. Of five axes, as of volumes, its own order is the better one:
+        # it convolves these with the channels first.
         value = value.astype(dtype)
         return value if value.ndim == 5 else row_major_on_one_gpu(value)
 

@@ -50,8 +50,8 @@ def concatenations(
 def _has_code(recognized: Recognized) -> bool:
     unit = recognized.unit
     on_host = recognized.codec is not None and recognized.codec.on_host
-    is_coded = isinstance(unit, NormAct) and unit.is_coded
-    return not on_host and (is_coded or isinstance(unit, NormCurve | Gate))
+    is_coded = isinstance(unit, NormAct | NormCurve) and unit.is_coded
+    return not on_host and (is_coded or isinstance(unit, Gate))
 
 
 def _feature(recognized: Recognized, codes: Mapping[Variable, Recognized]) -> int:

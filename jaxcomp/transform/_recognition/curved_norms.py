@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from jaxcomp.codecs._codec import FLOATS
 from jaxcomp.transform._program.program import avals
@@ -21,6 +21,7 @@ from jaxcomp.transform._recognition.norms import Centred
 from jaxcomp.transform._recognition.pattern import LAYOUT, Pattern
 from jaxcomp.transform._recognition.traced_norms import Groups, Step, TracedNormalization
 
+End = TypeVar("End")
 _FEW = 8  # times fewer elements than the array
 _ELEMENTWISE = {
     *("add", "sub", "mul", "div", "max", "select_n"),
@@ -182,14 +183,14 @@ class _Search(Centred):
 
 
 def curved_norm(
-    pattern: Pattern, equation: Equation, ends: Callable[[Variable], bool]
-) -> CurvedNorm | None:
-    """Returns the norm that begins by an equation `x - mean`; None if there is none.
+    pattern: Pattern, equation: Equation, end: Callable[[Variable], End | None]
+) -> tuple[CurvedNorm, End] | None:
+    """Returns the norm that begins by an equation `x - mean`, and its end; None if there is none.
 
     Args:
         pattern: The program.
         equation: The equation.
-        ends: Whether a value is the argument of an activation function, which ends the norm.
+        end: Returns the activation function of which a value is the argument, which ends the norm.
     """
     if equation.primitive.name != "sub" or not all(map(is_variable, equation.invars)):
         return None
@@ -203,7 +204,7 @@ def curved_norm(
     regroup = pattern.made(grouped, "reshape")
     whole = grouped if regroup is None else pattern.before_casts(regroup.invars[0])
     for x in dict.fromkeys((grouped, whole)):
-        if is_variable(x) and (found := _of(pattern, centred, mean, x, grouped, ends)) is not None:
+        if is_variable(x) and (found := _of(pattern, centred, mean, x, grouped, end)) is not None:
             return found
     return None
 
@@ -214,8 +215,8 @@ def _of(
     mean: Atom,
     x: Variable,
     grouped: Variable,
-    ends: Callable[[Variable], bool],
-) -> CurvedNorm | None:
+    end: Callable[[Variable], End | None],
+) -> tuple[CurvedNorm, End] | None:
     """Returns the norm of an array that is centred after it is reshaped into groups, if it is."""
     whole = layout_of(x.aval.shape)
     layout = whole if x is grouped else rearranged(whole, pattern.made_by[grouped])
@@ -229,8 +230,11 @@ def _of(
     if statistics.of is not grouped:
         return None
     search = _Search(pattern, means, statistics, x.aval.shape)
-    chain = next((chain for chain in search.chains(centred) if ends(chain.value)), None)
-    return None if chain is None else _norm(search, chain, x, whole, mean)
+    for chain in search.chains(centred):
+        if (found := end(chain.value)) is not None:
+            norm = _norm(search, chain, x, whole, mean)
+            return None if norm is None else (norm, found)
+    return None
 
 
 def _norm(

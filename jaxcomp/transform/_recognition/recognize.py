@@ -119,8 +119,7 @@ def _with_gates(program: Program, units: list[Recognized]) -> list[Recognized]:
     coded = [
         (recognized.unit, recognized.codec)
         for recognized in units
-        if isinstance(recognized.unit, NormCurve)
-        or (isinstance(recognized.unit, NormAct) and recognized.unit.is_coded)
+        if isinstance(recognized.unit, NormAct | NormCurve) and recognized.unit.is_coded
     ]
     by = {unit.equation.outvars[0]: codec for unit, codec in coded}
     features = {unit.equation.outvars[0]: unit.feature for unit, _ in coded}
@@ -218,12 +217,8 @@ def _norm_curve(
         relu = relu_of(pattern, value) if batch_norm is None else None
         return relu or activation_of(pattern, value)
 
-    norm = curved_norm(pattern, equation, lambda value: activation(value) is not None)
-    if norm is None:
-        return None
-    found = activation(norm.y)
-    assert found is not None
-    return NormCurve(norm, found, pattern.made_by[norm.y])
+    found = curved_norm(pattern, equation, activation)
+    return None if found is None else NormCurve(*found, pattern.made_by[found[0].y])
 
 
 def _unit(pattern: Pattern, norm: BatchNorm, norms: dict[Variable, BatchNorm]) -> NormAct:

@@ -112,6 +112,7 @@ class NormCurve:
     activation: Activation
     origin: Equation
     kind = "norm_act"
+    is_coded = True
 
     @property
     def equation(self) -> Equation:
