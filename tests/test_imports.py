@@ -28,6 +28,7 @@ COVERED_BY = {
     "_choice.context": "choice/test_schedule.py",
     "_choice.decisions": "choice/test_schedule.py",
     "_choice.graph": "choice/test_choice.py",
+    "_choice.recomputed_products": "nested/test_kept.py",
     "_execution.forward": "choice/test_schedule.py",
     "_execution.waiting": "execution/test_backward.py",
     "_model_attributes": "test_compress.py",

@@ -3,7 +3,7 @@ r"""Compares stock networks compressed by one argument: memory, HBM traffic and 
     python -m experiments.bench.zoo --out experiments/results/zoo
     python -m experiments.bench.zoo --network unet --way plain --way quantize:bits=2 --out OUT
 
-`experiments/zoo` has the networks and the steps. The steps are compiled ahead of time; nothing is
+`experiments/zoo` has the networks and the steps, `experiments/zoo/scenarios` whole training codes. The steps are compiled ahead of time; nothing is
 run. Each row has a process of its own, which is ended at the limit of time. Activations are the
 bytes that a step needs besides its arguments. `--way remat+automatic` is for a network whose blocks
 are under `jax.checkpoint`, as an author wrote them. Times are of one compilation without a cache;
@@ -31,12 +31,15 @@ from experiments.common.record import (
     write_json,
     write_table,
 )
-from experiments.zoo.steps import NETWORKS
+from experiments.zoo.scenarios.all import SCENARIOS
+from experiments.zoo.scenarios.scenario import Scenario
+from experiments.zoo.steps import NETWORKS, Network
 from jaxcomp.memory._analyze import analyze_step
 from jaxcomp.memory._targets import resolve
 from jaxcomp.memory._tracing import trace
 from jaxcomp.planning import Strategy
 
+STEPS: dict[str, Network | Scenario] = {**NETWORKS, **SCENARIOS}
 WAYS = ("plain", "remat", "accumulate:4", "automatic")
 SECONDS = ("trace_seconds", "lower_seconds", "compile_seconds")
 KEY = ("network", "target", "row")
@@ -70,7 +73,7 @@ def measure(network: str, target: str, way: str, batch: int) -> dict[str, Any]:
     jax.config.update("jax_enable_compilation_cache", False)
     where = resolve(target)
     start = time.perf_counter()
-    step, arguments = NETWORKS[network].make_step(of_way(way), batch)
+    step, arguments = STEPS[network].make_step(of_way(way), batch)
     traced = trace(step, *arguments, target=where)
     traced_at = time.perf_counter()
     traced.traced.lower(lowering_platforms=(where.platform,))
@@ -155,7 +158,7 @@ def main(
     ] = None,
     network: Annotated[
         list[str] | None,
-        typer.Option(help=f"Repeatable. Default: all of {', '.join(NETWORKS)}."),
+        typer.Option(help=f"Repeatable. Default: all of {', '.join(STEPS)}."),
     ] = None,
     way: Annotated[
         list[str] | None,
@@ -167,9 +170,9 @@ def main(
 ) -> None:
     """Compile each step; write zoo.json and zoo.md after every row."""
     make_folder(out)
-    unknown = sorted({*(network or ())} - {*NETWORKS})
+    unknown = sorted({*(network or ())} - {*STEPS})
     if unknown:
-        raise ValueError(f"network={unknown}: expected some of {sorted(NETWORKS)}")
+        raise ValueError(f"network={unknown}: expected some of {sorted(STEPS)}")
     ways, targets = way or list(WAYS), target or ["h100"]
     for name in targets:
         resolve(name)
@@ -180,8 +183,8 @@ def main(
         found = read_table(out / "zoo.json", {})["rows"]
         rows = {tuple(row[part] for part in KEY): row for row in found}
     text = ""
-    for network_name in network or NETWORKS:
-        size = batch or NETWORKS[network_name].batch
+    for network_name in network or STEPS:
+        size = batch or STEPS[network_name].batch
         for target_name in targets:
             for spec in ways:
                 key = network_name, target_name, spec

@@ -1,6 +1,6 @@
 """Counts the floating-point operations of a JAX program from its jaxpr."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import prod
 from typing import Any
 
@@ -53,7 +53,12 @@ def jaxpr_flops(jaxpr: Jaxpr, platform: str) -> int | None:
     Returns:
         The number of FLOPs, or `None`, as `flops`.
     """
-    parts = [_equation_flops(equation, platform) for equation in jaxpr.eqns]
+    return equations_flops(jaxpr.eqns, platform)
+
+
+def equations_flops(equations: Iterable[JaxprEqn], platform: str) -> int | None:
+    """Counts the FLOPs of some equations of a traced program, as `jaxpr_flops`."""
+    parts = [_equation_flops(equation, platform) for equation in equations]
     known = [p for p in parts if p is not None]
     return sum(known) if len(known) == len(parts) else None
 

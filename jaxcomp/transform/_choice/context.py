@@ -38,12 +38,15 @@ class Context:
         limits: Sizes of pieces of the backward pass.
         notes: Takes note of what the policy is asked.
         iterations: Of the loops around the program.
+        is_region_body: Whether it is a region under `jax.checkpoint` that is kept: what it stores
+            waits only while the backward pass evaluates it again.
     """
 
     policy: Policy | JaxPolicy
     limits: Limits = dataclasses.field(default_factory=current_limits)
     notes: Notes = dataclasses.field(default_factory=Notes)
     iterations: int = 1
+    is_region_body: bool = False
 
     @property
     def rules(self) -> Sequence[Rule]:
@@ -58,6 +61,10 @@ class Context:
     def inside(self, iterations: int) -> "Context":
         """Returns the context of the body of a loop, which takes note in the same places."""
         return dataclasses.replace(self, iterations=self.iterations * iterations)
+
+    def of_region(self) -> "Context":
+        """Returns the context of a region that is kept, which notes nothing and encodes nothing."""
+        return dataclasses.replace(self, policy=Policy(()), notes=Notes(), is_region_body=True)
 
     def around(self, program: Program) -> "Context":
         """Returns the context of what is in a program, which takes note in the same places."""

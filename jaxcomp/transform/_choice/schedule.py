@@ -28,6 +28,7 @@ from jaxcomp.transform._choice.choice import (
 from jaxcomp.transform._choice.context import Context
 from jaxcomp.transform._choice.decisions import Decision, decide
 from jaxcomp.transform._choice.graph import Graph, nbytes, plain_nbytes
+from jaxcomp.transform._choice.recomputed_products import with_recomputed_products
 from jaxcomp.transform._choice.rewrites import with_rewrites
 from jaxcomp.transform._pieces.limits import Limits
 from jaxcomp.transform._program.builder import Builder, flat
@@ -143,6 +144,8 @@ def _of_linearized(
     demand = Demand.of(linearized)
     roles = graph.roles(demand.roles)
     decisions = asked = decide(graph, roles, context)
+    if context.is_region_body:
+        decisions = with_recomputed_products(linearized, decisions, context.limits)
     if why_exact:
         decisions = without_codecs(decisions, why_exact)
     biased = isinstance(context.policy, Policy) and context.policy.lossy_recomputation

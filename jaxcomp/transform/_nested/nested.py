@@ -10,8 +10,9 @@ from jaxcomp.transform._choice.schedule import schedule
 from jaxcomp.transform._nested.bounded import Bounded
 from jaxcomp.transform._nested.branches import Conditional, is_conditional
 from jaxcomp.transform._nested.casts import with_casts_before
+from jaxcomp.transform._nested.kept import Kept
 from jaxcomp.transform._nested.loops import Loop, is_loop
-from jaxcomp.transform._nested.regions import codec_of_inputs, with_open_regions
+from jaxcomp.transform._nested.regions import codec_of_inputs, is_sliced, with_open_regions
 from jaxcomp.transform._nested.scheduled import Outer, ScheduledProgram
 from jaxcomp.transform._program.builder import Builder, flat
 from jaxcomp.transform._program.primitives import tangents_of
@@ -61,7 +62,10 @@ def _scheduled(
     context: Context,
 ) -> ScheduledProgram:
     has_nested = any(
-        is_loop(e) or is_conditional(e) or codec_of_inputs(e, context) is not None
+        is_loop(e)
+        or is_conditional(e)
+        or codec_of_inputs(e, context) is not None
+        or is_sliced(e, context.limits)
         for e in program.equations
     )
     takes_seed = bool(units) or has_nested
@@ -94,13 +98,15 @@ def _with_nested(
         if is_loop(equation):
             equation, operands = with_casts_before(builder, equation, operands)
             is_free = [True] * (len(operands) - len(is_free)) + is_free
-        nested: Loop | Conditional | Bounded
+        nested: Loop | Conditional | Bounded | Kept
         if is_loop(equation):
             nested = Loop(equation, number, is_free, outer)
         elif is_conditional(equation):
             nested = Conditional(equation, number, is_free, outer)
         elif (codec := codec_of_inputs(equation, outer.context)) is not None:
             nested = Bounded(equation, number, is_free, outer, codec)
+        elif is_sliced(equation, outer.context.limits):
+            nested = Kept(equation, outer)
         else:
             return builder.add(equation, operands)
         return builder.trace(nested, seed, *operands, at=equation)

@@ -5,7 +5,9 @@ import posixpath
 from collections.abc import Callable, Collection, Sequence, Set
 from typing import Any, Literal, cast
 
+import jax
 import jax.numpy as jnp
+from jax.extend.core import Jaxpr
 
 from jaxcomp.codecs import Codec
 from jaxcomp.codecs._offload import inner_codec
@@ -16,12 +18,16 @@ from jaxcomp.policies._rule import Rule
 from jaxcomp.transform._choice.context import Context, Notes
 from jaxcomp.transform._choice.graph import Graph
 from jaxcomp.transform._choice.schedule import plain_bytes
-from jaxcomp.transform._program.builder import Builder
+from jaxcomp.transform._pieces.limits import Limits
+from jaxcomp.transform._program.builder import Builder, flat
 from jaxcomp.transform._program.origins import module_path
 from jaxcomp.transform._program.primitives import HEAVY, tangents_of
-from jaxcomp.transform._program.program import Program, avals, variables
+from jaxcomp.transform._program.program import BODIES, Program, avals, variables
 from jaxcomp.transform._program.types import Atom, Equation, Variable, is_variable
+from jaxcomp.transform._recognition.attention import attentions
+from jaxcomp.transform._recognition.pattern import Pattern
 
+_ALL_AGAIN = None, jax.checkpoint_policies.nothing_saveable
 BytesOf = Callable[[Program, Sequence[int], Collection[int], Context], int]
 
 
@@ -39,7 +45,7 @@ class Region:
         iterations: Of the loops around it.
         kept_bytes: Bytes that wait if it is evaluated again, in one iteration.
         coded_bytes: Bytes that wait if it is open, in one iteration.
-        recomputed_bytes: Bytes that JAX keeps while it is evaluated again.
+        recomputed_bytes: Bytes that are kept while it is evaluated again.
     """
 
     path: str
@@ -96,7 +102,7 @@ def with_open_regions(
     found = {
         number: _found(equation, reached, free, context, bytes_of)
         for number, equation in enumerate(program.equations)
-        if _is_region(equation) and _active(equation, reached)
+        if is_region(equation) and _active(equation, reached)
     }
     if not found:
         return program, []
@@ -117,16 +123,54 @@ def _may_open(policy: Policy | JaxPolicy) -> bool:
     """Returns whether a policy encodes values, and computes none again from codes, or says so."""
     if not isinstance(policy, Policy) or policy.lossy_recomputation:
         return False
-    if any(rule.action == "open" for rule in policy.rules):
+    if any(rule.is_for_regions for rule in policy.rules):
         return True
     codecs = [rule.action for rule in policy.rules if isinstance(rule.action, Codec)]
     return any(not inner_codec(codec).is_exact for codec in codecs)
 
 
-def _is_region(equation: Equation) -> bool:
+def is_region(equation: Equation) -> bool:
     """Returns whether it is a region of the user's, and not of a derivative in his function."""
     name = equation.primitive.name
     return name in CHECKPOINT_PRIMITIVES and not equation.params["differentiated"]
+
+
+def is_sliced(equation: Equation, limits: Limits) -> bool:
+    """Returns whether an equation is a region of which large attentions are evaluated in slices.
+
+    A region that is an attention alone is evaluated in slices as a whole. Regions with effects, and
+    those whose author chose what is saved, are left to JAX.
+    """
+    params = equation.params
+    if not is_region(equation) or params["policy"] not in _ALL_AGAIN or equation.effects:
+        return False
+    return _has_large_attention(params["jaxpr"], limits, alone=False)
+
+
+def _has_large_attention(jaxpr: Jaxpr, limits: Limits, *, alone: bool) -> bool:
+    """Returns whether a large attention is in a jaxpr or those in it, `alone` or beside products."""
+    if not limits.slices_scores(_largest_size(jaxpr)):
+        return False
+    program = flat(Program(jaxpr))
+    found = list(attentions(Pattern(program)))
+    if any(limits.slices_scores(attention.scores.aval.size) for attention in found):
+        of_attentions = sum(map(_products, (attention.program for attention in found)))
+        if alone or _products(program) > of_attentions:
+            return True
+    inside = [e for e in program.equations if e.primitive.name in {*BODIES, *CHECKPOINT_PRIMITIVES}]
+    inner = [one for equation in inside for one in inner_jaxprs(equation)]
+    return any(_has_large_attention(one, limits, alone=True) for one in inner)
+
+
+def _products(program: Program) -> int:
+    return sum(equation.primitive.name in HEAVY for equation in program.equations)
+
+
+def _largest_size(jaxpr: Jaxpr) -> int:
+    """Returns the elements of the largest array that is made in a jaxpr and those in it."""
+    sizes = [v.aval.size for e in jaxpr.eqns for v in e.outvars if hasattr(v.aval, "size")]
+    inner = [_largest_size(one) for e in jaxpr.eqns for one in inner_jaxprs(e)]
+    return max(*sizes, *inner, 0, 0)
 
 
 def _found(
@@ -160,9 +204,11 @@ def _found(
         rule is not None,
         has_parameters,
         context.iterations,
-        plain_bytes(_alone(equation), active, coded),
+        plain_bytes(region_alone(equation), active, coded),
         coded_bytes,
-        plain_bytes(closed, active, coded),
+        bytes_of(closed, active, (), context.of_region())
+        if is_sliced(equation, context.limits)
+        else plain_bytes(closed, active, coded),
     )
     return _Found(region, body, inside)
 
@@ -176,7 +222,7 @@ def _active(equation: Equation, reached: Collection[Variable]) -> list[int]:
 
 def codec_of_inputs(equation: Equation, context: Context) -> Codec | None:
     """Returns the codec that a rule has for the inputs of a region; None of any other equation."""
-    if not _is_region(equation) or not any(rule.is_for_regions for rule in context.rules):
+    if not is_region(equation) or not any(rule.is_for_regions for rule in context.rules):
         return None
     rule = _rule_for(_common_path(region_body(equation)), context)
     return rule.action if rule is not None and isinstance(rule.action, Codec) else None
@@ -190,7 +236,7 @@ def region_body(equation: Equation) -> Program:
     return builder.program(body, body.arguments, results)
 
 
-def _alone(equation: Equation) -> Program:
+def region_alone(equation: Equation) -> Program:
     """Returns a program that calls a region, and does nothing else."""
     body = Program(equation.params["jaxpr"])
     results = [Variable(aval) for aval in avals(body.results)]

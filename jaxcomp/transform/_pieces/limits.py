@@ -14,6 +14,8 @@ class Limits:
     Attributes:
         slice_nbytes: Bytes of the largest array of a slice, if of float32.
         tpu_slice_nbytes: The same on a TPU. XLA keeps more of a small slice in its fast memory.
+        forward_nbytes: Bytes of an attention's scores, if of float32, from which on the forward
+            pass of a region under `jax.checkpoint` evaluates it in slices, too.
         excess: Times as many slices as asked for, at most: an axis may have few divisors.
         ratio: Of elements of operands and results of products to those of sliced arguments, at
             least.
@@ -27,6 +29,7 @@ class Limits:
 
     slice_nbytes: int = 3 * 2**25
     tpu_slice_nbytes: int = 2**25
+    forward_nbytes: int = 2**30
     excess: int = 4
     ratio: float = 8
     work: float = 1.1
@@ -34,6 +37,10 @@ class Limits:
     outside: int = 0
     loop_length: int = 64
     iteration_nbytes: int = 2**22
+
+    def slices_scores(self, size: int) -> bool:
+        """Returns whether an attention of so many scores is evaluated in slices."""
+        return 4 * size > self.slice_nbytes and size > self.outside
 
 
 _DEFAULT = Limits()

@@ -1,13 +1,15 @@
 """Finds attentions in a program, whoever wrote them."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 from jax.extend.core import DropVar
 from jaxtyping import Array
 
+from jaxcomp.transform._pieces.limits import current_limits
+from jaxcomp.transform._pieces.slices import in_parts
 from jaxcomp.transform._program.primitives import REDUCTIONS, is_cheap, is_cheap_rule
 from jaxcomp.transform._program.program import fixed_values, variables
 from jaxcomp.transform._program.types import Equation, Variable
@@ -25,9 +27,12 @@ class Attention(Codeless):
 
     Attributes:
         scores: Variable of the products of queries and keys.
+        slices_forward: Whether the forward pass is evaluated in slices, too. Its sums may then be
+            in another order.
     """
 
     scores: Any
+    slices_forward: bool = False
     kind = "attention"
     decision = "recompute"
 
@@ -38,7 +43,26 @@ class Attention(Codeless):
 
     def evaluate(self, *operands: Array) -> list[Array]:
         """Returns the result, by the program's own steps, under `jax.checkpoint`."""
-        return list(jax.checkpoint(self.program)(*operands))
+        derived = jax.checkpoint(self.program)
+        if not self.slices_forward:
+            return list(derived(*operands))
+
+        def whole(_: Array, operands: Sequence[Array]) -> list[Array]:
+            return self.program(*operands)
+
+        limits = dataclasses.replace(current_limits(), outside=-1)
+        in_slices = in_parts(self.program, whole, limits)
+
+        @jax.custom_jvp
+        def attention(*operands: Array) -> list[Array]:
+            return in_slices(operands[0], operands)
+
+        @attention.defjvp
+        def _(primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[list[Array], Any]:
+            _, moved = jax.jvp(derived, primals, tangents)
+            return attention(*primals), list(moved)
+
+        return attention(*operands)
 
 
 def attentions(pattern: Pattern) -> Iterator[Attention]:

@@ -69,7 +69,7 @@ def recognize(
         context.notes.matched.update(
             rule for rule in context.policy.rules if is_for_units(rule)
         )  # all is kept
-        return []
+        return _large_attentions(program, context) if context.is_region_body else []
     pattern = Pattern(program)
     reached = tangents_of(program.equations, [program.arguments[i] for i in active])
     units: list[Recognized] = []
@@ -112,6 +112,17 @@ def recognize(
     units += concatenations(pattern, units, reached, context)
     context.notes.matched.update(rules[recognized] for recognized in units if recognized in rules)
     return units
+
+
+def _large_attentions(program: Program, context: Context) -> list[Recognized]:
+    """Returns the attentions that are evaluated in slices."""
+    limits, units = context.limits, []
+    for unit in attentions(Pattern(program)):
+        size = unit.scores.aval.size
+        if limits.slices_scores(size):
+            sliced = dataclasses.replace(unit, slices_forward=4 * size >= limits.forward_nbytes)
+            units.append(Recognized(sliced, None))
+    return _without_cycles(program, units)
 
 
 def _with_gates(program: Program, units: list[Recognized]) -> list[Recognized]:

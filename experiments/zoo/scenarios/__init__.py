@@ -1,0 +1,1 @@
+"""Training code in the style of those who outgrow a GPU, and its steps."""

@@ -1,0 +1,79 @@
+"""Which products of a kept region wait for their derivative, and which are made once more.
+
+The forward pass makes all products of a region under `jax.checkpoint`, and the backward pass makes
+them again. There some wait for a long time, until their derivative is taken.
+"""
+
+import dataclasses
+import math
+from collections.abc import Collection, Sequence
+
+from jaxcomp.memory._flops import equations_flops
+from jaxcomp.memory._tracing import CHECKPOINT_PRIMITIVES
+from jaxcomp.transform._choice.decisions import Decision
+from jaxcomp.transform._choice.graph import nbytes
+from jaxcomp.transform._pieces.limits import Limits
+from jaxcomp.transform._program.linearized import Linearized
+from jaxcomp.transform._program.primitives import HEAVY, tangents_of
+from jaxcomp.transform._program.program import Program, needed
+from jaxcomp.transform._program.types import Equation, Variable, is_variable
+
+
+def with_recomputed_products(
+    linearized: Linearized, decisions: dict[Variable, Decision], limits: Limits
+) -> dict[Variable, Decision]:
+    """Leaves it open for some products whether they wait or are made once more.
+
+    Those of the fewest FLOPs a byte come first, and of equal ones those that wait the longest. All
+    FLOPs of the region's passes stay within `limits.work` times those under `jax.checkpoint`.
+    """
+    equations = needed(linearized.forward.equations, linearized.forward.results)
+    recomputed = _recomputed_flops(linearized)
+    twice, backward = 2 * _flops(equations), _flops(linearized.linear.equations) - recomputed
+    left = (limits.work - 1) * (twice + backward) - recomputed
+    if not math.isfinite(left):
+        return decisions
+    products = [
+        equation
+        for equation in equations
+        if equation.primitive.name in HEAVY
+        and all(v in decisions and decisions[v].action == "either" for v in equation.outvars)
+    ]
+    opened: dict[Variable, Decision] = {}
+    for equation in sorted(products, key=_flops_of_byte):
+        flops = _flops([equation])
+        if flops <= left:
+            left -= flops
+            for value in equation.outvars:
+                opened[value] = dataclasses.replace(decisions[value], action="cheapest")
+    return decisions | opened
+
+
+def _recomputed_flops(linearized: Linearized) -> float:
+    """Returns the FLOPs of what the calls of `jax.checkpoint` in a linear program make again."""
+    linear = linearized.linear
+    tangents = tangents_of(linear.equations, linear.arguments[len(linearized.coefficients) :])
+    return sum(
+        _flops(_without_tangents(equation, tangents))
+        for equation in linear.equations
+        if equation.primitive.name in CHECKPOINT_PRIMITIVES
+    )
+
+
+def _without_tangents(call: Equation, tangents: Collection[Variable]) -> list[Equation]:
+    """Returns the equations in a call of `jax.checkpoint` that no tangent reaches."""
+    body = Program.of(call.params["jaxpr"])
+    pairs = zip(body.arguments, call.invars, strict=True)
+    moving = [v for v, atom in pairs if is_variable(atom) and atom in tangents]
+    reached = tangents_of(body.equations, moving)
+    return [equation for equation in body.equations if reached.isdisjoint(equation.outvars)]
+
+
+def _flops(equations: Sequence[Equation]) -> float:
+    """Returns the FLOPs of equations, or infinity if they are not known."""
+    flops = equations_flops(equations, "cuda")
+    return math.inf if flops is None else flops
+
+
+def _flops_of_byte(equation: Equation) -> float:
+    return _flops([equation]) / max(1, sum(nbytes(v.aval) for v in equation.outvars))

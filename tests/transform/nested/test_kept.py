@@ -1,0 +1,213 @@
+"""Regions under `jax.checkpoint` whose backward pass evaluates attentions in slices."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.flatten_util import ravel_pytree
+
+import jaxcomp as jc
+from experiments.zoo.scenarios import pair_stack
+from jaxcomp.memory import analyze
+from jaxcomp.memory._flops import flops
+from jaxcomp.policies import Policy, Rule
+from jaxcomp.transform._nested.kept import Kept
+from jaxcomp.transform._pieces.limits import limits_of
+from tests.helpers import assert_same_bits, distance, kept, normal, slow
+
+N, CHANNELS, BLOCKS = 12, 8, 2
+WHOLE_FORWARD = {"slice_nbytes": 2**12, "tpu_slice_nbytes": 2**12, "ratio": 1}
+SLICED = WHOLE_FORWARD | {"forward_nbytes": 0}
+
+
+def _weights(dtype=jnp.float32):
+    """The weights of blocks, none of which is zero."""
+    params = pair_stack.init(jax.random.key(0), BLOCKS, CHANNELS, dtype=dtype)
+    return jax.tree.map(lambda w: w + 0.1 * normal(w.shape, dtype, seed=w.ndim), params["blocks"])
+
+
+WEIGHTS, PAIR = _weights(), normal((N, N, CHANNELS), seed=1)
+
+
+def _once(weights, pair, around=jax.checkpoint):
+    return around(pair_stack.block)(jax.tree.map(lambda w: w[0], weights), pair)
+
+
+def _scanned(weights, pair, around=jax.checkpoint):
+    return lax.scan(lambda pair, w: (around(pair_stack.block)(w, pair), None), pair, weights)[0]
+
+
+def _nested(weights, pair, around=jax.checkpoint):
+    return around(functools.partial(_scanned, around=around))(weights, pair)
+
+
+def _whole_loop(weights, pair, around=jax.checkpoint):
+    return around(functools.partial(_scanned, around=lambda f: f))(weights, pair)
+
+
+def _mapped(weights, pair, around=jax.checkpoint):
+    one = functools.partial(_once, around=around)
+    return jax.vmap(one, (None, 0))(weights, jnp.stack([pair, 2 * pair]))
+
+
+def _in_a_branch(weights, pair, around=jax.checkpoint):
+    first = functools.partial(_once, around=around)
+    return lax.cond(pair[0, 0, 0] < 9, first, lambda _, pair: pair, weights, pair)
+
+
+def _inner(weights, pair, around=jax.checkpoint):
+    """The author's attention is under `jax.checkpoint`, too."""
+
+    def block(weights, pair):
+        starting = functools.partial(pair_stack.triangle_attention, starting=True)
+        return pair + around(starting)(weights["starting"], pair)
+
+    return around(block)(jax.tree.map(lambda w: w[0], weights), pair)
+
+
+FUNCTIONS = [_once, _scanned, _nested, _whole_loop, _mapped, _in_a_branch, _inner]
+WRT = [0, 1, (0, 1)]
+
+
+@pytest.fixture(autouse=True)
+def as_others_write_it():
+    """Biases are added to arrays of more axes."""
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.fixture
+def slices(monkeypatch):
+    """Counts the regions that are evaluated in slices."""
+    count = []
+    backward = Kept.backward
+
+    def counted(*arguments):
+        count.append(1)
+        return backward(*arguments)
+
+    monkeypatch.setattr(Kept, "backward", counted)
+    return count
+
+
+def _value_and_gradient(function, wrt, weights=WEIGHTS, pair=PAIR):
+    def loss(weights, pair):
+        return jnp.sum(jnp.sin(function(weights, pair).astype(jnp.float32)))
+
+    value, gradient = jax.jit(jax.value_and_grad(loss, wrt))(weights, pair)
+    return value, ravel_pytree(gradient)[0]
+
+
+@pytest.mark.parametrize(
+    ("function", "wrt"),
+    kept([(f, wrt) for f in FUNCTIONS for wrt in WRT], [(_scanned, (0, 1)), (_mapped, 1)]),
+)
+def test_the_gradient_is_that_of_jax_checkpoint(function, wrt, slices):
+    stock_value, stock = _value_and_gradient(function, wrt)
+    with limits_of(**SLICED):
+        value, found = _value_and_gradient(jc.checkpoint(function, "exact"), wrt)
+        assert slices
+        assert distance(found, stock) < 1e-5 and jnp.allclose(value, stock_value, 1e-6)
+    with limits_of(**WHOLE_FORWARD):
+        value, found = _value_and_gradient(jc.checkpoint(function, "exact"), wrt)
+        assert_same_bits(value, stock_value)
+        assert distance(found, stock) < 1e-5
+
+
+@pytest.mark.parametrize("policy", ["automatic", slow(Policy((Rule("keep", op="checkpoint"),)))])
+def test_policies_with_codecs_keep_regions_in_slices(policy, slices):
+    large = jnp.concatenate([PAIR] * 2), jnp.concatenate([PAIR] * 2)
+    pair = jnp.concatenate(large, axis=1)
+    _, stock = _value_and_gradient(_scanned, 1, pair=pair)
+    with limits_of(**SLICED):
+        _, found = _value_and_gradient(jc.checkpoint(_scanned, policy), 1, pair=pair)
+    assert slices and distance(found, stock) < 1e-5
+
+
+def test_a_bounded_region_is_evaluated_in_slices(slices):
+    _, stock = _value_and_gradient(_scanned, (0, 1))
+    policy = Policy((Rule(jc.Quantize(bits=8), op="checkpoint"),))
+    with limits_of(**SLICED):
+        _, found = _value_and_gradient(jc.checkpoint(_scanned, policy), (0, 1))
+        plan = jc.plan(jc.checkpoint(_scanned, policy), WEIGHTS, PAIR)
+    assert slices and 1e-5 < distance(found, stock) < 0.05
+    assert plan.saved_bytes < 1.5 * BLOCKS * PAIR.size  # a byte an element, and ranges
+
+
+@pytest.mark.parametrize("function", [_once, slow(_scanned)])
+def test_forward_mode_and_second_derivatives(function, slices):
+    move = normal(PAIR.shape, seed=2)
+
+    def loss(function, pair):
+        return jnp.sum(jnp.sin(function(WEIGHTS, pair)))
+
+    def moved(function):
+        return jax.jit(lambda x, v: jax.jvp(functools.partial(loss, function), (x,), (v,)))(
+            PAIR, move
+        )
+
+    def twice(function):
+        slope = jax.grad(functools.partial(loss, function))
+        forward_over_reverse = jax.jvp(slope, (PAIR,), (move,))[1]
+        return forward_over_reverse, jax.grad(lambda x: jnp.vdot(slope(x), move))(PAIR)
+
+    stock = moved(function), jax.jit(lambda: twice(function))()
+    with limits_of(**SLICED):
+        ours = jc.checkpoint(function, "exact")
+        found = moved(ours), jax.jit(lambda: twice(ours))()
+    assert slices
+    assert distance(ravel_pytree(found)[0], ravel_pytree(stock)[0]) < 1e-4
+
+
+def _of_author(**options):
+    return functools.partial(_once, around=functools.partial(jax.checkpoint, **options))
+
+
+def _with_an_effect(weights, pair):
+    def block(weights, pair):
+        jax.debug.callback(lambda x: None, pair[0, 0, 0])
+        return pair_stack.block(weights, pair)
+
+    return jax.checkpoint(block)(jax.tree.map(lambda w: w[0], weights), pair)
+
+
+@pytest.mark.parametrize(
+    ("function", "limits"),
+    [
+        (_once, {}),
+        (_with_an_effect, SLICED),
+        (_of_author(policy=jax.checkpoint_policies.dots_saveable), SLICED),
+    ],
+)
+def test_other_regions_are_left_to_jax(function, limits, slices):
+    stock = _value_and_gradient(function, 1)
+    with limits_of(**limits):
+        found = _value_and_gradient(jc.checkpoint(function, "exact"), 1)
+    assert not slices
+    assert_same_bits(found, stock)
+
+
+def test_a_policy_that_saves_nothing_is_as_none(slices):
+    function = _of_author(policy=jax.checkpoint_policies.nothing_saveable)
+    with limits_of(**SLICED):
+        _value_and_gradient(jc.checkpoint(function, "exact"), 1)
+    assert slices
+
+
+@pytest.mark.aot
+def test_h100_needs_half_of_the_bytes_for_a_tenth_of_the_flops(capsys):
+    pytest.importorskip("jax_cuda13_plugin")
+
+    def gradient(function):
+        return jax.grad(lambda pair, weights: jnp.sum(function(weights, pair).astype(jnp.float32)))
+
+    params = jax.eval_shape(lambda: pair_stack.init(jax.random.key(0), 3, dtype=jnp.bfloat16))
+    arguments = jax.ShapeDtypeStruct((384, 384, 128), jnp.bfloat16), params["blocks"]
+    stock, ours = gradient(_scanned), gradient(jc.checkpoint(_scanned, "exact"))
+    before, after = (analyze(f, *arguments, target="h100").temp_bytes for f in (stock, ours))
+    work = flops(ours, *arguments) / flops(stock, *arguments)
+    with capsys.disabled():
+        print(f"\nh100, pairs of 384: {before >> 20} -> {after >> 20} MiB, FLOPs {work:.3f}")
+    assert after < 0.5 * before and work < 1.1
