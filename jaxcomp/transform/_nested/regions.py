@@ -148,7 +148,7 @@ def is_sliced(equation: Equation, limits: Limits) -> bool:
 
 
 def _has_large_attention(jaxpr: Jaxpr, limits: Limits, *, alone: bool) -> bool:
-    """Returns whether a large attention is in a jaxpr or those in it, `alone` or beside products."""
+    """Returns whether a large attention is in a jaxpr, beside other products unless `alone`."""
     if not limits.slices_scores(_largest_size(jaxpr)):
         return False
     program = flat(Program(jaxpr))
