@@ -5,9 +5,9 @@ r"""Compares stock networks compressed by one argument: memory, HBM traffic and 
 
 `experiments/zoo` has the networks and the steps, `experiments/zoo/scenarios` whole training codes.
 The steps are compiled ahead of time; nothing is run. Each row has a process of its own, which is
-ended at the limit of time. Activations are the bytes that a step needs besides its arguments. `--way
-remat+automatic` is for a network whose blocks are under `jax.checkpoint`, as an author wrote them.
-Times are of one compilation without a cache; compare them within one run only.
+ended at the limit of time. Activations are the bytes that a step needs besides its arguments.
+`--way remat+automatic` is for a network whose blocks are under `jax.checkpoint`, as an author wrote
+them. Times are of one compilation without a cache; compare them within one run only.
 """
 
 import contextlib

@@ -24,12 +24,14 @@ class Scenario:
         shapes: The shapes of the trained parameters and of the other arguments, of a size.
         batch: The size: what the scenario calls a batch.
         optimizer: Updates the trained parameters.
+        remat: What an author puts around blocks who rematerialises them.
     """
 
     loss: Callable[..., jax.Array]
     shapes: Callable[[int], tuple[Any, ...]]
     batch: int
     optimizer: optax.GradientTransformation
+    remat: Callable[..., Any] = jax.checkpoint
 
     def make_loss(self, strategy: Strategy) -> Callable[..., jax.Array]:
         """Returns the loss by a strategy, of the trained parameters and the other arguments.
@@ -39,7 +41,7 @@ class Scenario:
         """
         if strategy.micro_batches > 1:
             raise ValueError(f"strategy={strategy.spec}: a scenario's batch is not divided")
-        remat = functools.partial(jax.checkpoint, policy=strategy.remat_policy)
+        remat = functools.partial(self.remat, policy=strategy.remat_policy)
         loss = functools.partial(self.loss, remat if strategy.remat else lambda block: block)
         if strategy.block_codec is not None:
             return jc.checkpoint(loss, jc.recipes.boundary(strategy.block_codec))
