@@ -1,12 +1,13 @@
 """Which products of a kept region wait for their derivative, and which are made once more.
 
 The forward pass makes all products of a region under `jax.checkpoint`, and the backward pass makes
-them again. There some wait for a long time, until their derivative is taken.
+them again. There those before an attention wait while the attention is differentiated.
 """
 
 import dataclasses
 import math
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from jaxcomp.memory._flops import equations_flops
 from jaxcomp.memory._tracing import CHECKPOINT_PRIMITIVES
@@ -15,14 +16,14 @@ from jaxcomp.transform._choice.graph import nbytes
 from jaxcomp.transform._pieces.limits import Limits
 from jaxcomp.transform._program.linearized import Linearized
 from jaxcomp.transform._program.primitives import HEAVY, tangents_of
-from jaxcomp.transform._program.program import Program, needed
+from jaxcomp.transform._program.program import Program, needed, variables
 from jaxcomp.transform._program.types import Equation, Variable, is_variable
 
 
 def with_recomputed_products(
     linearized: Linearized, decisions: dict[Variable, Decision], limits: Limits
 ) -> dict[Variable, Decision]:
-    """Leaves it open for some products whether they wait or are made once more.
+    """Leaves it open for products before the last attention whether they wait.
 
     Those of the fewest FLOPs a byte come first, and of equal ones those that wait the longest. All
     FLOPs of the region's passes stay within `limits.work` times those under `jax.checkpoint`.
@@ -35,9 +36,8 @@ def with_recomputed_products(
         return decisions
     products = [
         equation
-        for equation in equations
-        if equation.primitive.name in HEAVY
-        and all(v in decisions and decisions[v].action == "either" for v in equation.outvars)
+        for equation in _before_last_attention(equations, linearized)
+        if all(v in decisions and decisions[v].action == "either" for v in equation.outvars)
     ]
     opened: dict[Variable, Decision] = {}
     for equation in sorted(products, key=_flops_of_byte):
@@ -49,6 +49,34 @@ def with_recomputed_products(
     return decisions | opened
 
 
+def _before_last_attention(equations: Sequence[Equation], linearized: Linearized) -> list[Equation]:
+    """Returns the products before those that make what the last attention reads."""
+    calls = [e for e in linearized.linear.equations if _is_checkpoint(e)]
+    if not calls:
+        return []
+    behind = dict(zip(linearized.linear.arguments, linearized.coefficients, strict=False))
+    made_by = {v: (i, e) for i, e in enumerate(equations) for v in e.outvars}
+    read = [behind.get(v) for v in variables(calls[-1].invars)]
+    pending: list[Any] = [v for v in read if v in made_by]
+    seen: set[Any] = set()
+    first = len(equations)
+    while pending:
+        value = pending.pop()
+        if value in seen or value not in made_by:
+            continue
+        seen.add(value)
+        index, equation = made_by[value]
+        if equation.primitive.name in HEAVY:
+            first = min(first, index)
+        else:
+            pending += variables(equation.invars)
+    return [e for e in equations[:first] if e.primitive.name in HEAVY]
+
+
+def _is_checkpoint(equation: Equation) -> bool:
+    return equation.primitive.name in CHECKPOINT_PRIMITIVES
+
+
 def _recomputed_flops(linearized: Linearized) -> float:
     """Returns the FLOPs of what the calls of `jax.checkpoint` in a linear program make again."""
     linear = linearized.linear
@@ -56,7 +84,7 @@ def _recomputed_flops(linearized: Linearized) -> float:
     return sum(
         _flops(_without_tangents(equation, tangents))
         for equation in linear.equations
-        if equation.primitive.name in CHECKPOINT_PRIMITIVES
+        if _is_checkpoint(equation)
     )
 
 

@@ -149,11 +149,11 @@ def is_sliced(equation: Equation, limits: Limits) -> bool:
 
 def _has_large_attention(jaxpr: Jaxpr, limits: Limits, *, alone: bool) -> bool:
     """Returns whether a large attention is in a jaxpr, beside other products unless `alone`."""
-    if not limits.slices_scores(_largest_size(jaxpr)):
+    if not limits.slices(_largest_size(jaxpr)):
         return False
     program = flat(Program(jaxpr))
     found = list(attentions(Pattern(program)))
-    if any(limits.slices_scores(attention.scores.aval.size) for attention in found):
+    if any(attention.is_sliced(limits) for attention in found):
         of_attentions = sum(map(_products, (attention.program for attention in found)))
         if alone or _products(program) > of_attentions:
             return True

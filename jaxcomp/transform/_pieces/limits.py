@@ -38,8 +38,8 @@ class Limits:
     loop_length: int = 64
     iteration_nbytes: int = 2**22
 
-    def slices_scores(self, size: int) -> bool:
-        """Returns whether an attention of so many scores is evaluated in slices."""
+    def slices(self, size: int) -> bool:
+        """Returns whether a program whose largest array has so many elements is sliced."""
         return 4 * size > self.slice_nbytes and size > self.outside
 
 

@@ -8,7 +8,7 @@ import jax
 from jax.extend.core import DropVar
 from jaxtyping import Array
 
-from jaxcomp.transform._pieces.limits import current_limits
+from jaxcomp.transform._pieces.limits import Limits, current_limits
 from jaxcomp.transform._pieces.slices import in_parts
 from jaxcomp.transform._program.primitives import REDUCTIONS, is_cheap, is_cheap_rule
 from jaxcomp.transform._program.program import fixed_values, variables
@@ -40,6 +40,15 @@ class Attention(Codeless):
     def saved(self) -> list[Any]:
         """The variable of the shape and dtype of what is not saved."""
         return [self.scores]
+
+    def is_sliced(self, limits: Limits) -> bool:
+        """Returns whether the backward pass should be evaluated in slices, as `in_parts` does.
+
+        Its products read and make about four arrays as large as the scores.
+        """
+        size = self.scores.aval.size
+        read = sum(v.aval.size for v in (*self.operands, *self.results))
+        return limits.slices(size) and 4 * size >= limits.ratio * read
 
     def evaluate(self, *operands: Array) -> list[Array]:
         """Returns the result, by the program's own steps, under `jax.checkpoint`."""

@@ -118,10 +118,9 @@ def _large_attentions(program: Program, context: Context) -> list[Recognized]:
     """Returns the attentions that are evaluated in slices."""
     limits, units = context.limits, []
     for unit in attentions(Pattern(program)):
-        size = unit.scores.aval.size
-        if limits.slices_scores(size):
-            sliced = dataclasses.replace(unit, slices_forward=4 * size >= limits.forward_nbytes)
-            units.append(Recognized(sliced, None))
+        if unit.is_sliced(limits):
+            forward = 4 * unit.scores.aval.size >= limits.forward_nbytes
+            units.append(Recognized(dataclasses.replace(unit, slices_forward=forward), None))
     return _without_cycles(program, units)
 
 
