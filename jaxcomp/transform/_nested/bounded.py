@@ -15,6 +15,7 @@ from jaxcomp.codecs._codec import Seed
 from jaxcomp.policies.recipes import boundary
 from jaxcomp.transform._nested.regions import is_sliced, region_alone, region_body
 from jaxcomp.transform._nested.scheduled import Nested, Outer
+from jaxcomp.transform._program.program import variables
 from jaxcomp.transform._program.types import Equation
 
 
@@ -33,7 +34,7 @@ class Bounded(Differentiable[Nested]):
             outer: The program that the region is in.
             codec: Encodes the operands that are not free.
         """
-        is_in_slices = is_sliced(equation, outer.context.limits)
+        is_in_slices = is_sliced(equation, variables(equation.invars), outer.context.limits)
         self._body = region_alone(equation) if is_in_slices else region_body(equation)
         self._number, self._outer = number, outer
         self._coded = [i for i, free in enumerate(is_free) if not free]

@@ -61,11 +61,12 @@ def _scheduled(
     coded: Collection[int],
     context: Context,
 ) -> ScheduledProgram:
+    reached = tangents_of(program.equations, [program.arguments[i] for i in active])
     has_nested = any(
         is_loop(e)
         or is_conditional(e)
         or codec_of_inputs(e, context) is not None
-        or is_sliced(e, context.limits)
+        or is_sliced(e, reached, context.limits)
         for e in program.equations
     )
     takes_seed = bool(units) or has_nested
@@ -105,7 +106,7 @@ def _with_nested(
             nested = Conditional(equation, number, is_free, outer)
         elif (codec := codec_of_inputs(equation, outer.context)) is not None:
             nested = Bounded(equation, number, is_free, outer, codec)
-        elif is_sliced(equation, outer.context.limits):
+        elif is_sliced(equation, reached, outer.context.limits):
             nested = Kept(equation, outer)
         else:
             return builder.add(equation, operands)

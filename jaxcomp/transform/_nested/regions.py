@@ -22,7 +22,7 @@ from jaxcomp.transform._pieces.limits import Limits
 from jaxcomp.transform._program.builder import Builder, flat
 from jaxcomp.transform._program.origins import module_path
 from jaxcomp.transform._program.primitives import HEAVY, tangents_of
-from jaxcomp.transform._program.program import BODIES, Program, avals, variables
+from jaxcomp.transform._program.program import BODIES, Program, avals, is_of_collective, variables
 from jaxcomp.transform._program.types import Atom, Equation, Variable, is_variable
 from jaxcomp.transform._recognition.attention import attentions
 from jaxcomp.transform._recognition.pattern import Pattern
@@ -135,35 +135,44 @@ def is_region(equation: Equation) -> bool:
     return name in CHECKPOINT_PRIMITIVES and not equation.params["differentiated"]
 
 
-def is_sliced(equation: Equation, limits: Limits) -> bool:
+def is_sliced(equation: Equation, reached: Collection[Variable], limits: Limits) -> bool:
     """Returns whether an equation is a region of which large attentions are evaluated in slices.
 
     A region that is an attention alone is evaluated in slices as a whole. Regions with effects, and
     those whose author chose what is saved, are left to JAX.
+
+    Args:
+        equation: The equation.
+        reached: The variables of its program that are differentiated.
+        limits: Sizes of the slices.
     """
-    params = equation.params
-    if not is_region(equation) or params["policy"] not in _ALL_AGAIN or equation.effects:
+    if not is_region(equation) or not all(map(is_of_collective, equation.effects)):
         return False
-    return _has_large_attention(params["jaxpr"], limits, alone=False)
+    if equation.params["policy"] not in _ALL_AGAIN:
+        return False
+    return _has_large_attention(equation, reached, limits, alone=False)
 
 
-def _has_large_attention(jaxpr: Jaxpr, limits: Limits, *, alone: bool) -> bool:
-    """Returns whether a large attention is in a jaxpr, beside other products unless `alone`."""
-    if not limits.slices(_largest_size(jaxpr)):
-        return False
-    program = flat(Program(jaxpr))
-    found = list(attentions(Pattern(program)))
-    if any(attention.is_sliced(limits) for attention in found):
-        of_attentions = sum(map(_products, (attention.program for attention in found)))
-        if alone or _products(program) > of_attentions:
+def _has_large_attention(
+    call: Equation, reached: Collection[Variable], limits: Limits, *, alone: bool
+) -> bool:
+    """Returns whether a large attention is in a call, beside other products unless `alone`."""
+    for jaxpr in inner_jaxprs(call):
+        if not limits.slices(_largest_size(jaxpr)):
+            continue
+        program = flat(Program(jaxpr))
+        pairs = zip(reversed(program.arguments), reversed(call.invars), strict=False)
+        moving = [v for v, atom in pairs if is_variable(atom) and atom in reached]
+        inside = tangents_of(program.equations, moving)
+        found = list(attentions(Pattern(program)))
+        beside = _products(program) > sum(_products(attention.program) for attention in found)
+        if (alone or beside) and any(one.is_sliced(inside, limits) for one in found):
             return True
-    inside = [e for e in program.equations if e.primitive.name in {*BODIES, *CHECKPOINT_PRIMITIVES}]
-    inner = [one for equation in inside for one in inner_jaxprs(equation)]
-    return any(_has_large_attention(one, limits, alone=True) for one in inner)
-
-
-def _products(program: Program) -> int:
-    return sum(equation.primitive.name in HEAVY for equation in program.equations)
+        calls = {*BODIES, *CHECKPOINT_PRIMITIVES}
+        inner = [e for e in program.equations if e.primitive.name in calls]
+        if any(_has_large_attention(e, inside, limits, alone=True) for e in inner):
+            return True
+    return False
 
 
 def _largest_size(jaxpr: Jaxpr) -> int:
@@ -171,6 +180,10 @@ def _largest_size(jaxpr: Jaxpr) -> int:
     sizes = [v.aval.size for e in jaxpr.eqns for v in e.outvars if hasattr(v.aval, "size")]
     inner = [_largest_size(one) for e in jaxpr.eqns for one in inner_jaxprs(e)]
     return max(*sizes, *inner, 0, 0)
+
+
+def _products(program: Program) -> int:
+    return sum(equation.primitive.name in HEAVY for equation in program.equations)
 
 
 def _found(
@@ -207,7 +220,7 @@ def _found(
         plain_bytes(region_alone(equation), active, coded),
         coded_bytes,
         bytes_of(closed, active, (), context.of_region())
-        if is_sliced(equation, context.limits)
+        if is_sliced(equation, reached, context.limits)
         else plain_bytes(closed, active, coded),
     )
     return _Found(region, body, inside)

@@ -56,6 +56,11 @@ def in_parts(program: Program, whole: Evaluate, limits: Limits) -> Evaluate:
     return evaluate
 
 
+def has_parts(program: Program, limits: Limits) -> bool:
+    """Returns whether `in_parts` evaluates a program in parts."""
+    return _run_of_parts(program, limits) is not None
+
+
 def _largest_size(program: Program) -> int:
     """Returns the elements of the largest array that a program makes."""
     return max((v.aval.size for e in program.equations for v in e.outvars), default=0)

@@ -1,7 +1,9 @@
 """Finds attentions in a program, whoever wrote them."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import functools
+import itertools
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -9,9 +11,11 @@ from jax.extend.core import DropVar
 from jaxtyping import Array
 
 from jaxcomp.transform._pieces.limits import Limits, current_limits
-from jaxcomp.transform._pieces.slices import in_parts
+from jaxcomp.transform._pieces.slices import has_parts, in_parts
+from jaxcomp.transform._program.builder import flat
+from jaxcomp.transform._program.keyed import Keyed
 from jaxcomp.transform._program.primitives import REDUCTIONS, is_cheap, is_cheap_rule
-from jaxcomp.transform._program.program import fixed_values, variables
+from jaxcomp.transform._program.program import Program, avals, fixed_values, variables
 from jaxcomp.transform._program.types import Equation, Variable
 from jaxcomp.transform._recognition.pattern import Pattern
 from jaxcomp.transform._recognition.unit import Codeless
@@ -41,14 +45,20 @@ class Attention(Codeless):
         """The variable of the shape and dtype of what is not saved."""
         return [self.scores]
 
-    def is_sliced(self, limits: Limits) -> bool:
-        """Returns whether the backward pass should be evaluated in slices, as `in_parts` does.
+    def is_sliced(self, reached: Collection[Variable], limits: Limits) -> bool:
+        """Returns whether the backward pass can be evaluated in slices, and that is worth it.
 
-        Its products read and make about four arrays as large as the scores.
+        Args:
+            reached: The variables that are differentiated.
+            limits: Sizes of the slices.
         """
-        size = self.scores.aval.size
-        read = sum(v.aval.size for v in (*self.operands, *self.results))
-        return limits.slices(size) and 4 * size >= limits.ratio * read
+        if not limits.slices(self.scores.aval.size):
+            return False
+        moving = tuple(i for i, v in enumerate(self.operands) if v in reached)
+        keyed = Keyed.of(self.program, moving, limits)
+        if keyed is None:
+            return _is_sliced(self.program, moving, limits)
+        return _is_sliced_of_key(keyed)
 
     def evaluate(self, *operands: Array) -> list[Array]:
         """Returns the result, by the program's own steps, under `jax.checkpoint`."""
@@ -72,6 +82,24 @@ class Attention(Codeless):
             return attention(*primals), list(moved)
 
         return attention(*operands)
+
+
+@functools.lru_cache(256)
+def _is_sliced_of_key(keyed: Keyed) -> bool:
+    return _is_sliced(keyed.program, *keyed.rest)
+
+
+def _is_sliced(program: Program, moving: Sequence[int], limits: Limits) -> bool:
+    def backward(operands: list[Array], cotangents: list[Array]) -> tuple[Array, ...]:
+        def moved(*values: Array) -> list[Array]:
+            by_position = dict(zip(moving, values, strict=True))
+            return program(*(by_position.get(i, x) for i, x in enumerate(operands)))
+
+        _, transposed = jax.vjp(moved, *(operands[i] for i in moving))
+        return transposed(cotangents)
+
+    kinds = avals(program.arguments), avals(program.results)
+    return has_parts(flat(Program.trace(backward, *kinds)), limits)
 
 
 def attentions(pattern: Pattern) -> Iterator[Attention]:
@@ -117,13 +145,35 @@ def _attention(pattern: Pattern, first: Equation, fixed: set[Variable]) -> Atten
         return None
     steps[id(last)] = last
     read = [v for step in steps.values() for v in variables(step.invars)]
-    operands = [v for v in dict.fromkeys(read) if v not in inside and v not in fixed]
+    outside = [v for v in dict.fromkeys(read) if v not in inside and v not in fixed]
+    smaller = [_smaller(pattern, v, first.outvars[0].aval.size, fixed) for v in outside]
+    operands = list(dict.fromkeys(itertools.chain(*smaller)))
     ends = {v for step in (first, last) for v in variables(step.invars)} - inside
     (scores,) = first.outvars
     if scores.aval.size <= sum(v.aval.size for v in ends):
         return None
     program = pattern.slice(operands, last.outvars, scoped=True)
     return None if program is None else Attention(operands, last, program, scores)
+
+
+def _smaller(
+    pattern: Pattern, operand: Variable, size: int, fixed: Collection[Variable]
+) -> list[Variable]:
+    """Returns what cheap steps make an operand of as many elements as scores of, such as a mask.
+
+    It is the operand itself if no smaller arrays give it.
+    """
+    pending, found = [operand], []
+    while pending:
+        value = pending.pop()
+        if value.aval.size < size:
+            found.append(value)
+            continue
+        equation = pattern.made_by.get(value)
+        if equation is None or not is_cheap(equation):
+            return [operand]
+        pending += [v for v in variables(equation.invars) if v not in fixed]
+    return found
 
 
 def _is_step(equation: Equation) -> bool:

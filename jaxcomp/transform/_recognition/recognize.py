@@ -69,7 +69,7 @@ def recognize(
         context.notes.matched.update(
             rule for rule in context.policy.rules if is_for_units(rule)
         )  # all is kept
-        return _large_attentions(program, context) if context.is_region_body else []
+        return _large_attentions(program, active, context) if context.is_region_body else []
     pattern = Pattern(program)
     reached = tangents_of(program.equations, [program.arguments[i] for i in active])
     units: list[Recognized] = []
@@ -114,11 +114,14 @@ def recognize(
     return units
 
 
-def _large_attentions(program: Program, context: Context) -> list[Recognized]:
+def _large_attentions(
+    program: Program, active: Sequence[int], context: Context
+) -> list[Recognized]:
     """Returns the attentions that are evaluated in slices."""
+    reached = tangents_of(program.equations, [program.arguments[i] for i in active])
     limits, units = context.limits, []
     for unit in attentions(Pattern(program)):
-        if unit.is_sliced(limits):
+        if unit.is_sliced(reached, limits):
             forward = 4 * unit.scores.aval.size >= limits.forward_nbytes
             units.append(Recognized(dataclasses.replace(unit, slices_forward=forward), None))
     return _without_cycles(program, units)

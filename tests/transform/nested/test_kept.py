@@ -17,7 +17,7 @@ from jaxcomp.transform._nested.kept import Kept
 from jaxcomp.transform._pieces.limits import limits_of
 from tests.helpers import assert_same_bits, distance, kept, normal, slow
 
-N, CHANNELS, BLOCKS = 12, 8, 2
+N, CHANNELS, BLOCKS = 20, 8, 2
 WHOLE_FORWARD = {"slice_nbytes": 2**12, "tpu_slice_nbytes": 2**12, "ratio": 1}
 SLICED = WHOLE_FORWARD | {"forward_nbytes": 0}
 
@@ -82,13 +82,16 @@ def as_others_write_it():
 def slices(monkeypatch):
     """Counts the regions that are evaluated in slices."""
     count = []
-    backward = Kept.backward
 
-    def counted(*arguments):
-        count.append(1)
-        return backward(*arguments)
+    def counted(method):
+        def call(*arguments):
+            count.append(1)
+            return method(*arguments)
 
-    monkeypatch.setattr(Kept, "backward", counted)
+        return call
+
+    for name in ("linear", "backward"):
+        monkeypatch.setattr(Kept, name, counted(getattr(Kept, name)))
     return count
 
 
@@ -116,13 +119,12 @@ def test_the_gradient_is_that_of_jax_checkpoint(function, wrt, slices):
         assert distance(found, stock) < 1e-5
 
 
-@pytest.mark.parametrize("policy", ["automatic", slow(Policy((Rule("keep", op="checkpoint"),)))])
-def test_policies_with_codecs_keep_regions_in_slices(policy, slices):
-    large = jnp.concatenate([PAIR] * 2), jnp.concatenate([PAIR] * 2)
-    pair = jnp.concatenate(large, axis=1)
-    _, stock = _value_and_gradient(_scanned, 1, pair=pair)
+@pytest.mark.parametrize("rest", [jc.recipes.automatic(), slow(Policy(()))])
+def test_a_rule_that_keeps_regions(rest, slices):
+    policy = Policy((Rule("keep", op="checkpoint"),)) + rest
+    _, stock = _value_and_gradient(_scanned, 1)
     with limits_of(**SLICED):
-        _, found = _value_and_gradient(jc.checkpoint(_scanned, policy), 1, pair=pair)
+        _, found = _value_and_gradient(jc.checkpoint(_scanned, policy), 1)
     assert slices and distance(found, stock) < 1e-5
 
 
@@ -159,6 +161,78 @@ def test_forward_mode_and_second_derivatives(function, slices):
         found = moved(ours), jax.jit(lambda: twice(ours))()
     assert slices
     assert distance(ravel_pytree(found)[0], ravel_pytree(stock)[0]) < 1e-4
+
+
+SHAPE = 2, 64, 4, 4  # of queries, keys and values
+KERNELS = {name: 0.3 * normal((16, *SHAPE[2:]), seed=i) for i, name in enumerate("qkv")}
+KERNELS["o"] = 0.3 * normal((*SHAPE[2:], 16), seed=3)
+X = normal((*SHAPE[:2], 16), seed=4)
+
+
+def _attend(weights, x, mask=None, bias=0.0):
+    """A block of an attention with a mask or a bias; heads may be divided over devices."""
+    q, k, v = (jnp.einsum("btd,dhk->bthk", x, weights[name]) for name in "qkv")
+    scores = jnp.einsum("bthk,bshk->bhts", q, k) + bias
+    if mask is not None:
+        scores = jnp.where(mask, scores, -1e9)
+    mixed = jnp.einsum("bhts,bshk->bthk", jax.nn.softmax(scores), v)
+    return jnp.einsum("bthk,hkd->btd", mixed, weights["o"])
+
+
+def _of_block(block, *rest):
+    """The gradient of the block's weights and of the rest."""
+
+    def gradient(function):
+        def loss(*arguments):
+            return jnp.sum(jnp.sin(function(*arguments)))
+
+        inexact = [i for i, a in enumerate(rest) if jnp.issubdtype(a.dtype, jnp.inexact)]
+        wrt = (0, *(2 + i for i in inexact))
+        return ravel_pytree(jax.jit(jax.grad(loss, wrt))(KERNELS, X, *rest))[0]
+
+    stock = gradient(jax.checkpoint(block))
+    with limits_of(**SLICED):
+        return distance(gradient(jc.checkpoint(jax.checkpoint(block), "exact")), stock)
+
+
+@pytest.mark.parametrize(
+    "shape", [(SHAPE[0], 1, 1, SHAPE[1]), slow((1, 1, SHAPE[1], SHAPE[1]))], ids=["padding", "all"]
+)
+def test_masks_that_are_arguments(shape, slices):
+    assert _of_block(_attend, normal(shape, seed=5) > -1) < 1e-5
+    assert slices
+
+
+def test_an_attention_whose_gradients_have_no_slices_is_left_to_jax(slices):
+    """The gradient of a bias is as large as the scores."""
+
+    def biased(weights, x, bias):
+        return _attend(weights, x, bias=bias)
+
+    assert _of_block(biased, normal((1, SHAPE[2], SHAPE[1], SHAPE[1]), seed=5)) == 0
+    assert not slices
+
+
+def test_heads_on_several_devices(slices):
+    mesh = jax.make_mesh((2,), ("heads",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = {name: jax.P(None, "heads") for name in "qkv"} | {"o": jax.P("heads")}
+
+    def block(weights, x):
+        return lax.psum(_attend(weights, x), "heads")
+
+    def over_devices(function):
+        return jax.shard_map(function, mesh=mesh, in_specs=(specs, jax.P()), out_specs=jax.P())
+
+    def gradient(function):
+        def loss(weights, x):
+            return jnp.sum(jnp.sin(over_devices(function)(weights, x)))
+
+        return ravel_pytree(jax.jit(jax.grad(loss, (0, 1)))(KERNELS, X))[0]
+
+    stock = gradient(jax.checkpoint(block))
+    with limits_of(**SLICED):
+        found = gradient(jc.checkpoint(jax.checkpoint(block), "exact"))
+    assert slices and distance(found, stock) < 1e-5
 
 
 def _of_author(**options):
