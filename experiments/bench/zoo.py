@@ -145,7 +145,7 @@ def cells(row: dict[str, Any], plain: dict[str, Any] | None) -> list[str]:
         ratio("hbm_traffic_bytes"),
         "" if estimate is None else f"{1e3 * estimate:,.1f}",
         ratio("estimated_seconds"),
-        f"{row['seconds']:.0f}",
+        "" if row["seconds"] is None else f"{row['seconds']:.0f}",
         ratio("seconds"),
     ]
 
@@ -190,7 +190,8 @@ def main(
                 key = network_name, target_name, spec
                 figures = in_own_process(limit, network_name, target_name, spec, size)
                 if not figures["error"]:
-                    figures["seconds"] = sum(figures[stage] for stage in SECONDS)
+                    parts = [figures[stage] for stage in SECONDS]
+                    figures["seconds"] = None if None in parts else sum(parts)
                 rows.pop(key, None)
                 rows[key] = dict(zip(KEY, key, strict=True)) | {"batch": size} | figures
                 environment = describe_environment()

@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import linen as nn
+from jax.typing import DTypeLike
 
 from experiments.zoo.scenarios.scenario import Around, Scenario
-
-BF16 = jnp.bfloat16
 
 
 class Layer(nn.Module):
@@ -21,14 +20,15 @@ class Layer(nn.Module):
 
     width: int
     heads: int
+    dtype: DTypeLike
 
     @nn.compact
     def __call__(self, x: jax.Array, _: Any) -> tuple[jax.Array, None]:
-        y = nn.LayerNorm(dtype=BF16)(x)
-        x += nn.MultiHeadDotProductAttention(self.heads, dtype=BF16)(y)
-        y = nn.LayerNorm(dtype=BF16)(x)
-        y = nn.gelu(nn.Dense(4 * self.width, dtype=BF16)(y))
-        return x + nn.Dense(self.width, dtype=BF16)(y), None
+        y = nn.LayerNorm(dtype=self.dtype)(x)
+        x += nn.MultiHeadDotProductAttention(self.heads, dtype=self.dtype)(y)
+        y = nn.LayerNorm(dtype=self.dtype)(x)
+        y = nn.gelu(nn.Dense(4 * self.width, dtype=self.dtype)(y))
+        return x + nn.Dense(self.width, dtype=self.dtype)(y), None
 
 
 class Encoder(nn.Module):
@@ -37,23 +37,24 @@ class Encoder(nn.Module):
     width: int
     heads: int
     depth: int
+    dtype: DTypeLike
     remat: Any
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        shape = x.shape[1:]
-        x += self.param("positions", nn.initializers.normal(0.02), shape).astype(BF16)
+        normal = nn.initializers.normal(0.02)
+        x += self.param("positions", normal, (1, *x.shape[1:])).astype(self.dtype)
         layers = nn.scan(
             self.remat(Layer),
             variable_axes={"params": 0},
             split_rngs={"params": True},
             length=self.depth,
         )
-        x, _ = layers(self.width, self.heads, name="layers")(x, None)
-        x = nn.LayerNorm(dtype=BF16)(x)
-        probe = self.param("probe", nn.initializers.normal(0.02), (1, 1, self.width)).astype(BF16)
+        x, _ = layers(self.width, self.heads, self.dtype, name="layers")(x, None)
+        x = nn.LayerNorm(dtype=self.dtype)(x)
+        probe = self.param("probe", normal, (1, 1, self.width)).astype(self.dtype)
         probe = jnp.tile(probe, (len(x), 1, 1))
-        return nn.MultiHeadDotProductAttention(self.heads, dtype=BF16)(probe, x)[:, 0]
+        return nn.MultiHeadDotProductAttention(self.heads, dtype=self.dtype)(probe, x)[:, 0]
 
 
 class TwoTowers(nn.Module):
@@ -64,15 +65,18 @@ class TwoTowers(nn.Module):
     depth: int = 12
     vocabulary: int = 32_000
     patch: int = 16
+    dtype: DTypeLike = jnp.bfloat16
     remat: Any = lambda layer: layer
 
     @nn.compact
     def __call__(self, images: jax.Array, texts: jax.Array) -> tuple[jax.Array, ...]:
-        encoder = functools.partial(Encoder, self.width, self.heads, self.depth, self.remat)
+        encoder = functools.partial(
+            Encoder, self.width, self.heads, self.depth, self.dtype, self.remat
+        )
         patch = self.patch, self.patch
-        patches = nn.Conv(self.width, patch, patch, padding="VALID", dtype=BF16)(images)
+        patches = nn.Conv(self.width, patch, patch, padding="VALID", dtype=self.dtype)(images)
         of_images = encoder(name="images")(patches.reshape(len(images), -1, self.width))
-        embedded = nn.Embed(self.vocabulary, self.width, dtype=BF16)(texts)
+        embedded = nn.Embed(self.vocabulary, self.width, dtype=self.dtype)(texts)
         of_texts = encoder(name="texts")(embedded)
         scale = self.param("scale", nn.initializers.constant(2.3), ())
         bias = self.param("bias", nn.initializers.constant(-10.0), ())
@@ -99,7 +103,7 @@ def shapes(
     batch: int, model: TwoTowers, pixels: int = 224, words: int = 64
 ) -> tuple[Any, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     """The shapes of the parameters and of a batch of pairs."""
-    images = jax.ShapeDtypeStruct((batch, pixels, pixels, 3), BF16)
+    images = jax.ShapeDtypeStruct((batch, pixels, pixels, 3), model.dtype)
     texts = jax.ShapeDtypeStruct((batch, words), jnp.int32)
     trained = jax.eval_shape(model.init, jax.random.key(0), images, texts)["params"]
     return trained, images, texts
