@@ -315,6 +315,7 @@ def _notes_of_regions(regions: Sequence[Region]) -> list[str]:
         times = count * region.iterations
         kept, coded = (format_bytes(times * n) for n in (region.kept_bytes, region.coded_bytes))
         again = f"{format_bytes(region.recomputed_bytes)} while one is evaluated again"
+        again += ", its attentions in slices" if region.is_sliced else ""
         number = "a region" if times == 1 else f"{times} regions"
         are = "is" if times == 1 else "are"
         if isinstance(region.action, Codec):

@@ -46,6 +46,7 @@ class Region:
         kept_bytes: Bytes that wait if it is evaluated again, in one iteration.
         coded_bytes: Bytes that wait if it is open, in one iteration.
         recomputed_bytes: Bytes that are kept while it is evaluated again.
+        is_sliced: Whether its large attentions are then evaluated in slices.
     """
 
     path: str
@@ -57,6 +58,7 @@ class Region:
     kept_bytes: int
     coded_bytes: int
     recomputed_bytes: int
+    is_sliced: bool
 
     @property
     def is_open(self) -> bool:
@@ -210,6 +212,7 @@ def _found(
     by_default: Any = "open" if has_parameters else "keep"
     coded_bytes = bytes_of(body, active, coded, aside)
     context.notes.in_regions.update(aside.notes.matched, aside.notes.in_regions)
+    in_slices = is_sliced(equation, reached, context.limits)
     region = Region(
         path,
         source_line(equation),
@@ -220,8 +223,9 @@ def _found(
         plain_bytes(region_alone(equation), active, coded),
         coded_bytes,
         bytes_of(closed, active, (), context.of_region())
-        if is_sliced(equation, reached, context.limits)
+        if in_slices
         else plain_bytes(closed, active, coded),
+        in_slices,
     )
     return _Found(region, body, inside)
 

@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import DropVar
 from jaxtyping import Array
 
@@ -54,7 +55,11 @@ class Attention(Codeless):
         """
         if not limits.slices(self.scores.aval.size):
             return False
-        moving = tuple(i for i, v in enumerate(self.operands) if v in reached)
+        moving = tuple(
+            i
+            for i, v in enumerate(self.operands)
+            if v in reached and jnp.issubdtype(v.aval.dtype, jnp.inexact)
+        )
         keyed = Keyed.of(self.program, moving, limits)
         if keyed is None:
             return _is_sliced(self.program, moving, limits)

@@ -125,7 +125,9 @@ def test_a_rule_that_keeps_regions(rest, slices):
     _, stock = _value_and_gradient(_scanned, 1)
     with limits_of(**SLICED):
         _, found = _value_and_gradient(jc.checkpoint(_scanned, policy), 1)
+        notes = jc.plan(jc.checkpoint(_scanned, policy), WEIGHTS, PAIR).notes
     assert slices and distance(found, stock) < 1e-5
+    assert any("while one is evaluated again, its attentions in slices" in note for note in notes)
 
 
 def test_a_bounded_region_is_evaluated_in_slices(slices):
