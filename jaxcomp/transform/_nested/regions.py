@@ -152,13 +152,14 @@ def is_sliced(equation: Equation, reached: Collection[Variable], limits: Limits)
         return False
     if equation.params["policy"] not in _ALL_AGAIN:
         return False
-    return _has_large_attention(equation, reached, limits, alone=False)
+    return _large_attentions(equation, reached, limits) == "beside products"
 
 
-def _has_large_attention(
-    call: Equation, reached: Collection[Variable], limits: Limits, *, alone: bool
-) -> bool:
-    """Returns whether a large attention is in a call, beside other products unless `alone`."""
+def _large_attentions(
+    call: Equation, reached: Collection[Variable], limits: Limits
+) -> Literal["", "alone", "beside products"]:
+    """Returns whether large attentions are in a call or in calls of it, and beside what."""
+    result: Literal["", "alone"] = ""
     for jaxpr in inner_jaxprs(call):
         if not limits.slices(_largest_size(jaxpr)):
             continue
@@ -166,15 +167,19 @@ def _has_large_attention(
         pairs = zip(reversed(program.arguments), reversed(call.invars), strict=False)
         moving = [v for v, atom in pairs if is_variable(atom) and atom in reached]
         inside = tangents_of(program.equations, moving)
-        found = list(attentions(Pattern(program)))
-        beside = _products(program) > sum(_products(attention.program) for attention in found)
-        if (alone or beside) and any(one.is_sliced(inside, limits) for one in found):
-            return True
         calls = {*BODIES, *CHECKPOINT_PRIMITIVES}
-        inner = [e for e in program.equations if e.primitive.name in calls]
-        if any(_has_large_attention(e, inside, limits, alone=True) for e in inner):
-            return True
-    return False
+        inner = [
+            _large_attentions(e, inside, limits)
+            for e in program.equations
+            if e.primitive.name in calls
+        ]
+        own = list(attentions(Pattern(program)))
+        if any(inner) or any(attention.is_sliced(inside, limits) for attention in own):
+            others = _products(program) - sum(_products(attention.program) for attention in own)
+            if others or "beside products" in inner:
+                return "beside products"
+            result = "alone"
+    return result
 
 
 def _largest_size(jaxpr: Jaxpr) -> int:
