@@ -380,7 +380,9 @@ def checkpoint(
       an argument are near to each other: at most 1 apart, which 4 bits reach from -4 to 68.
 
     - A region under `jax.checkpoint` is opened, or kept as it is, whichever takes fewer bytes; a
-      rule with `op="checkpoint"` decides itself. Policies without codecs keep all regions.
+      rule with `op="checkpoint"` decides itself. Policies without codecs keep all regions. A kept
+      region with a large attention is evaluated again in slices; where its scores take 1 GiB or
+      more, so is its forward pass, and the results may differ by rounding.
 
     So the gradient is unbiased if the codecs are. Values that a user's `jax.custom_vjp`, a region
     that is kept, a `while` loop, or a loop or branch with side effects reads are exact.
