@@ -10,6 +10,7 @@ from jax.flatten_util import ravel_pytree
 
 import jaxcomp as jc
 from experiments.zoo.scenarios import (
+    clip,
     contrastive,
     gemma,
     pair_stack,
@@ -40,7 +41,10 @@ SMALL = {
     "potential": potential.shapes(2, atoms=6, neighbours=4, features=16, layers=2),
     "contrastive": OF_TOWERS(4),
 }
+CLIP = clip.Clip(width=16, text_width=16, depth=2, vocabulary=32, patch=4, dtype=jnp.float32)
+SMALL["clip"] = contrastive.shapes(4, CLIP, pixels=8, words=6)
 LOSSES = {name: scenario.loss for name, scenario in SCENARIOS.items()}
+LOSSES["clip"] = functools.partial(clip.loss, CLIP)
 LOSSES["contrastive"] = functools.partial(contrastive.loss, TOWERS)
 NAMES = kept(list(SMALL), ["robot_policy", "potential"])
 DRAWS = 48

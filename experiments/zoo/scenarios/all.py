@@ -1,6 +1,7 @@
 """The scenarios by name."""
 
 from experiments.zoo.scenarios import (
+    clip,
     contrastive,
     pair_stack,
     policy_gradient,
@@ -19,4 +20,5 @@ SCENARIOS: dict[str, Scenario] = {
     "policy_gradient_chunked": policy_gradient.CHUNKED,
     "potential": potential.SCENARIO,
     "contrastive": contrastive.SCENARIO,
+    "clip": clip.SCENARIO,
 }

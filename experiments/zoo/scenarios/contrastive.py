@@ -4,6 +4,7 @@ Its form is that of SigLIP (arXiv:2303.15343) in big_vision: layers in a scan.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,13 +22,14 @@ class Layer(nn.Module):
     width: int
     heads: int
     dtype: DTypeLike
+    activation: Callable[[jax.Array], jax.Array] = nn.gelu
 
     @nn.compact
-    def __call__(self, x: jax.Array, _: Any) -> tuple[jax.Array, None]:
+    def __call__(self, x: jax.Array, mask: jax.Array | None) -> tuple[jax.Array, None]:
         y = nn.LayerNorm(dtype=self.dtype)(x)
-        x += nn.MultiHeadDotProductAttention(self.heads, dtype=self.dtype)(y)
+        x += nn.MultiHeadDotProductAttention(self.heads, dtype=self.dtype)(y, mask=mask)
         y = nn.LayerNorm(dtype=self.dtype)(x)
-        y = nn.gelu(nn.Dense(4 * self.width, dtype=self.dtype)(y))
+        y = self.activation(nn.Dense(4 * self.width, dtype=self.dtype)(y))
         return x + nn.Dense(self.width, dtype=self.dtype)(y), None
 
 
@@ -100,7 +102,7 @@ def loss(
 
 
 def shapes(
-    batch: int, model: TwoTowers, pixels: int = 224, words: int = 64
+    batch: int, model: nn.Module, pixels: int = 224, words: int = 64
 ) -> tuple[Any, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     """The shapes of the parameters and of a batch of pairs."""
     images = jax.ShapeDtypeStruct((batch, pixels, pixels, 3), model.dtype)
