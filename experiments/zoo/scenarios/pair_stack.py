@@ -12,20 +12,13 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from experiments.zoo.scenarios.layers import layer_norm
 from experiments.zoo.scenarios.scenario import Around, Scenario
 
 Params = dict[str, Any]
 Block = Callable[[Params, jax.Array], jax.Array]
 
 HEADS, WIDER, KINDS = 4, 4, 20
-
-
-def layer_norm(params: Params, x: jax.Array) -> jax.Array:
-    """Normalizes the channels, in float32."""
-    y = x.astype(jnp.float32)
-    y -= y.mean(axis=-1, keepdims=True)
-    y *= jax.lax.rsqrt(jnp.square(y).mean(axis=-1, keepdims=True) + 1e-5)
-    return (y * params["scale"] + params["offset"]).astype(x.dtype)
 
 
 def linear(params: Params, x: jax.Array) -> jax.Array:

@@ -11,28 +11,21 @@ import jax.numpy as jnp
 import optax
 
 from experiments.zoo.scenarios import gemma
+from experiments.zoo.scenarios.layers import layer_norm
 from experiments.zoo.scenarios.scenario import Around, Scenario
 
 GEMMA_2B = gemma.Sizes(depth=18, width=2048, heads=8, head=256, hidden=16_384)
 PATCH = 14
 
 
-def layer_norm(params: Any, x: jax.Array) -> jax.Array:
-    """Normalizes features in float32."""
-    y = x.astype(jnp.float32)
-    y -= y.mean(axis=-1, keepdims=True)
-    y *= jax.lax.rsqrt(jnp.square(y).mean(axis=-1, keepdims=True) + 1e-6)
-    return (y * params["scale"] + params["offset"]).astype(x.dtype)
-
-
 def encoder_layer(params: Any, x: jax.Array, heads: int) -> jax.Array:
     """A layer of a vision transformer."""
-    y = layer_norm(params["norm1"], x)
+    y = layer_norm(params["norm1"], x, 1e-6)
     q, k, v = (
         (y @ params[name]).reshape(*x.shape[:2], heads, -1) for name in ("query", "key", "value")
     )
     x += jax.nn.dot_product_attention(q, k, v).reshape(x.shape) @ params["out"]
-    y = layer_norm(params["norm2"], x)
+    y = layer_norm(params["norm2"], x, 1e-6)
     return x + jax.nn.gelu(y @ params["up"]) @ params["down"]
 
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from experiments.zoo.scenarios.layers import layer_norm
 from experiments.zoo.scenarios.scenario import Around, Scenario
 
 VARIABLES, FEATURES = 83, 4  # of a grid point; of an edge or a node
@@ -21,10 +22,7 @@ def network(params: Any, *inputs: jax.Array) -> jax.Array:
     """Two layers with a SiLU between, and a layer norm; the inputs are concatenated."""
     x = jnp.concatenate(inputs, axis=-1)
     x = jax.nn.silu(x @ params["w1"] + params["b1"]) @ params["w2"] + params["b2"]
-    y = x.astype(jnp.float32)
-    y -= y.mean(axis=-1, keepdims=True)
-    y *= jax.lax.rsqrt(jnp.square(y).mean(axis=-1, keepdims=True) + 1e-5)
-    return (y * params["scale"] + params["offset"]).astype(x.dtype)
+    return layer_norm(params, x)
 
 
 def messages(

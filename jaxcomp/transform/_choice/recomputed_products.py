@@ -16,8 +16,8 @@ from jaxcomp.transform._choice.graph import nbytes
 from jaxcomp.transform._pieces.limits import Limits
 from jaxcomp.transform._program.linearized import Linearized
 from jaxcomp.transform._program.primitives import HEAVY, tangents_of
-from jaxcomp.transform._program.program import Program, needed, variables
-from jaxcomp.transform._program.types import Equation, Variable, is_variable
+from jaxcomp.transform._program.program import Program, needed, passed, variables
+from jaxcomp.transform._program.types import Equation, Variable
 
 
 def with_recomputed_products(
@@ -91,9 +91,7 @@ def _recomputed_flops(linearized: Linearized) -> float:
 def _without_tangents(call: Equation, tangents: Collection[Variable]) -> list[Equation]:
     """Returns the equations in a call of `jax.checkpoint` that no tangent reaches."""
     body = Program.of(call.params["jaxpr"])
-    pairs = zip(body.arguments, call.invars, strict=True)
-    moving = [v for v, atom in pairs if is_variable(atom) and atom in tangents]
-    reached = tangents_of(body.equations, moving)
+    reached = tangents_of(body.equations, passed(body, call, tangents))
     return [equation for equation in body.equations if reached.isdisjoint(equation.outvars)]
 
 

@@ -22,7 +22,14 @@ from jaxcomp.transform._pieces.limits import Limits
 from jaxcomp.transform._program.builder import Builder, flat
 from jaxcomp.transform._program.origins import module_path
 from jaxcomp.transform._program.primitives import HEAVY, tangents_of
-from jaxcomp.transform._program.program import BODIES, Program, avals, is_of_collective, variables
+from jaxcomp.transform._program.program import (
+    BODIES,
+    Program,
+    avals,
+    is_of_collective,
+    passed,
+    variables,
+)
 from jaxcomp.transform._program.types import Atom, Equation, Variable, is_variable
 from jaxcomp.transform._recognition.attention import attentions
 from jaxcomp.transform._recognition.pattern import Pattern
@@ -164,9 +171,7 @@ def _large_attentions(
         if not limits.slices(_largest_size(jaxpr)):
             continue
         program = flat(Program(jaxpr))
-        pairs = zip(reversed(program.arguments), reversed(call.invars), strict=False)
-        moving = [v for v, atom in pairs if is_variable(atom) and atom in reached]
-        inside = tangents_of(program.equations, moving)
+        inside = tangents_of(program.equations, passed(program, call, reached))
         calls = {*BODIES, *CHECKPOINT_PRIMITIVES}
         inner = [
             _large_attentions(e, inside, limits)
@@ -285,9 +290,7 @@ def _has_parameters(program: Program, held: Set[Variable]) -> bool:
             return True
         for jaxpr in inner_jaxprs(equation):
             body = Program(jaxpr)
-            pairs = zip(reversed(body.arguments), reversed(equation.invars), strict=False)
-            passed = {v for v, atom in pairs if is_variable(atom) and atom in free}
-            if _has_parameters(body, passed):
+            if _has_parameters(body, {*passed(body, equation, free)}):
                 return True
     return False
 

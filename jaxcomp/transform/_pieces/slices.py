@@ -70,7 +70,7 @@ def _run_of_parts(program: Program, limits: Limits) -> Evaluate | None:
     """Evaluates a program in parts of some bytes, where that is worth it and possible."""
     largest = _largest_size(program)
     count = -(-4 * largest // limits.slice_nbytes)
-    if count > 1 and largest > limits.outside:
+    if limits.slices(largest):
         for division in _divisions(program, count, limits):
             with contextlib.suppress(WholeError):
                 return _traced(program, division, limits)

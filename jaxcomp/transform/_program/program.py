@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import jax
@@ -245,6 +245,15 @@ def needed(equations: Sequence[Equation], results: Sequence[Atom]) -> list[Equat
             live.update(variables(equation.invars))
             needed_equations.append(equation)
     return needed_equations[::-1]
+
+
+def passed(body: Program, call: Equation, values: Collection[Any]) -> list[Variable]:
+    """Returns the arguments of a called program whose operands are among some variables.
+
+    The last operands of a call are the program's; a conditional's first tells which branch it is.
+    """
+    pairs = zip(reversed(body.arguments), reversed(call.invars), strict=False)
+    return [v for v, atom in pairs if is_variable(atom) and atom in values]
 
 
 def readers_of(equations: Iterable[Equation]) -> dict[Variable, list[Equation]]:
