@@ -10,6 +10,7 @@ from jax.experimental import sparse
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer
 
+from jaxcomp._core.integers import as_integer
 from jaxcomp.codecs._codec import Codec, Encoded, Exact, Seed, array_nbytes
 from jaxcomp.codecs._offload import inner_codec
 
@@ -111,7 +112,8 @@ class BlockSparse(Codec):
     unbiased = False
 
     def __post_init__(self) -> None:
-        sides = self.block if isinstance(self.block, tuple) else (self.block, self.block)
+        given = self.block if isinstance(self.block, tuple) else (self.block, self.block)
+        sides = tuple(map(as_integer, given))
         if len(sides) != 2 or any(type(side) is not int or side < 1 for side in sides):
             raise ValueError(f"block={self.block!r}: expected a positive integer, or two of them")
         if isinstance(self.density, bool) or not 0 < self.density <= 1:

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Shaped
 
 from jaxcomp._core.barriers import undifferentiable
 from jaxcomp._core.explicit import explicit_axes, over_automatic_axes
+from jaxcomp._core.integers import as_seed
 
 FLOATS = ("float32", "bfloat16", "float16")
 
@@ -133,7 +134,8 @@ class Codec(abc.ABC):
 
         Args:
             x: float32, bfloat16 or float16 array of any shape; axis 0 is the batch.
-            seed: Integer scalar that selects the rounding noise. Codecs without noise ignore it.
+            seed: Integer scalar that selects the rounding noise, of any size if it is one of
+                Python. Codecs without noise ignore it.
             importance: Weight of each sample, shape (batch,). Only codecs that give samples
                 different numbers of bits read it.
 
@@ -149,7 +151,7 @@ class Codec(abc.ABC):
         x = x if self.is_exact else undifferentiable(x)
         with jax.named_scope(self.stored_name()):
             encode = self._encode_explicit if explicit_axes() else self._encode_once
-            return Encoded(encode(x, seed), x.shape, x.dtype, self)
+            return Encoded(encode(x, as_seed(seed)), x.shape, x.dtype, self)
 
     def decode(self, encoded: Encoded) -> Shaped[Array, "..."]:
         """Returns the array that `encoded` stands for, in the shape and dtype of the original.

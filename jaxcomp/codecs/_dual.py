@@ -9,6 +9,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from jaxcomp._core.integers import as_integer
 from jaxcomp.codecs import packing
 from jaxcomp.codecs._codec import Codec, Seed
 from jaxcomp.codecs._pool import AvgPool
@@ -56,6 +57,8 @@ class DualPrecision(Codec):
     unbiased = True
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "window", as_integer(self.window))
+        object.__setattr__(self, "bits", as_integer(self.bits))
         AvgPool(self.window)
         packing.check_bits(self.bits)
         if self.along not in get_args(Along):

@@ -8,6 +8,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from jaxcomp._core.integers import as_integer
 from jaxcomp.codecs import noise
 from jaxcomp.codecs._codec import Codec, Seed
 from jaxcomp.codecs._quantize import Rounding
@@ -88,6 +89,7 @@ class Float8(Codec):
                 raise ValueError(
                     f"{field}={getattr(self, field)!r}: expected one of {get_args(allowed)}"
                 )
+        object.__setattr__(self, "axis", as_integer(self.axis))
         if type(self.axis) is not int:
             raise TypeError(f"axis={self.axis!r}: expected an integer, such as -1")
         if self.axis >= 0:

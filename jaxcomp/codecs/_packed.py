@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from jaxcomp._core.integers import as_integer
 from jaxcomp.codecs import packing
 from jaxcomp.codecs._codec import Codec, Seed
 
@@ -36,6 +37,7 @@ class Packed(Codec):
     unbiased = True
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "bits", as_integer(self.bits))
         packing.check_bits(self.bits)
 
     def check(self, shape: tuple[int, ...], dtype: DTypeLike) -> None:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from jaxcomp._core.integers import as_integer
 from jaxcomp.codecs import noise
 from jaxcomp.codecs._codec import Codec, Encoded, Seed
 from jaxcomp.codecs._quantize import Quantize
@@ -52,7 +53,8 @@ class PerSample(Codec):
     unbiased = True
 
     def __post_init__(self) -> None:
-        bits = self.bits
+        bits = tuple(map(as_integer, self.bits)) if isinstance(self.bits, tuple) else self.bits
+        object.__setattr__(self, "bits", bits)
         fits = isinstance(bits, tuple) and 2 <= len(bits) <= 256 and set(bits) <= set(WIDTHS)
         if not fits or list(bits) != sorted(bits, reverse=True):
             raise ValueError(

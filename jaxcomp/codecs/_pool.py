@@ -8,6 +8,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from jaxcomp._core.integers import as_integer
 from jaxcomp.codecs._codec import Codec, Seed
 
 
@@ -44,6 +45,7 @@ class AvgPool(Codec):
     unbiased = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "window", as_integer(self.window))
         if type(self.window) is not int or self.window < 1:
             raise ValueError(f"window={self.window!r}: expected a positive integer")
 

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jaxcomp._core.barriers import undifferentiable
+from jaxcomp._core.integers import as_integer
 from jaxcomp._core.layouts import row_major_on_one_gpu
 from jaxcomp.codecs import noise, packing
 from jaxcomp.codecs._codec import Codec, Encoded, Seed, array_nbytes, channel_axes
@@ -69,6 +70,7 @@ class Quantize(Codec):
     name: ClassVar[str] = "quantize"
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "bits", as_integer(self.bits))
         packing.check_bits(self.bits)
         if self.group not in get_args(Grouping):
             raise ValueError(f"group={self.group!r}: expected one of {get_args(Grouping)}")

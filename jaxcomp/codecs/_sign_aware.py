@@ -10,6 +10,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int8, UInt32
 
+from jaxcomp._core.integers import as_integer
 from jaxcomp.codecs import noise, packing
 from jaxcomp.codecs._codec import Codec, Encoded, Seed, channel_axes
 from jaxcomp.codecs._companding import Companding, with_sign
@@ -108,6 +109,7 @@ class SignAware(Codec):
     kinds = ("norm_act",)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "bits", as_integer(self.bits))
         if type(self.bits) is not int or self.bits not in BITS:
             raise ValueError(f"bits={self.bits!r}: expected one of {BITS}")
         if self.scale_source not in get_args(ScaleSource):

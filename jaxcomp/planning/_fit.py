@@ -1,7 +1,6 @@
 """`fit`: a budget of bytes in, a strategy out that was compiled and fits."""
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, get_args
@@ -26,6 +25,7 @@ from jaxcomp.planning._problem import Action
 from jaxcomp.planning._search import Search
 from jaxcomp.planning._strategies import Strategy
 from jaxcomp.planning._watched import MakeStep
+from jaxcomp.policies._patterns import check_pattern, fits
 
 ACTIONS: tuple[Action, ...] = get_args(Action)
 BITS = (8, 4, 3, 2)
@@ -237,14 +237,11 @@ def _pinned(
 
 def _matched(pattern: str, groups: Groups) -> set[str]:
     """Returns the groups with a module that a pattern matches."""
-    try:
-        expression = re.compile(pattern)
-    except (re.error, TypeError) as error:
-        raise ValueError(f"pin[{pattern!r}]: not a regular expression: {error}") from error
+    check_pattern("pin", pattern)
     matched = {
         groups.group_of(path)
         for path in groups.paths
-        if expression.fullmatch(path) or expression.fullmatch(f"{path}/")
+        if fits(pattern, path) or fits(pattern, f"{path}/")
     }
     if not matched:
         paths = ", ".join(sorted(groups.paths)[:20]) or "none"

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 from flax import linen, nnx
 
 from jaxcomp.codecs import Codec
@@ -224,7 +225,7 @@ class Strategy:
         Raises:
             ValueError: If it does not.
         """
-        if not isinstance(batch, int) or batch < 1:
+        if not isinstance(batch, int | np.integer) or batch < 1:
             raise ValueError(f"batch={batch!r}: expected a positive integer")
         if batch % (self.micro_batches * devices):
             raise ValueError(

@@ -15,6 +15,7 @@ JaxPolicy = Callable[..., object]
 """One of `jax.checkpoint_policies`."""
 
 _VERSION = 1  # of the JSON
+_LONGEST = 2**20  # characters of it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +130,8 @@ class Policy:
             text: The JSON text.
 
         Raises:
-            ValueError: If `text` is not such JSON, or names an unknown codec, field or version.
+            ValueError: If `text` is not such JSON, names an unknown codec, field or version, or has
+                more than 1 MiB.
 
         Example:
             >>> from jaxcomp import Quantize
@@ -138,12 +140,14 @@ class Policy:
             True
         """
         try:
+            if len(text) > _LONGEST:
+                raise ValueError(f"{len(text):,} characters, expected {_LONGEST:,} at most")
             content = json.loads(text)
             if content["version"] != _VERSION:
                 raise ValueError(f"version {content['version']!r}, expected {_VERSION}")
             rules = tuple(_read_rule(fields) for fields in content["rules"])
             return cls(rules, content["lossy_recomputation"])
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except Exception as error:  # of what a file may hold, down to a depth that ends the stack
             raise ValueError(f"text: expected JSON of Policy.to_json: {error!r}") from error
 
     def __str__(self) -> str:

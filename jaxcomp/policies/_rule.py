@@ -1,11 +1,12 @@
 """A rule of a policy: which values it is for, and what becomes of them."""
 
 import dataclasses
-import re
 from collections.abc import Sequence
 from typing import Literal, get_args
 
+from jaxcomp._core.integers import as_integer
 from jaxcomp.codecs import Codec
+from jaxcomp.policies._patterns import check_pattern, fits
 from jaxcomp.policies._value import ROLES, Value, dtype_name
 
 Action = Literal["keep", "recompute", "cheapest", "offload", "open"]
@@ -60,7 +61,7 @@ class Rule:
     Raises:
         TypeError: If `action` is no codec and no string, or a condition has another type.
         ValueError: If `action`, a role or a combination of conditions is unknown, or a pattern is
-            not a regular expression.
+            not a regular expression, or may take exponential time, as "([a-z]+)*" does.
 
     Example:
         >>> from jaxcomp import Quantize
@@ -81,13 +82,14 @@ class Rule:
     def __post_init__(self) -> None:
         _check_action(self.action)
         for field in ("path", "op"):
-            _check_pattern(field, getattr(self, field))
+            check_pattern(field, getattr(self, field))
         for field in ("names", "primitives", "roles", "dtypes"):
             given = getattr(self, field)
             is_sequence = isinstance(given, Sequence) and not isinstance(given, str)
             if not is_sequence or not all(isinstance(text, str) for text in given):
                 raise TypeError(f"{field}={given!r}: expected a tuple of strings")
             object.__setattr__(self, field, tuple(given))
+        object.__setattr__(self, "min_size", as_integer(self.min_size))
         if isinstance(self.min_size, bool) or not isinstance(self.min_size, int):
             raise TypeError(f"min_size={self.min_size!r}: expected a number of elements")
         if self.min_size < 0:
@@ -146,7 +148,7 @@ class Rule:
             return False
         if not self.op and isinstance(self.action, Codec) and kind not in self.action.kinds:
             return False
-        return _fits(self.op, kind) and _fits(self.path, path)
+        return fits(self.op, kind) and fits(self.path, path)
 
     @property
     def is_for_regions(self) -> bool:
@@ -155,7 +157,7 @@ class Rule:
 
     def matches_region(self, path: str) -> bool:
         """Returns whether the rule is for a region of this path under `jax.checkpoint`."""
-        return self.is_for_regions and _fits(self.path, path)
+        return self.is_for_regions and fits(self.path, path)
 
     def matches_value(self, value: Value, size: bool = True) -> bool:
         """Returns whether the rule is for a value; without `size`, whatever the value's size."""
@@ -173,7 +175,7 @@ class Rule:
             and (not self.primitives or value.primitive in self.primitives)
             and (not self.dtypes or dtype_name(value.dtype) in self.dtypes)
             and (not size or value.elements >= self.min_size)
-            and _fits(self.path, value.path)
+            and fits(self.path, value.path)
         )
 
     def __repr__(self) -> str:
@@ -186,10 +188,6 @@ class Rule:
         return f"Rule({', '.join([repr(self.action), *shown])})"
 
 
-def _fits(pattern: str, text: str) -> bool:
-    return not pattern or bool(re.fullmatch(pattern, text))
-
-
 def _check_action(action: object) -> None:
     if isinstance(action, Codec) or action in ACTIONS:
         return
@@ -198,12 +196,3 @@ def _check_action(action: object) -> None:
     raise TypeError(
         f"action={action!r}: expected a codec such as Quantize(bits=4), or one of {ACTIONS}"
     )
-
-
-def _check_pattern(name: str, pattern: object) -> None:
-    if not isinstance(pattern, str):
-        raise TypeError(f"{name}={pattern!r}: expected a regular expression")
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"{name}={pattern!r}: not a regular expression: {error}") from error

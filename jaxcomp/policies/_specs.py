@@ -1,6 +1,7 @@
 """Policies and codecs from text."""
 
 import inspect
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -129,15 +130,27 @@ def _policy(given: Policy | str | JaxPolicy) -> Policy | JaxPolicy:
     )
 
 
+def _read_integer(value: str) -> int:
+    if not re.fullmatch("-?[0-9]{1,9}", value):
+        raise ValueError
+    return int(value)
+
+
+def _read_number(value: str) -> float:
+    if not re.fullmatch(r"-?[0-9]*\.?[0-9]+(e-?[0-9]{1,3})?", value):
+        raise ValueError
+    return float(value)
+
+
 def _read_block(value: str) -> Block:
     side, by, other = value.partition("x")
-    return (int(side), int(other)) if by else int(side)
+    return (_read_integer(side), _read_integer(other)) if by else _read_integer(side)
 
 
 _READ: dict[Any, tuple[Callable[[str], Any], str]] = {
-    int: (int, "an integer"),
-    int | None: (int, "an integer"),
-    float: (float, "a number"),
+    int: (_read_integer, "an integer"),
+    int | None: (_read_integer, "an integer"),
+    float: (_read_number, "a number"),
     bool: ({"true": True, "false": False}.__getitem__, "true or false"),
     Block: (_read_block, "an integer or two, such as 8x16"),
 }

@@ -16,6 +16,7 @@ from jaxtyping import Array, PyTree
 from jaxcomp._core import remat3
 from jaxcomp._core.custom_derivative import Differentiable
 from jaxcomp._core.explicit import explicit_axes
+from jaxcomp._core.integers import as_seed
 from jaxcomp._core.linear_map import ByPosition
 from jaxcomp.codecs import noise
 from jaxcomp.codecs._codec import Seed
@@ -434,6 +435,7 @@ def checkpoint(
     if not callable(fn):
         raise TypeError(f"fn={fn!r}: expected a function")
     if seed is not None:
+        seed = as_seed(seed)
         kind = jnp.asarray(seed)
         is_key = jnp.issubdtype(kind.dtype, jax.dtypes.prng_key)
         if kind.shape or not (is_key or jnp.issubdtype(kind.dtype, jnp.integer)):

@@ -4,6 +4,7 @@ import json
 import pickle
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxcomp as jc
@@ -70,7 +71,9 @@ def test_json_of_another_kind_is_an_error(change, message):
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "3", '"fused"', "{"])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "3", '"fused"', "{", "[" * 10**5, "1" * 10**5, " " * 2**21]
+)
 def test_text_that_is_no_policy_is_an_error(text):
     with pytest.raises(ValueError, match=r"text: expected JSON of Policy\.to_json"):
         jc.Policy.from_json(text)
@@ -118,6 +121,11 @@ def test_a_rule_matches_layers_that_can_save_by_its_codec():
         ({"action": jc.Quantize}, TypeError, "expected a codec such as"),
         ({"path": "("}, ValueError, r"path='\(': not a regular expression"),
         ({"op": "["}, ValueError, r"op='\[': not a regular expression"),
+        ({"path": "([a-z_]+)*!"}, ValueError, "a repeated group has a repeat or alternatives"),
+        ({"path": "((a|b)c)+?"}, ValueError, "a repeated group has a repeat or alternatives"),
+        ({"path": ".*" * 9}, ValueError, "expected 8 repeats at most"),
+        ({"path": "(" * 500}, ValueError, "not a regular expression"),
+        ({"path": "a" * 1001}, ValueError, "path: 1,001 characters, expected 1,000 at most"),
         ({"path": 3}, TypeError, "path=3: expected a regular expression"),
         ({"names": "hidden"}, TypeError, "names='hidden': expected a tuple of strings"),
         ({"roles": ("weights",)}, ValueError, "roles=.*'weights'.* not among"),
@@ -149,3 +157,39 @@ def test_policies_that_make_no_sense_are_refused():
             jc.Policy((rule,), 1)
     with pytest.raises(ValueError, match="path='b': expected rules without a path"):
         jc.recipes.fused().at("a").at("b")
+
+
+def test_patterns_of_everyday_use_are_allowed():
+    for pattern in (
+        r"(blocks/)?[0-9*+]+/.*",
+        r"(?:a|b)/\d{1,3}(c|d)?",
+        r"a\)*",
+        "[(|)*]+",
+        "(ab)*/c",
+    ):
+        assert jc.Rule(TWO, path=pattern).path == pattern
+
+
+def test_numpy_integers_are_integers():
+    four, two = np.int64(4), np.int32(2)
+    with without_type_checks():
+        for made, expected in (
+            (jc.Quantize(four), jc.Quantize(4)),
+            (jc.SignAware(four), jc.SignAware(4)),
+            (jc.AvgPool(two), jc.AvgPool(2)),
+            (jc.DualPrecision(four, two), jc.DualPrecision(4, 2)),
+            (jc.Packed(four), jc.Packed(4)),
+            (jc.PerSample((four, two)), jc.PerSample((4, 2))),
+            (jc.Float8(axis=np.int8(-1)), jc.Float8(axis=-1)),
+            (jc.BlockSparse(block=four), jc.BlockSparse(block=4)),
+            (jc.Rule(TWO, min_size=four), jc.Rule(TWO, min_size=4)),
+        ):
+            assert repr(made) == repr(expected)
+
+
+def test_seeds_of_any_size():
+    x = jnp.linspace(0.0, 1.0, 999)[None]
+    codes = [TWO.encode(x, seed) for seed in (1, 2**31, 2**32 + 1, -(2**70))]
+    drawn = {TWO.decode(code).tobytes() for code in codes}
+    assert len(drawn) == 4
+    jc.checkpoint(jnp.sin, TWO, seed=2**40)
