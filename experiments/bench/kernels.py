@@ -21,8 +21,8 @@ from jax.profiler import ProfileData
 from experiments.bench.device import filled, make_step
 from experiments.common.options import Dtype, Image, Out, Strategies, usage_errors
 from experiments.common.record import describe_environment, make_folder, write_json, write_table
-from jaxcomp.memory._costs import costs
-from jaxcomp.memory._hlo import Computation, Instruction, parse
+from jaxcomp.memory._costs import Cost, costs
+from jaxcomp.memory._hlo import Computation, Instruction, Module, parse
 from jaxcomp.planning import Strategy
 
 STRATEGIES = "plain", "automatic"
@@ -81,12 +81,17 @@ def kernels(
     for name, (runs, nanoseconds) in profile.items():
         cost, kind, nbytes = known.get(name), KINDS[0], 0
         if cost is not None:
-            nbytes = round(cost.hbm / cost.kernels * runs / steps)
-            if not _multiplies(module.computations, cost.instruction):
-                dtypes = {*_dtypes(cost.computation, cost.instruction)}
-                kind = KINDS[2] if dtypes.isdisjoint(CODES) else KINDS[1]
+            nbytes, kind = round(cost.hbm / cost.kernels * runs / steps), kind_of(module, cost)
         found.append(Kernel(name, kind, runs / steps, nanoseconds / steps / 1e6, nbytes))
     return sorted(found, key=lambda kernel: -kernel.milliseconds)
+
+
+def kind_of(module: Module, cost: Cost) -> str:
+    """Returns the one of `KINDS` that the kernel of an instruction is of."""
+    if _multiplies(module.computations, cost.instruction):
+        return KINDS[0]
+    dtypes = {*_dtypes(cost.computation, cost.instruction)}
+    return KINDS[2] if dtypes.isdisjoint(CODES) else KINDS[1]
 
 
 def profiled(step: Any, shapes: Any) -> tuple[str, bytes]:
