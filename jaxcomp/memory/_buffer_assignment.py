@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,6 +12,8 @@ from jax.experimental.compilation_cache import compilation_cache
 from jaxcomp.memory._hlo import in_hbm
 
 Value = tuple[str, str]  # The instruction and the tuple index, for example ("while.3", "{2}").
+
+DUMPED = ("buffer-assignment", "buffer-assignment-values", "live-range")
 
 _ALLOCATION = re.compile(r"allocation (\d+): size (\d+)(?:, color (\d+))?")
 _VALUE = re.compile(
@@ -61,10 +63,14 @@ def one_file(directory: str | Path, kind: str) -> str:
 
 
 def read_dump(directory: str | Path) -> dict[str, str]:
-    """Reads the files of a dump from which a timeline is made, by name."""
-    kinds = ("buffer-assignment", "buffer-assignment-values", "live-range")
-    found = [path for kind in kinds for path in Path(directory).glob(f"*-{kind}.txt")]
-    return {path.name: path.read_text() for path in found}
+    """Reads the files of a dump from which a timeline is made, by kind."""
+    return {kind: one_file(directory, kind) for kind in DUMPED}
+
+
+def write_dump(directory: str | Path, texts: Mapping[str, str]) -> None:
+    """Writes what `read_dump` read."""
+    for kind in DUMPED:
+        (Path(directory) / f"program-{kind}.txt").write_text(texts[kind])
 
 
 def read_ranges(text: str) -> tuple[list[str], dict[Value, tuple[int, int]]]:

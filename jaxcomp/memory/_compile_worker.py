@@ -1,11 +1,15 @@
-"""Child process that compiles one exported program for absent devices.
+"""Child process that compiles one exported program, for absent devices or its own CPUs.
 
 The module runs as a script. It reads a pickled request from standard input and writes a pickled
-answer to the file that its argument names. It imports nothing of jaxcomp, to start quickly.
+answer to the file that its first argument names. The second is the id of the process that waits for
+it. It imports nothing of jaxcomp, to start quickly.
 """
 
+import ctypes
+import os
 import pickle
 import re
+import signal
 import sys
 import tempfile
 import time
@@ -14,18 +18,18 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.experimental import topologies
+from jax.experimental import mesh_utils, topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 
 def compile_request(request: dict[str, Any]) -> dict[str, Any]:
     """Compiles the exported program of a request for the topology of the request."""
     exported = request["exported"]
-    topology = topologies.get_topology_desc(platform=request["platform"], **request["topology"])
+    devices = _devices(request["platform"], request["topology"])
     arguments = [
         jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
         for aval, sharding in zip(
-            exported.in_avals, _shardings(exported, topology, request["mesh"]), strict=True
+            exported.in_avals, _shardings(exported, devices, request["mesh"]), strict=True
         )
     ]
     lowered = jax.jit(exported.call, donate_argnums=request["donated"]).lower(*arguments)
@@ -81,17 +85,37 @@ def _own_names(hlo_text: str, argument_names: Sequence[str]) -> str:
     return re.sub(r'op_name="args\[(\d+)\]"', own, plain)
 
 
-def _shardings(exported: Any, topology: Any, mesh: Any) -> list[jax.sharding.Sharding]:
-    """Returns the sharding of each argument: the exported one, on the devices of the topology."""
+def _devices(platform: str, topology: dict[str, Any]) -> list[jax.Device]:
+    """Returns the CPUs of this process, or the absent devices of a topology."""
+    if platform == "cpu":
+        return jax.devices("cpu")
+    return list(topologies.get_topology_desc(platform=platform, **topology).devices)
+
+
+def _shardings(exported: Any, devices: list[jax.Device], mesh: Any) -> list[jax.sharding.Sharding]:
+    """Returns the sharding of each argument: the exported one, on the devices."""
     if mesh is None:
-        return [SingleDeviceSharding(topology.devices[0])] * len(exported.in_avals)
-    devices = topologies.make_mesh(topology, mesh.axis_sizes, mesh.axis_names).devices
-    placed = Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+        return [SingleDeviceSharding(devices[0])] * len(exported.in_avals)
+    arranged = mesh_utils.create_device_mesh(mesh.axis_sizes, devices[: mesh.size])
+    placed = Mesh(arranged, mesh.axis_names, axis_types=mesh.axis_types)
     everywhere = NamedSharding(placed, PartitionSpec())
     return [sharding or everywhere for sharding in exported.in_shardings_jax(placed)]
 
 
+def _end_with(parent: int) -> None:
+    """Makes the kernel kill this process when the parent ends, however it ends.
+
+    Linux has this call. The compilers for absent devices exist for Linux alone.
+    """
+    if sys.platform == "linux":
+        death_signal = 1  # PR_SET_PDEATHSIG
+        ctypes.CDLL(None).prctl(death_signal, signal.SIGKILL)
+        if os.getppid() != parent:  # which has ended already
+            sys.exit(1)
+
+
 if __name__ == "__main__":
+    _end_with(int(sys.argv[2]))
     task = pickle.load(sys.stdin.buffer)
     jax.config.update("jax_enable_x64", True)  # Keeps the dtypes of the traced program.
     jax.config.update("jax_compiler_enable_remat_pass", task["xla_remat"])
@@ -101,5 +125,6 @@ if __name__ == "__main__":
         answer = compile_request(task)
     except Exception as error:
         answer = {"error": f"{type(error).__name__}: {error}"}
-    with open(sys.argv[1], "wb") as file:
-        pickle.dump(answer, file)
+    unfinished = Path(sys.argv[1] + ".unfinished")
+    unfinished.write_bytes(pickle.dumps(answer))
+    unfinished.replace(sys.argv[1])

@@ -1,13 +1,14 @@
 """Compiles a traced function for any target, without running it.
 
-For an attached target, the compiler runs in this process. For an absent device, the traced program
-is exported by `jax.export`, which keeps scopes, source lines and optimization barriers. A child
-process compiles it. A compiler that aborts then ends only the child. The start-up of a plugin, the
-lock of libtpu and the changed environment are confined to the child too. The byte counts do not
-depend on where the compiler runs.
+For an attached target, the compiler runs in this process; within `apart`, for a CPU it does not.
+For an absent device, the traced program is exported by `jax.export`, which keeps scopes, source
+lines and optimization barriers. A child process compiles it. A compiler that aborts then ends only
+the child. The start-up of a plugin, the lock of libtpu and the changed environment are confined to
+the child too. The byte counts do not depend on where the compiler runs.
 """
 
 import contextlib
+import contextvars
 import dataclasses
 import hashlib
 import os
@@ -26,7 +27,12 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from jaxcomp.memory import _answers as answers
 from jaxcomp.memory import _compile_worker as compile_worker
-from jaxcomp.memory._buffer_assignment import dump_options, no_compilation_cache, read_dump
+from jaxcomp.memory._buffer_assignment import (
+    dump_options,
+    no_compilation_cache,
+    read_dump,
+    write_dump,
+)
 from jaxcomp.memory._options import compiler_options
 from jaxcomp.memory._targets import Target
 from jaxcomp.memory._tracing import TracedStep, inner_jaxprs
@@ -48,6 +54,9 @@ _OF_ONE_VERSION = (
     *("__cudnn$fmhaSoftmax", "__cudnn$fmhaSoftmaxBackward"),
     *("__cudnn$fmhaScaleBiasSoftmax", "__cudnn$fmhaScaleBiasSoftmaxBackward"),
 )
+
+
+_apart: contextvars.ContextVar[bool] = contextvars.ContextVar("apart", default=False)
 
 
 class CompileError(RuntimeError):
@@ -115,8 +124,23 @@ def compile_step(
         tempfile.TemporaryFile(dir=dump_dir).close()
     folder = None if dump_dir is None else os.fspath(dump_dir)
     if target.attached:
+        _check_places(step, target)
+    if target.attached and not (target.platform == "cpu" and _apart.get()):
         return _compile_here(step, target, xla_remat, folder)
     return _compile_in_child(step, target, xla_remat, folder)
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """Within the context steps for an attached CPU are compiled in a child process, too.
+
+    An aborted compiler, or Ctrl-C while it works, then leaves this process alone.
+    """
+    token = _apart.set(True)
+    try:
+        yield
+    finally:
+        _apart.reset(token)
 
 
 def fingerprint(step: TracedStep, target: Target) -> str:
@@ -136,10 +160,6 @@ def fingerprint(step: TracedStep, target: Target) -> str:
 def _compile_here(
     step: TracedStep, target: Target, xla_remat: bool, dump_dir: str | None
 ) -> CompiledStep:
-    for leaf in step.arguments:
-        place = _place(leaf)
-        if place not in (None, target.platform):
-            raise ValueError(f"target={target.name!r}: an argument lies on {place} devices")
     previous = jax.config.values["jax_compiler_enable_remat_pass"]
     jax.config.update("jax_compiler_enable_remat_pass", xla_remat)
     try:
@@ -160,7 +180,7 @@ def _compile_in_child(
     step: TracedStep, target: Target, xla_remat: bool, dump_dir: str | None
 ) -> CompiledStep:
     exported = _export(step, target.platform)
-    for_this_device = compiler_options()
+    for_this_device = {} if target.attached else compiler_options()
     own = {n: v for n, v in step.compiler_options.items() if n not in for_this_device}
     request = {
         "exported": exported,
@@ -181,8 +201,9 @@ def _compile_in_child(
         if kept:
             answers.write(kept, answer | {"dump": read_dump(dump_dir) if dump_dir else {}})
     else:
-        for name, text in answer.pop("dump").items():
-            (Path(dump_dir or "") / name).write_text(text)
+        dump = answer.pop("dump")
+        if dump_dir is not None:
+            write_dump(dump_dir, dump)
     return CompiledStep(**answer)
 
 
@@ -208,13 +229,12 @@ def _with_tile_sizes(request: dict[str, Any], target: Target) -> dict[str, Any]:
 
 def _ask_child(request: dict[str, Any], target: Target, flag: str = "") -> dict[str, Any]:
     """Compiles a program in a child process, with one more of XLA's flags."""
-    # An option of this process's compiler may break another: barriers in particular.
-    flags = os.environ.get("XLA_FLAGS", "").split()
+    flags = [*os.environ.get("XLA_FLAGS", "").split(), flag]
+    if not target.attached:  # an option of this compiler may break another: barriers in particular
+        flags = [f for f in flags if not f.startswith("--xla_disable_hlo_passes")]
     environment = {
         **os.environ,
-        "XLA_FLAGS": " ".join(
-            [*(f for f in flags if not f.startswith("--xla_disable_hlo_passes")), flag]
-        ),
+        "XLA_FLAGS": " ".join(flags),
         "JAX_PLATFORMS": "cpu",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "TPU_SKIP_MDS_QUERY": "1",
@@ -222,14 +242,16 @@ def _ask_child(request: dict[str, Any], target: Target, flag: str = "") -> dict[
     with tempfile.TemporaryDirectory() as folder:
         answer_file = Path(folder) / "answer"
         child = subprocess.run(
-            [sys.executable, "-P", compile_worker.__file__, answer_file],
+            [sys.executable, "-P", compile_worker.__file__, answer_file, str(os.getpid())],
             input=pickle.dumps(request),
-            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             env=environment,
             check=False,
+            start_new_session=True,  # Ctrl-C is for this process, which then ends the child
         )
         if not answer_file.exists():
-            log = child.stderr.decode(errors="replace")[-2000:]
+            log = child.stdout.decode(errors="replace")[-2000:]
             raise CompileError(
                 f"the compiler for {target.name} ended with status {child.returncode}:\n{log}"
             )
@@ -237,6 +259,14 @@ def _ask_child(request: dict[str, Any], target: Target, flag: str = "") -> dict[
     if "error" in answer:
         raise CompileError(answer["error"])
     return answer
+
+
+def _check_places(step: TracedStep, target: Target) -> None:
+    """Raises a ValueError if an argument lies on a device of another platform."""
+    for leaf in step.arguments:
+        place = _place(leaf)
+        if place not in (None, target.platform):
+            raise ValueError(f"target={target.name!r}: an argument lies on {place} devices")
 
 
 def _place(leaf: Any) -> str | None:
@@ -314,8 +344,10 @@ def _mesh(step: TracedStep, devices: int, target: Target) -> AbstractMesh | None
             "sharding; expected arguments with NamedShardings over jaxcomp.memory.mesh(target, "
             "...), not only jax.jit(in_shardings=...)"
         )
-    if target.devices == 1 and not meshes:
+    if not meshes and target.devices == 1:
         return None
+    if target.attached and len(meshes) == 1:  # of which the target has no number
+        return meshes.pop()
     if len(meshes) != 1 or next(iter(meshes)).size != target.devices:
         raise ValueError(
             f"target={target.name!r} has {target.devices} devices, but the arguments' shardings "

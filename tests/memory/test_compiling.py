@@ -1,5 +1,10 @@
+import contextlib
 import functools
+import os
 import re
+import select
+import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 
@@ -12,6 +17,7 @@ from jaxcomp.memory import CompileError, analyze, compiler_options, timeline
 from jaxcomp.memory import _compile_worker as compile_worker
 from jaxcomp.memory import _compiling as compiling
 from jaxcomp.memory._compiling import compile_step
+from jaxcomp.memory._live_bytes import compile_with_timeline
 from jaxcomp.memory._targets import Target, resolve
 from jaxcomp.memory._tracing import trace
 from jaxcomp.memory._traffic import hbm_traffic
@@ -97,6 +103,42 @@ def test_a_second_look_is_not_compiled(tmp_path, monkeypatch):
         assert asked == [True, False, True, True]
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_a_cpu_apart_gives_the_same_figures_and_timeline():
+    gradient = jax.jit(jax.grad(lambda w, x: step(w, x)["kernel"].sum()))
+    here, there = [], []
+    for found, where in ((here, contextlib.nullcontext()), (there, compiling.apart())):
+        with where:
+            traced = trace(gradient, {"kernel": X}, X)
+            compiled, live = compile_with_timeline(traced, resolve("cpu"), xla_remat=True)
+            found += [compiled.memory, live.live_bytes, live.phases, live.table()]
+    assert here == there
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's signal is of Linux")
+def test_a_compiler_ends_with_the_process_that_waits_for_it(tmp_path):
+    read, write = os.pipe()
+    code = (
+        "import os, subprocess, sys\n"
+        "command = [sys.executable, '-P', *sys.argv[1:], str(os.getpid())]\n"
+        "child = subprocess.Popen(command, stdin=int(sys.stdin.read()))\n"
+        "print(child.pid, flush=True)\n"
+        "child.wait()"
+    )
+    command = [sys.executable, "-c", code, compile_worker.__file__, str(tmp_path / "answer")]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, pass_fds=[read]) as parent:
+        parent.stdin.write(str(read).encode())
+        parent.stdin.close()
+        child = int(parent.stdout.readline())
+        os.close(read)
+        os.write(write, b"(" * 2**17)  # more than a pipe holds: it returns once the worker reads
+        assert Path(f"/proc/{child}").exists()
+        parent.kill()
+        ended, _, _ = select.select([parent.stdout], [], [], 30)  # the worker has closed it, too
+    assert ended
+    os.close(write)
 
 
 def test_a_dump_folder_that_cannot_be_written(tmp_path):
