@@ -132,7 +132,7 @@ def compile_step(
 
 @contextlib.contextmanager
 def apart() -> Iterator[None]:
-    """Within the context steps for an attached CPU are compiled in a child process, too.
+    """Compiles steps for an attached CPU in a child process, too, within the context.
 
     An aborted compiler, or Ctrl-C while it works, then leaves this process alone.
     """
