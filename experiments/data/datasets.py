@@ -158,6 +158,29 @@ class Dataset:
         return self.train if split == "train" else self.test
 
 
+def check_batch(images: np.ndarray, labels: np.ndarray, dataset: Dataset) -> None:
+    """Checks a batch that a data set has read.
+
+    Raises:
+        ValueError: If images are not float32 or have another shape, or a label is no class.
+    """
+    if images.dtype != np.float32 or images.shape[1:] != dataset.image_shape:
+        raise ValueError(
+            f"{dataset.name}: images of dtype {images.dtype} and shape {images.shape[1:]}, "
+            f"expected float32 and {dataset.image_shape}"
+        )
+    if not np.issubdtype(labels.dtype, np.integer) or labels.shape != images.shape[:1]:
+        raise ValueError(
+            f"{dataset.name}: labels of dtype {labels.dtype} and shape {labels.shape}, expected "
+            f"integers and {images.shape[:1]}"
+        )
+    if labels.size and not 0 <= labels.min() <= labels.max() < dataset.num_classes:
+        raise ValueError(
+            f"{dataset.name}: labels from {labels.min()} to {labels.max()}, expected 0 to "
+            f"{dataset.num_classes - 1}"
+        )
+
+
 def load(name: str = "fashion_mnist_embedded", data_dir: Path | str | None = None) -> Dataset:
     """Loads a data set by name.
 

@@ -10,48 +10,49 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from experiments.training.processes import is_first
+from experiments.training.processes import is_first, wait_for_all
 from jaxcomp.models.training import TrainState
 
+_FORMAT = 1  # of the record; records without a format are those of 1.0.0rc1
+_KEPT = 2  # whole checkpoints
 _SUMS = "sha256.json"  # of the files of a checkpoint, in its folder
+_UNFINISHED = "unfinished"
 
 
 class Checkpoints:
-    """The checkpoints in a folder. Each belongs to one step, and only the last two are kept.
+    """The checkpoints in a folder, each in a folder with the number of its step.
 
-    Orbax writes a checkpoint under a temporary name and then renames it, so a checkpoint is never
-    partial. The checksums of its files are written after it and are verified when it is loaded. A
-    damaged checkpoint is named in a warning, and the one before it is loaded. The folder is created
-    by the first :meth:`save`.
+    Orbax writes a checkpoint into the folder `unfinished`. Once the checksums of its files are
+    there, too, the folder gets its number, so what has a number is complete. The last two that are
+    known to be whole are kept. When a checkpoint is loaded, its sums are verified. One that is
+    damaged is moved aside to `N.damaged`, a warning names it, and the one before is loaded. The
+    folder is created by the first `save`.
 
     Args:
-        directory: the folder of the checkpoints.
+        directory: The folder of the checkpoints.
     """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory.absolute()
-        self._manager: ocp.CheckpointManager | None = None
-        self._whole: int | None = None  # the last step whose files were verified
+        self._whole: list[int] = []  # steps that this process has verified or written
+        self._orbax = ocp.Checkpointer(ocp.CompositeCheckpointHandler("state", "record"))
 
-    def _open(self) -> ocp.CheckpointManager:
-        if self._manager is None:
-            self._manager = ocp.CheckpointManager(
-                self._directory,
-                options=ocp.CheckpointManagerOptions(
-                    max_to_keep=2, enable_async_checkpointing=False
-                ),
-            )
-        return self._manager
+    def steps(self) -> list[int]:
+        """Returns the steps of all complete checkpoints, the last first."""
+        if not self._directory.is_dir():
+            return []
+        names = [path.name for path in self._directory.iterdir()]
+        return sorted((int(n) for n in names if n.isascii() and n.isdecimal()), reverse=True)
 
     def latest_step(self) -> int | None:
-        """The step of the last checkpoint; None if there is none."""
-        return self._open().latest_step() if self._directory.is_dir() else None
+        """Returns the step of the last complete checkpoint; None if there is none."""
+        return next(iter(self.steps()), None)
 
     def check_room(self, state: TrainState) -> None:
         """Checks that the file system of the folder has room for a checkpoint.
 
         Raises:
-            OSError: it has fewer free bytes than the state.
+            OSError: If it has fewer free bytes than the state.
         """
         there = next(p for p in (self._directory, *self._directory.parents) if p.exists())
         free = shutil.disk_usage(there).free
@@ -65,81 +66,148 @@ class Checkpoints:
         """Saves the state of a run, unless its step is the last one saved.
 
         Args:
-            state: the state of the run.
-            record: a JSON-serializable record, which :meth:`load_record` returns.
+            state: The state of the run.
+            record: A JSON-serializable record, which `load_record` returns.
 
         Raises:
-            OSError: there is no room for it. Checkpoints that were saved before stay.
+            OSError: If there is no room for it. Checkpoints that were saved before stay.
         """
         step = int(state.step)
-        if step != self.latest_step():
-            self.check_room(state)
-            arguments = ocp.args.Composite(
-                state=ocp.args.StandardSave(state), record=ocp.args.JsonSave(record)
-            )
-            self._whole = None
-            self._open().save(step, args=arguments)
-            if is_first():
-                folder = self._directory / str(step)
-                (folder / _SUMS).write_text(json.dumps(_checksums(folder)))
+        if step == self.latest_step():
+            return
+        self.check_room(state)
+        unfinished = self._directory / _UNFINISHED
+        content = {"format": _FORMAT, "step": step, "record": record}
+        self._orbax.save(
+            unfinished,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardSave(state), record=ocp.args.JsonSave(content)
+            ),
+            force=True,  # what a killed run has left there
+        )
+        self._whole.append(step)
+        if is_first():
+            (unfinished / _SUMS).write_text(json.dumps(_checksums(unfinished)))
+            unfinished.rename(self._directory / str(step))
+            self._delete_old()
+        wait_for_all("a checkpoint is complete")
 
     def load_record(self) -> dict[str, Any]:
         """Loads the record of the last checkpoint that is whole.
 
         Raises:
-            FileNotFoundError: there is no checkpoint.
-            ValueError: all are damaged.
+            FileNotFoundError: If there is no checkpoint.
+            ValueError: If all are damaged.
         """
-        return self._restore(record=ocp.args.JsonRestore()).record
+        record: dict[str, Any] = _read_record(self._last_whole())
+        return record
 
     def load_state(self, like: TrainState) -> TrainState:
         """Loads the state of the last checkpoint that is whole.
 
         Args:
-            like: a state of the same structure. It gives the shapes, dtypes and shardings.
+            like: A state of the same structure. It gives the shapes, dtypes and shardings.
 
         Returns:
             The state.
 
         Raises:
-            FileNotFoundError: there is no checkpoint.
-            ValueError: all are damaged, or the arrays do not match ``like``.
+            FileNotFoundError: If there is no checkpoint.
+            ValueError: If all are damaged, or the arrays do not match `like`.
         """
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
-        return self._restore(state=ocp.args.StandardRestore(abstract)).state
+        arguments = ocp.args.Composite(state=ocp.args.StandardRestore(abstract))
+        state: TrainState = self._orbax.restore(self._last_whole(), args=arguments).state
+        return state
 
-    def _restore(self, **arguments: ocp.args.CheckpointArgs) -> ocp.args.Composite:
-        if self._whole is None:
-            self._whole = self._last_whole()
-        return self._open().restore(self._whole, args=ocp.args.Composite(**arguments))
-
-    def _last_whole(self) -> int:
-        steps = sorted(self._open().all_steps(), reverse=True) if self._directory.is_dir() else []
-        if not steps:
+    def _last_whole(self) -> Path:
+        """Returns the folder of the last checkpoint that is whole; moves damaged ones aside."""
+        if is_first():
+            self._move_damaged_aside()
+        wait_for_all("damaged checkpoints are moved aside")
+        step = self.latest_step()
+        if step is None:
+            aside = sorted(path.name for path in self._directory.glob("*.damaged*"))
+            if aside:
+                raise ValueError(
+                    f"no checkpoint in {self._directory} is whole; damaged: {', '.join(aside)}"
+                )
             raise FileNotFoundError(f"no checkpoint in {self._directory}")
+        self._whole.append(step)
+        return self._directory / str(step)
+
+    def _move_damaged_aside(self) -> None:
         told: list[str] = []
-        for step in steps:
-            text = damage(self._directory / str(step))
-            if text:
-                told.append(f"checkpoint {step}: {text}")
-                continue
-            if told:
-                warnings.warn(f"{'; '.join(told)}; checkpoint {step} is loaded", stacklevel=4)
-            return step
-        raise ValueError(f"no checkpoint in {self._directory} is whole: {'; '.join(told)}")
+        for step in self.steps():
+            text = "" if step in self._whole else damage(self._directory / str(step))
+            if not text:
+                break
+            aside = self._aside(step)
+            (self._directory / str(step)).rename(aside)
+            told.append(f"checkpoint {step}: {text}; it is moved to {aside.name}")
+        if told:
+            before = self.latest_step()
+            told.append("none is left" if before is None else f"checkpoint {before} is loaded")
+            warnings.warn("; ".join(told), stacklevel=4)
+
+    def _aside(self, step: int) -> Path:
+        """Returns the first free name for a damaged checkpoint."""
+        number, aside = 1, self._directory / f"{step}.damaged"
+        while aside.exists():
+            number += 1
+            aside = self._directory / f"{step}.damaged-{number}"
+        return aside
+
+    def _delete_old(self) -> None:
+        """Deletes what is older than the last two checkpoints that are known to be whole."""
+        kept = sorted({*self._whole} & {*self.steps()}, reverse=True)[:_KEPT]
+        for step in self.steps() if len(kept) == _KEPT else ():
+            if step < kept[-1]:
+                shutil.rmtree(self._directory / str(step))
 
 
 def damage(folder: Path) -> str:
-    """What differs from the checksums of a checkpoint; empty if nothing does, or it has none."""
-    if not (folder / _SUMS).exists():
-        return ""
+    """Returns what is wrong with a checkpoint; empty if it is whole."""
     try:
         expected = json.loads((folder / _SUMS).read_text())
-    except ValueError:
+    except FileNotFoundError:
+        return f"{_SUMS} is missing"
+    except (ValueError, RecursionError, OSError):
+        expected = None
+    if not isinstance(expected, dict) or not expected:
         return f"{_SUMS} is damaged"
     found = _checksums(folder)
     names = sorted(name for name in expected if found.get(name) != expected[name])
-    return ", ".join(f"{name} is {'damaged' if name in found else 'missing'}" for name in names)
+    if names:
+        return ", ".join(f"{n} is {'damaged' if n in found else 'missing'}" for n in names)
+    try:
+        _read_record(folder)
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        return f"its record cannot be read: {error}"
+    return ""
+
+
+def _read_record(folder: Path) -> Any:
+    """Reads the record of a checkpoint.
+
+    Raises:
+        ValueError: If it has another format, or is of another step.
+    """
+    handler = ocp.Checkpointer(ocp.CompositeCheckpointHandler("state", "record"))
+    arguments = ocp.args.Composite(record=ocp.args.JsonRestore())
+    content = handler.restore(folder, args=arguments).record
+    if not isinstance(content, dict):
+        raise ValueError(f"expected fields, found {content!r}")
+    if "format" not in content:
+        return content
+    if content["format"] != _FORMAT:
+        raise ValueError(
+            f"format {content['format']!r}, expected {_FORMAT}: another version of this program "
+            "has written it"
+        )
+    if str(content["step"]) != folder.name:
+        raise ValueError(f"it is of step {content['step']}")
+    return content["record"]
 
 
 def _checksums(folder: Path) -> dict[str, str]:

@@ -1,5 +1,7 @@
 """`TrainConfig`: the configuration of a training run."""
 
+import dataclasses
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -65,10 +67,10 @@ class TrainConfig:
             ("plan_steps", self.plan_steps is None or self.plan_steps >= 1, "1 or more"),
             ("batch", self.batch >= 1, "1 or more"),
             ("optimizer", self.optimizer in ("sgd", "adamw"), "sgd or adamw"),
-            ("lr", self.lr > 0, "more than 0"),
+            ("lr", 0 < self.lr < math.inf, "more than 0"),
             ("warmup_epochs", 0 <= self.warmup_epochs < self.epochs, "0 to less than epochs"),
             ("momentum", 0 <= self.momentum < 1, "0 to less than 1"),
-            ("weight_decay", self.weight_decay >= 0, "0 or more"),
+            ("weight_decay", 0 <= self.weight_decay < math.inf, "0 or more"),
             ("label_smoothing", 0 <= self.label_smoothing < 1, "0 to less than 1"),
             ("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}"),
             ("seed", self.seed >= 0, "0 or more"),
@@ -82,7 +84,14 @@ class TrainConfig:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Self:
-        """Returns the configuration that `to_json` wrote."""
+        """Returns the configuration that `to_json` wrote.
+
+        Raises:
+            ValueError: If it has other fields, as those of another version.
+        """
+        known = {field.name for field in dataclasses.fields(cls)}
+        if different := sorted(known ^ fields.keys()):
+            raise ValueError(f"config: fields that are unknown or missing: {', '.join(different)}")
         return cls(**fields | {"data_dir": fields["data_dir"] and Path(fields["data_dir"])})
 
     def check_same_run(self, other: Self, where: Path) -> None:

@@ -59,6 +59,12 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
+def wait_for_all(what: str) -> None:
+    """Waits until all processes have called this with the same text."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(what)
+
+
 def check_equal(arguments: dict[str, Any]) -> None:
     """Checks that all processes have the same arguments.
 

@@ -10,14 +10,19 @@ result is bit-identical to that of an uninterrupted run. On a GPU this needs
 `XLA_FLAGS=--xla_gpu_deterministic_ops=true`, since some kernels add in a varying order.
 """
 
+import contextlib
+import dataclasses
+import math
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import jax
+import jax.numpy as jnp
 import typer
 
 from experiments.common.options import (
@@ -30,7 +35,7 @@ from experiments.common.options import (
     usage_errors,
 )
 from experiments.common.record import describe_environment, write_json
-from experiments.data.datasets import load
+from experiments.data.datasets import check_batch, load
 from experiments.training.checkpoint import Checkpoints
 from experiments.training.config import TrainConfig
 from experiments.training.devices import shard
@@ -43,6 +48,10 @@ from experiments.training.run import build, count_epoch_steps, evaluate
 from jaxcomp.models import training
 
 METRICS = "metrics.json"  # in the folder of a finished run
+_AFTER_NON_FINITE = (
+    "The last checkpoint is from before; try a smaller --lr or a longer warm-up. "
+    "--allow-non-finite goes on"
+)
 REPORT_STEPS = 10  # steps between two reads of the metrics, which block until the device is done
 
 
@@ -88,6 +97,7 @@ def train(
     checkpoint_steps: int | None = None,
     tensorboard: bool = False,
     fsdp: bool = False,
+    allow_non_finite: bool = False,
 ) -> TrainResult:
     """Trains a model and writes checkpoints, metrics.json and TensorBoard scalars into `out`.
 
@@ -104,8 +114,11 @@ def train(
         tensorboard: Whether to write TensorBoard scalars, which needs tensorboardX.
         fsdp: Whether parameters and optimizer are sharded over the devices. The result is that of
             copies but for rounding, and a run may be resumed with the other.
+        allow_non_finite: Whether the run goes on with a loss or parameters that are not finite.
 
     Raises:
+        FloatingPointError: If the loss or a parameter is not finite, unless `allow_non_finite`. The
+            last checkpoint is from before.
         FileExistsError: If `out` has a run already, and `resume` is False, or one that is still
             running.
         FileNotFoundError: If `resume` is True, and `out` has no checkpoint.
@@ -121,48 +134,55 @@ def train(
     if checkpoint_steps is not None and checkpoint_steps < 1:
         raise ValueError(f"checkpoint_steps={checkpoint_steps}: expected 1 or more")
     checkpoints = Checkpoints(out / "checkpoints")
-    history = History()
-    if resume:
-        record = checkpoints.load_record()
-        config.check_same_run(TrainConfig.from_json(record["config"]), out)
-        history = History(**record["history"])
-    elif checkpoints.latest_step() is not None:
-        raise FileExistsError(f"out={str(out)!r}: has a run already; pass --resume to continue it")
+    if resume and not (out / "checkpoints").is_dir():
+        raise FileNotFoundError(f"no checkpoint in {out / 'checkpoints'}")
     dataset = load(config.dataset, config.data_dir)
     run = build(config, dataset, fsdp=fsdp)
-    planner = Planner(config, dataset, history.plans)
-    run = planner.restored(run)
-    state = checkpoints.load_state(run.state) if resume else run.state
-    checkpoints.check_room(state)
-    taken = int(state.step)
+    planner = Planner(config, dataset, {})
+    checkpoints.check_room(run.state)
     writer = import_tensorboard() if tensorboard and is_first() else None
     epoch_steps = count_epoch_steps(config, dataset)
-    started = time.perf_counter() - history.seconds
     unread: list[training.Metrics] = []
 
-    with (
-        locked(out) if is_first() else nullcontext(),
-        deferred_interrupt() as interrupted,
-        Monitor(
-            config.strategy,
-            taken,
-            config.epochs * epoch_steps,
-            config.batch,
-            # TensorBoard drops events of later steps, which an interrupted run may have written.
-            writer and writer(str(out / "tensorboard"), purge_step=taken + 1),
-        ) as monitor,
-    ):
+    with locked(out) if is_first() else nullcontext(), contextlib.ExitStack() as stack:
+        history, state = History(), run.state
+        if resume:
+            history = _resumed(checkpoints.load_record(), config, out)
+            planner = Planner(config, dataset, history.plans)
+            run = planner.restored(run)
+            state = checkpoints.load_state(run.state)
+        elif checkpoints.latest_step() is not None:
+            raise FileExistsError(
+                f"out={str(out)!r}: has a run already; pass --resume to continue it"
+            )
+        taken = int(state.step)
+        started = time.perf_counter() - history.seconds
+        interrupted = stack.enter_context(deferred_interrupt())
+        monitor = stack.enter_context(
+            Monitor(
+                config.strategy,
+                taken,
+                config.epochs * epoch_steps,
+                config.batch,
+                # TensorBoard drops events of later steps, which a run that was stopped has written.
+                writer and writer(str(out / "tensorboard"), purge_step=taken + 1),
+            )
+        )
 
         def read_metrics() -> None:
             if unread:
                 losses, accuracies = zip(*jax.tree.map(float, jax.device_get(unread)), strict=True)
                 unread.clear()
+                if not allow_non_finite:
+                    _check_losses(losses, len(history.loss))
                 history.loss.extend(losses)
                 history.accuracy.extend(accuracies)
                 monitor.report_steps(losses, accuracies)
 
         def save() -> None:
             read_metrics()
+            if not allow_non_finite:
+                _check_parameters(state, taken)
             history.seconds = time.perf_counter() - started
             checkpoints.save(state, {"config": config.to_json(), "history": asdict(history)})
 
@@ -180,6 +200,7 @@ def train(
                 parts=jax.process_count(),
             )
             for images, labels in islice(batches, epoch_steps - position):
+                check_batch(images, labels, dataset)
                 batch = shard(images, labels)
                 run = planner.planned(run, state, taken, batch)
                 state, metrics = run.train_step(state, *batch)
@@ -202,6 +223,44 @@ def train(
     if is_first():
         write_json(out / METRICS, result)
     return TrainResult(state, history, finished=True)
+
+
+def _resumed(record: dict[str, Any], config: TrainConfig, out: Path) -> History:
+    """Returns the history of a checkpoint's record.
+
+    Raises:
+        ValueError: If the record is of another run, or has other fields than this version writes.
+    """
+    known = {field.name for field in dataclasses.fields(History)}
+    try:
+        there = TrainConfig.from_json(record["config"])
+        if different := sorted(known ^ record["history"].keys()):
+            raise ValueError(f"history: fields that are unknown or missing: {', '.join(different)}")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"the record of the checkpoint in {out} is of another version: {error}; train it on "
+            "with that version, or start anew in another folder"
+        ) from error
+    config.check_same_run(there, out)
+    return History(**record["history"])
+
+
+def _check_losses(losses: Sequence[float], before: int) -> None:
+    """Raises a FloatingPointError if a loss is not finite."""
+    for step, loss in enumerate(losses, before + 1):
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"step {step}: the loss is {loss}. {_AFTER_NON_FINITE}")
+
+
+def _check_parameters(state: training.TrainState, step: int) -> None:
+    """Raises a FloatingPointError if a parameter is not finite."""
+    found = jax.tree.map(lambda array: jnp.isfinite(array).all(), state.params)
+    for path, is_finite in jax.tree.leaves_with_path(jax.device_get(found)):
+        if not is_finite:
+            name = jax.tree_util.keystr(path)
+            raise FloatingPointError(
+                f"step {step}: the parameter {name} is not finite. {_AFTER_NON_FINITE}"
+            )
 
 
 @usage_errors()
@@ -253,6 +312,12 @@ def main(
     fsdp: Annotated[
         bool, typer.Option("--fsdp", help="Shard parameters and optimizer over the devices.")
     ] = False,
+    allow_non_finite: Annotated[
+        bool,
+        typer.Option(
+            "--allow-non-finite", help="Go on with a loss or parameters that are not finite."
+        ),
+    ] = False,
     coordinator: Annotated[
         str | None,
         typer.Option(
@@ -285,14 +350,19 @@ def main(
         plan_steps=plan_steps,
         seed=seed,
     )
-    result = train(
-        config,
-        out,
-        resume=resume,
-        checkpoint_steps=checkpoint_steps,
-        tensorboard=tensorboard,
-        fsdp=fsdp,
-    )
+    try:
+        result = train(
+            config,
+            out,
+            resume=resume,
+            checkpoint_steps=checkpoint_steps,
+            tensorboard=tensorboard,
+            fsdp=fsdp,
+            allow_non_finite=allow_non_finite,
+        )
+    except FloatingPointError as error:
+        typer.echo(error, err=True)
+        raise typer.Exit(1) from None
     if not is_first():
         raise typer.Exit(0 if result.finished else 130)
     if not result.finished:

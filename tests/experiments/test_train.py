@@ -1,6 +1,7 @@
 import dataclasses
 import functools
 import json
+import math
 import os
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from experiments.data.datasets import check_batch
 from experiments.data.examples import InMemory
 from experiments.training import train as module
 from experiments.training.checkpoint import Checkpoints
@@ -193,9 +195,12 @@ def test_checkpoint_of_other_arrays_is_refused(tiny, tmp_path):
         ("batch", 0),
         ("optimizer", "lamb"),
         ("lr", 0.0),
+        ("lr", math.inf),
+        ("lr", math.nan),
         ("warmup_epochs", 2.0),
         ("momentum", 1.0),
         ("weight_decay", -1e-4),
+        ("weight_decay", math.inf),
         ("label_smoothing", 1.0),
         ("dtype", "float16"),
         ("seed", -1),
@@ -357,3 +362,46 @@ def test_two_runs_cannot_write_into_one_folder(tiny, tmp_path):
     with locked(tmp_path), pytest.raises(FileExistsError, match="another run is writing there"):
         train(CONFIG, tmp_path)
     assert not (tmp_path / "checkpoints").exists()
+    (tmp_path / "checkpoints").mkdir()  # of the other run, before its first checkpoint
+    with locked(tmp_path), pytest.raises(FileExistsError, match="another run is writing there"):
+        train(CONFIG, tmp_path, resume=True)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(tiny, tmp_path):
+    config = dataclasses.replace(CONFIG, epochs=1, lr=1e38, warmup_epochs=0)
+    with pytest.raises(FloatingPointError, match=r"step [234]: the loss is (nan|inf)\. The last"):
+        train(config, tmp_path)
+    assert Checkpoints(tmp_path / "checkpoints").latest_step() is None
+    assert train(config, tmp_path, allow_non_finite=True).finished
+
+
+def test_a_parameter_that_is_not_finite_is_named():
+    state = training.TrainState(3, {"w": jnp.ones(2), "b": jnp.array([1.0, jnp.nan])}, {}, ())
+    with pytest.raises(FloatingPointError, match=r"step 3: the parameter \['b'\] is not finite"):
+        module._check_parameters(state, 3)
+
+
+@pytest.mark.parametrize(
+    ("images", "labels", "message"),
+    [
+        (np.zeros((2, 8, 8, 1), np.uint8), [0, 1], "images of dtype uint8"),
+        (
+            np.zeros((2, 8, 9, 1), np.float32),
+            [0, 1],
+            r"images of .* shape \(8, 9, 1\), expected float32",
+        ),
+        (np.zeros((2, 8, 8, 1), np.float32), [0, 4], "labels from 0 to 4, expected 0 to 3"),
+        (np.zeros((2, 8, 8, 1), np.float32), [-1, 3], "labels from -1 to 3"),
+        (np.zeros((2, 8, 8, 1), np.float32), [0.5, 1], "labels of dtype float64"),
+        (np.zeros((2, 8, 8, 1), np.float32), [0], r"labels of .* shape \(1,\)"),
+    ],
+)
+def test_a_batch_of_another_kind_is_refused(images, labels, message):
+    with pytest.raises(ValueError, match=f"tiny: {message}"):
+        check_batch(images, np.asarray(labels), make_dataset())
+
+
+def test_a_record_of_another_version_says_what_to_do(tmp_path):
+    record = {"config": CONFIG.to_json(), "history": {"losses": []}}
+    with pytest.raises(ValueError, match=r"unknown or missing: accuracy, .* train it on with that"):
+        module._resumed(record, CONFIG, tmp_path)
