@@ -1,8 +1,12 @@
 import contextlib
 import importlib.metadata
 import json
+import os
 import pathlib
 import signal
+import subprocess
+import sys
+import time
 
 import jax
 import pytest
@@ -10,7 +14,7 @@ from typer.testing import CliRunner
 
 import jaxcomp
 from jaxcomp import planning
-from jaxcomp.cli import app
+from jaxcomp.cli import _doctor, app
 
 FACTORY = """
 import jax, jax.numpy as jnp
@@ -22,6 +26,14 @@ def make_step(transform, batch):
     model = transform(nnx.eval_shape(lambda: nnx.Sequential(block(), block())))
     step = nnx.jit(nnx.grad(lambda model, x: model(x).sum()))
     return step, (model, jax.ShapeDtypeStruct((batch, 32), jnp.float32))
+
+def failing(transform, batch):
+    if transform.spec == "remat":
+        raise KeyError("of the user")
+    return make_step(transform, batch)
+
+def broken(transform, batch):
+    raise KeyError("of the user")
 
 number = 1
 """
@@ -35,12 +47,13 @@ def run(tmp_path, monkeypatch):
 
 
 def test_a_factory_of_ones_own(run, tmp_path):
-    options = ["--batch", "64", "--target", "cpu", "--capacity", "0.001"]
-    files = ["--json", "table.json", "--html", "page.html"]
+    options = ["--batch", "64", "--target", "cpu", "--capacity", "1MiB"]
+    files = ["--json", "table.json", "--csv", "table.csv", "--html", "page.html"]
     result = run("my_factory:make_step", "plain", "remat", *options, *files)
     assert result.exit_code == 0, result.output
     assert "| plain " in result.output
-    assert "Cheapest row that fits the 1.0 MiB of cpu, by HBM traffic: plain" in result.output
+    assert "Answer: plain. The step fits as it is" in result.output
+    assert (tmp_path / "table.csv").read_text().startswith("row,batch,target,")
     rows = json.loads((tmp_path / "table.json").read_text())["rows"]
     assert [row["row"] for row in rows] == ["plain", "remat"]
     page = (tmp_path / "page.html").read_text()
@@ -100,6 +113,81 @@ def test_failed_rows_are_told(run):
     assert "| fused:bits=4 | failed " in result.stdout
 
 
+def test_errors_of_a_factory_have_its_lines(run):
+    options = ["--batch", "64", "--target", "cpu", "--capacity", "1MiB"]
+    result = run("my_factory:failing", "plain", "remat", *options)
+    assert result.exit_code == 0
+    assert "remat failed: KeyError: 'of the user' (my_factory.py:14 in failing)" in result.stdout
+    options = ["--batch", "64", "--target", "cpu", "--budget", "1MiB"]
+    result = run("my_factory:broken", *options, command="fit")
+    assert result.exit_code == 1
+    assert 'my_factory.py", line 18, in broken' in result.stderr
+    assert "jaxcomp/" not in result.stderr and "KeyError: 'of the user'" in result.stderr
+    result = run("my_factory:broken", *options, "--traceback", command="fit")
+    assert isinstance(result.exception, KeyError)
+
+
+def test_a_missing_extra_is_told_before_anything_is_compiled(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(planning, "fit", None)
+    options = ["--target", "cpu", "--budget", "1GiB", "--png", "plan.png"]
+    result = run("my_factory:make_step", *options, command="fit")
+    assert result.exit_code == 2
+    assert "pip install 'jaxcomp[plot]'" in " ".join(result.output.replace("│", " ").split())
+
+
+def test_lists_need_no_model(run):
+    assert "resnet50\n" in run("--list-models").output
+    targets = run("--list-targets", command="fit").output
+    assert "h100               79.1 GiB" in targets and "v5e " in targets
+
+
+def test_doctor_says_what_is_missing(monkeypatch):
+    monkeypatch.setattr(_doctor, "is_installed", lambda wheel: wheel == "libtpu")
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    output = CliRunner().invoke(app, ["doctor"]).output
+    assert f"jax {jax.__version__}" in output
+    assert "compiler for GPUs      not installed: pip install 'jaxcomp[gpu-aot]'" in output
+    assert "compiler for TPUs      libtpu " in output
+    assert ("removed by XLA for CPU" in output) == (jax.__version_info__ < (0, 12))
+
+
+LONG = """
+import jax, jax.numpy as jnp
+
+def make_step(transform, batch):
+    def total(w, x):
+        for i in range(400):
+            x = jnp.sin(x @ w) + jnp.cos(x @ w.T) * i
+        return x.sum()
+    square = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+    return jax.jit(jax.grad(transform(total))), (square, square)
+"""
+
+
+def test_ctrl_c_while_a_cpu_step_compiles_ends_with_130(tmp_path):
+    (tmp_path / "long.py").write_text(LONG)
+    command = [sys.executable, "-m", "jaxcomp", "memory", "long:make_step", "plain"]
+    path = str(pathlib.Path(__file__).parent.parent)
+    with subprocess.Popen(
+        [*command, "--target", "cpu"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": path, "XLA_FLAGS": ""},
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        children = pathlib.Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        while not children.read_text():
+            assert process.poll() is None
+            time.sleep(0.05)
+        compiler = pathlib.Path(f"/proc/{children.read_text().split()[0]}/stat")
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=20) == (None, "")
+    assert process.returncode == 130
+    with contextlib.suppress(FileNotFoundError):
+        assert compiler.read_text().split()[2] == "Z"  # ended, and not waited for
+
+
 def test_version():
     result = CliRunner().invoke(app, ["--version"])
     assert result.exit_code == 0
@@ -115,17 +203,19 @@ def test_fit_writes_a_plan(run, tmp_path):
     assert result.exit_code == 0, result.output
     plan = planning.FittedPlan.load(tmp_path / "plan.json")
     assert f": JAX {jax.__version__} lays the step out in" in result.output
-    assert str(plan) in result.output
-    if jax.__version_info__ < (0, 12):  # whose plain step keeps an array more
-        assert plan.spec == "remat"
+    assert plan.text("plan.json") in result.output
+    assert "plain: " in result.stderr and "MiB, fits, estimated " in result.stderr
+    assert plan.made["command"]
+    assert plan.name != "plain" and plan.strategy.is_exact
 
 
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        (["--budget", "3"], "a number with a unit"),
+        (["--budget", "3"], "--budget='3': expected a number with a unit"),
+        ([], "--budget=None: the memory of target='cpu' is not known; expected a budget"),
         (["--budget", "1GiB", "--pin", "head"], "expected PATH=CHOICE"),
-        (["--budget", "1GiB", "--action", "guess"], "expected some of"),
+        (["--budget", "1GiB", "--action", "quantise"], "did you mean 'quantize'?"),
     ],
 )
 def test_bad_input_of_fit(run, options, error):
@@ -145,11 +235,19 @@ def test_a_model_by_name(run):
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (["resnet51"], "name='resnet51': expected one of"),
-        (["my_factory:number"], "has no function 'number'"),
-        (["no_such_module:f"], "No module named 'no_such_module'"),
-        (["my_factory:make_step", "plane"], "strategy='plane'"),
-        (["my_factory:make_step", "plain", "--target", "h101"], "target='h101' is unknown"),
+        (["resnet5"], "MODEL='resnet5': expected one of"),
+        (["my_factory:number"], "number is of type int, expected a function"),
+        (["my_factory:nothing"], "has no function 'nothing'"),
+        (
+            ["no_such_module:f"],
+            "No module named 'no_such_module': there is no no_such_module.py in",
+        ),
+        (["my_factory:make_step", "plane"], "ROW='plane' is unknown; did you mean 'plain'?"),
+        (["my_factory:make_step", "remat:bot"], "did you mean 'remat:dots'?"),
+        (["my_factory:make_step", "quantize:4"], "did you mean 'quantize:bits=4'?"),
+        (["my_factory:make_step", "plain", "--target", "h10"], "did you mean 'h100'?"),
+        (["my_factory:make_step", "plain", "--capacity", "11"], "did you mean '11GiB'?"),
+        (["my_factory:make_step", "plain", "--open"], "--open: expected --html FILE"),
         (["my_factory:make_step", "plain", "--json", "no/t.json"], "expected a file in a folder"),
         (["resnet20", "plain", "--image", "0"], "image=0"),
         (["resnet20", "plain", "--batch", "0"], "batch=0"),

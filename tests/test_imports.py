@@ -19,6 +19,7 @@ FLOORS = (
     "planning",
     "models",
     "cli",
+    "__main__",
 )
 # The same for the rooms of `transform`. The modules beside them, which users call, are on top.
 ROOMS = ("_program", "_pieces", "_choice", "_recognition", "_execution", "_nested")

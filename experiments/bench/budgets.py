@@ -27,7 +27,7 @@ def fitted(network: str, target: str, budget: int) -> dict[str, Any]:
     make_step, batch = factory(network)
     start = time.perf_counter()
     try:
-        plan = fit(make_step, batch=batch, budget=budget, target=target)
+        plan = fit(make_step, batch=batch, budget=budget, allowance=0, target=target)
     except DoesNotFitError as error:
         return {"error": str(error), "seconds": time.perf_counter() - start}
     return {

@@ -133,7 +133,7 @@ def fitted(network: str, target: str, fraction: float, rows: dict[str, Any]) -> 
     }
     start = time.perf_counter()
     try:
-        plan = fit(make_step, batch=batch, budget=budget, target=target)
+        plan = fit(make_step, batch=batch, budget=budget, allowance=0, target=target)
     except DoesNotFitError as error:
         return row | {"error": str(error), "seconds": time.perf_counter() - start}
     row["seconds"] = time.perf_counter() - start

@@ -13,6 +13,7 @@ from jaxcomp.memory._flops import jaxpr_flops
 from jaxcomp.memory._kernels import kernels
 from jaxcomp.memory._live_bytes import Timeline, compile_with_timeline
 from jaxcomp.memory._report import MemoryReport
+from jaxcomp.memory._sizes import bytes_of
 from jaxcomp.memory._targets import Target, resolve
 from jaxcomp.memory._tracing import TracedStep, trace
 from jaxcomp.memory._traffic import estimated_cycles, hbm_traffic, host_traffic
@@ -31,7 +32,7 @@ def analyze(
     target: str | None = None,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
-    capacity: int | None = None,
+    capacity: int | str | None = None,
     xla_remat: bool = True,
 ) -> MemoryReport:
     """Compiles a function for a target and reports the memory that it needs.
@@ -62,7 +63,8 @@ def analyze(
             `jax.jit`.
         static_argnums: positions of the arguments that are compile-time constants, as in
             `jax.jit`.
-        capacity: bytes per device that the program may use. The default is 75% of an absent
+        capacity: what the program may use per device: bytes, or text such as "11GiB". The default
+            is 75% of an absent
             GPU's memory (the fraction that JAX preallocates), the limit of the compiler for an
             absent TPU, and the memory limit that JAX reports for an attached device.
         xla_remat: whether XLA may recompute values on its own to save memory, which is its
@@ -115,7 +117,7 @@ class Analysis(NamedTuple):
 def analyze_step(
     step: TracedStep,
     where: Target,
-    capacity: int | None,
+    capacity: int | str | None,
     xla_remat: bool,
     with_timeline: bool = False,
 ) -> Analysis:
@@ -170,24 +172,22 @@ def analyze_step(
     return Analysis(MemoryReport(**figures), timeline, hlo_text)
 
 
-def usable_bytes(target: Target, capacity: int | None) -> int | None:
+def usable_bytes(target: Target, capacity: int | str | None) -> int | None:
     """Returns the bytes per device that a program may use.
 
     Args:
         target: the target.
-        capacity: the caller's limit in bytes, or `None` for the target's own limit.
+        capacity: the caller's limit, bytes or text such as "11GiB", or `None` for the target's own
+            limit.
 
     Returns:
         `capacity` if it is given, else the target's limit; `None` if that is not known.
 
     Raises:
-        ValueError: if `capacity` is not a positive integer.
+        TypeError: if `capacity` is neither an integer nor text.
+        ValueError: if it is not positive, or is text without a known unit.
     """
-    if capacity is None:
-        return target.usable_bytes
-    if not isinstance(capacity, int) or capacity <= 0:
-        raise ValueError(f"capacity={capacity!r}: expected a positive number of bytes")
-    return capacity
+    return target.usable_bytes if capacity is None else bytes_of("capacity", capacity)
 
 
 def _declared(step: TracedStep) -> int | None:

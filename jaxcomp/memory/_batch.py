@@ -16,7 +16,7 @@ def max_batch(
     target: str | None = None,
     *,
     multiple: int = 1,
-    capacity: int | None = None,
+    capacity: int | str | None = None,
     xla_remat: bool = False,
 ) -> int:
     """Finds the largest batch whose step fits a target, by a few compilations.
@@ -31,8 +31,8 @@ def max_batch(
         target: a target's name, as in `analyze`. The default is the attached device.
         multiple: a positive integer that must divide the batch, for example the number of
             devices.
-        capacity: bytes per device that the program may use. The default is the target's own
-            limit, as in `analyze`.
+        capacity: what the program may use per device: bytes, or text such as "11GiB". The default
+            is the target's own limit, as in `analyze`.
         xla_remat: whether XLA may recompute values on its own to save memory. A larger batch may
             then fit, but its step is slower. Memory is then not linear in the batch, and the
             search may need more compilations.

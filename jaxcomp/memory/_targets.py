@@ -13,10 +13,12 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxcomp.memory._gpus import GPUS, Gpu, target_config
+from jaxcomp.memory._words import did_you_mean
 
 # The fraction of GPU memory that JAX preallocates if XLA_CLIENT_MEM_FRACTION is not set.
 _GPU_FRACTION = 0.75
 _GPUS_PER_HOST = 8
+_ALLOWANCE = 96 * 2**20  # of a GPU, docs/benchmarks.md
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +89,9 @@ class Target:
             second and direction; `None` if it is not known.
         device_kind: the name that the driver of an absent GPU would report.
         clock: the clock rate of an absent TPU in cycles per second; `None` if it is not known.
+        allowance_bytes: what a step uses beside XLA's buffers: workspaces of libraries and
+            fragmentation. On a GPU it is the most that was measured, on an H200. The compiler for
+            TPUs counts all that a program uses.
         vector_operations_per_second: the peak throughput of elementwise float32 operations of one
             absent GPU: lanes times clock rate; `None` if it is not known.
     """
@@ -103,6 +108,7 @@ class Target:
     link_bandwidth: int | None = None
     device_kind: str | None = None
     clock: float | None = None
+    allowance_bytes: int = 0
     vector_operations_per_second: float | None = None
 
 
@@ -156,7 +162,10 @@ def resolve(name: str | None = None) -> Target:
     for tpu in TPUS:
         if tpu.name == kind:
             return _tpu(name, tpu, *size)
-    raise ValueError(f"target={name!r} is unknown; expected one of {', '.join(targets())}")
+    raise ValueError(
+        f"target={name!r} is unknown{did_you_mean(name, targets())}; expected one of "
+        f"{', '.join(targets())}"
+    )
 
 
 def mesh(
@@ -212,7 +221,10 @@ def _attached(name: str) -> Target:
     """Returns the target of an attached platform. JAX reports its memory limit, except on CPU."""
     device = jax.local_devices(backend=name)[0]
     limit = (device.memory_stats() or {}).get("bytes_limit")
-    return Target(name, name, attached=True, devices=1, usable_bytes=limit)
+    allowance = _ALLOWANCE if device.platform == "gpu" else 0
+    return Target(
+        name, name, attached=True, devices=1, usable_bytes=limit, allowance_bytes=allowance
+    )
 
 
 def _gpu(name: str, gpu: Gpu, count: str = "1") -> Target:
@@ -242,6 +254,7 @@ def _gpu(name: str, gpu: Gpu, count: str = "1") -> Target:
         flops_per_second=gpu.tensor_tflops * 1e12,
         link_bandwidth=gpu.link_bandwidth,
         device_kind=gpu.device_kind,
+        allowance_bytes=_ALLOWANCE,
         vector_operations_per_second=gpu.cores * gpu.fpus_per_core * gpu.clock_ghz * 1e9,
     )
 

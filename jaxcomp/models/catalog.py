@@ -5,6 +5,7 @@ from typing import Any
 from flax import nnx
 from jax.typing import DTypeLike
 
+from jaxcomp.memory._words import did_you_mean
 from jaxcomp.models import resmlp, resnet
 from jaxcomp.policies import PolicyLike
 
@@ -22,7 +23,7 @@ def names() -> list[str]:
 def check_name(name: str) -> None:
     """Raises a ValueError if no model has this name."""
     if name not in names():
-        raise ValueError(f"name={name!r}: expected one of {names()}")
+        raise ValueError(f"name={name!r}: expected one of {names()}{did_you_mean(name, names())}")
 
 
 def create(

@@ -3,10 +3,10 @@
 import math
 
 from jaxcomp.memory._live_bytes import format_bytes
-from jaxcomp.planning._compiled import Compiled
 from jaxcomp.planning._fitted import FittedPlan, Part
 from jaxcomp.planning._groups import Groups, is_in
 from jaxcomp.planning._search import Candidate, Search
+from jaxcomp.planning._verdict import Room, explain
 from jaxcomp.policies._policy import Policy
 
 
@@ -14,13 +14,17 @@ class DoesNotFitError(ValueError):
     """The arguments of a step, or all strategies that were compiled, do not fit the budget."""
 
 
-def answer(search: Search) -> FittedPlan:
-    """Returns the fastest strategy that was compiled and fits.
+def answer(search: Search, budget: int) -> FittedPlan:
+    """Returns the strategy that the verdict chooses of what was compiled and fits.
+
+    Args:
+        search: What was compiled. Its budget is without the allowance.
+        budget: The budget.
 
     Raises:
         DoesNotFitError: If nothing fits.
     """
-    best = search.best()
+    best = search.answer()
     if best is None:
         raise _does_not_fit(search)
     strategy, result = best.strategy, best.result
@@ -39,7 +43,8 @@ def answer(search: Search) -> FittedPlan:
     return FittedPlan(
         target=search.target.name,
         batch=search.batch,
-        budget_bytes=search.budget,
+        budget_bytes=budget,
+        allowance_bytes=budget - search.budget,
         name=best.name,
         policy=policy,
         spec="" if policy is not None else strategy.spec,
@@ -57,16 +62,7 @@ def answer(search: Search) -> FittedPlan:
             for group, action in sorted(assignment.items())
         ),
         frontier=tuple(
-            Compiled(
-                c.name,
-                c.result.report.total_bytes or 0,
-                1e3 * c.result.seconds,
-                search.fits(c.result),
-                not c.is_noisy,
-                search.noise_of(c),
-                None if c.measured is None else 1e3 * c.measured,
-            )
-            for c in sorted(search.found, key=lambda c: c.result.seconds)
+            search.compiled(c) for c in sorted(search.found, key=lambda c: c.result.seconds)
         ),
         binding=(
             f"the peak is in the {where}: {format_bytes(saved)} of saved activations, "
@@ -74,8 +70,18 @@ def answer(search: Search) -> FittedPlan:
         ),
         errors=tuple(search.errors),
         noise=noise,
+        verdict=_verdict(search, best, budget),
         notes=tuple(notes),
     )
+
+
+def _verdict(search: Search, chosen: Candidate, budget: int) -> str:
+    if chosen.measured is not None:
+        return f"Answer: {chosen.name}, which took the least time of what fits and was run."
+    room = Room(budget, budget - search.budget, search.target.name)
+    plain = next(c for c in search.found if c.strategy.is_plain)
+    kept = [*search.fitting(), *([] if search.fits(plain.result) else [plain])]
+    return explain([search.option(c) for c in kept], room)
 
 
 def _action(candidate: Candidate, group: str, groups: Groups) -> str:

@@ -1,22 +1,34 @@
 """`compare`: one training step by several strategies, in one table."""
 
+import csv
 import dataclasses
+import io
 import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
+from rich import box
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
 from jaxcomp.memory._analyze import analyze_step, usable_bytes
 from jaxcomp.memory._batch import max_batch
 from jaxcomp.memory._compiling import CompileError
 from jaxcomp.memory._live_bytes import Timeline, format_bytes
-from jaxcomp.memory._report import NOT_GIVEN, MemoryReport, format_seconds, known
+from jaxcomp.memory._report import MemoryReport, format_seconds, known
 from jaxcomp.memory._targets import resolve
+from jaxcomp.planning._fit import allowance_of
+from jaxcomp.planning._provenance import provenance
 from jaxcomp.planning._strategies import Strategy
+from jaxcomp.planning._users_frames import place
+from jaxcomp.planning._verdict import ERROR, TRAFFIC_ERROR, Option, Room, choose, explain
 from jaxcomp.planning._watched import MakeStep, trace_step
 from jaxcomp.policies import PolicyLike
 
+_NOT_GIVEN = "not given"
 HEADER = (
     "row",
     "declared",
@@ -43,9 +55,11 @@ class Row:
         report: what the compiler made of it; None if it failed.
         max_batch: the largest batch that fits; None if it was not asked for.
         timeline: which buffers are alive when; None if it was not asked for.
-        error: what the compiler failed with, or None.
+        error: what the compiler or the step factory failed with, or None.
         undisturbed: of the plain step, the report without XLA's own recomputation; None if XLA
             recomputes nothing. The table's ratios are to this report.
+        exception: the exception of `error`, with its traceback.
+        strategy: the strategy; None stands for that of the name.
     """
 
     name: str
@@ -55,6 +69,8 @@ class Row:
     timeline: Timeline | None = None
     error: str | None = None
     undisturbed: MemoryReport | None = None
+    exception: Exception | None = dataclasses.field(default=None, compare=False)
+    strategy: Strategy | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the row's figures by name.
@@ -70,39 +86,78 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The rows of a table; prints as Markdown, with a last line that names the cheapest that fits.
+    """The rows of a table; prints as Markdown, with a last line that says which row to use.
+
+    On a terminal, `rich.print` shows five columns.
 
     Attributes:
         target: the target's name.
         usable_bytes: what a step may use of its memory.
         rows: in the order asked for.
+        allowance_bytes: what of it is left for all but XLA's buffers.
+        made: the date, the command and the versions of packages that made the table.
     """
 
     target: str
     usable_bytes: int | None
     rows: tuple[Row, ...]
+    allowance_bytes: int = 0
+    made: dict[str, str] = dataclasses.field(default_factory=provenance)
 
-    def cheapest(self) -> Row | None:
-        """Returns the row of the least estimated time among those that fit.
+    def answer(self) -> Row | None:
+        """Returns the row to use, as the last line says; None if none is known to fit."""
+        options, _, error = self._costs()
+        chosen = choose(options, self._room, error)
+        return next((row for row in self.rows if chosen and row.name == chosen.name), None)
 
-        It is None if none is known to fit.
+    def verdict(self) -> str:
+        """Returns which row to use, and why."""
+        options, figure, error = self._costs()
+        return explain(options, self._room, error, figure)
 
-        Where no time is known, as on an attached device, the row of the least HBM traffic.
-        """
-        for figure in "estimated_seconds", "hbm_traffic_bytes":
-            fitting = [
-                (cost, i)
-                for i, row in enumerate(self.rows)
-                if row.report and row.report.fits
-                if (cost := getattr(row.report, figure)) is not None
-            ]
-            if fitting:
-                return self.rows[min(fitting)[1]]
-        return None
+    @property
+    def _room(self) -> Room:
+        return Room(self.usable_bytes, self.allowance_bytes, self.target)
+
+    def _figure(self) -> str:
+        """Returns the figure by which rows are compared: the time, if it is known."""
+        reports = [row.report for row in self.rows if row.report]
+        timed = any(report.estimated_seconds is not None for report in reports)
+        return "estimated_seconds" if timed else "hbm_traffic_bytes"
+
+    def _costs(self) -> tuple[list[Option], str, float]:
+        """Returns the compiled rows, by estimated time or by HBM traffic, and the error of that."""
+        figure = self._figure()
+        timed = figure == "estimated_seconds"
+        options = []
+        for row in self.rows:
+            if row.report and row.report.total_bytes is not None:
+                strategy = row.strategy or Strategy.parse(row.name)
+                unchanged = strategy.is_unchanged and not row.report.xla_recomputes
+                total, cost = row.report.total_bytes, getattr(row.report, figure)
+                options.append(Option(row.name, total, cost, strategy.is_exact, unchanged))
+        return options, "time" if timed else "HBM traffic", ERROR if timed else TRAFFIC_ERROR
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the target and the rows by name."""
-        return {"target": self.target, "rows": [row.to_dict() for row in self.rows]}
+        """Returns how the table was made, the target, the verdict and the rows, by name."""
+        return {
+            "made": self.made,
+            "target": self.target,
+            "usable_bytes": self.usable_bytes,
+            "allowance_bytes": self.allowance_bytes,
+            "verdict": self.verdict(),
+            "rows": [row.to_dict() for row in self.rows],
+        }
+
+    def to_csv(self) -> str:
+        """Returns the figures as CSV, a line for each row."""
+        rows = [row.to_dict() | {"undisturbed": None} for row in self.rows]
+        names = list(dict.fromkeys(name for row in rows for name in row if name != "undisturbed"))
+        text = io.StringIO()
+        writer = csv.DictWriter(text, names, extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+        return text.getvalue()
 
     def to_json(self) -> str:
         """Returns `to_dict` as JSON."""
@@ -110,8 +165,7 @@ class Comparison:
 
     def __str__(self) -> str:
         """Returns a Markdown table with human units."""
-        plain = next((row for row in self.rows if row.name == "plain"), None)
-        base = None if plain is None else plain.undisturbed or plain.report
+        _, base = self._plain()
         table = [HEADER, *(_cells(row, base) for row in self.rows)]
         widths = [max(len(cells[i]) for cells in table) for i in range(len(HEADER))]
         table.insert(1, tuple("-" * width for width in widths))
@@ -119,6 +173,32 @@ class Comparison:
             "| " + " | ".join(c.ljust(w) for c, w in zip(cells, widths, strict=True)) + " |"
             for cells in table
         ]
+        return "\n".join([*lines, "", *self._notes(), self.verdict()])
+
+    def __rich__(self) -> Group:
+        """Returns a table of five columns for a terminal."""
+        _, base = self._plain()
+        answer = self.answer()
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column("row", overflow="fold")
+        figure = self._figure()
+        cost = "time / plain" if figure == "estimated_seconds" else "traffic / plain"
+        for name in ("needs", "/ plain", cost, "fits"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for row in self.rows:
+            style = "bold" if answer is not None and row.name == answer.name else None
+            table.add_row(*map(Text, _five_cells(row, base, self._room, figure)), style=style)
+        texts = [Text(line) for line in [*self._notes(), self.verdict()]]
+        return Group(table, *texts)
+
+    def _plain(self) -> tuple[Row | None, MemoryReport | None]:
+        """Returns the plain row, and the report that ratios are to."""
+        plain = next((row for row in self.rows if row.name == "plain"), None)
+        return plain, None if plain is None else plain.undisturbed or plain.report
+
+    def _notes(self) -> list[str]:
+        """Returns lines on copies to the host, flags, XLA's recomputation and failed rows."""
+        plain, _ = self._plain()
         on_host = [
             f"{row.name}: {format_bytes(row.report.host_temp_bytes)} in the host's memory"
             for row in self.rows
@@ -129,9 +209,8 @@ class Comparison:
             if row.report and row.report.xla_flag:
                 names.setdefault(row.report.xla_flag, []).append(row.name)
         flags = [f"{', '.join(of)}: compiled with {flag}" for flag, of in names.items()]
-        failed = [f"{row.name}: {row.error}" for row in self.rows if row.error]
-        notes = [*on_host, *flags, *self._recomputed(plain), *failed]
-        return "\n".join([*lines, "", *notes, self._verdict()])
+        failed = [f"{row.name} failed: {row.error}{_place(row)}" for row in self.rows if row.error]
+        return [*on_host, *flags, *self._recomputed(plain), *failed]
 
     def _repr_markdown_(self) -> str:
         """Returns what notebooks show."""
@@ -147,21 +226,6 @@ class Comparison:
             line += f"; ratios are to the plain step without that, {total}"
         return [line]
 
-    def _verdict(self) -> str:
-        if self.usable_bytes is None:
-            return f"What fits on {self.target} is not known: give a capacity."
-        room = f"{format_bytes(self.usable_bytes)} of {self.target}"
-        row = self.cheapest()
-        if row is not None and row.report is not None:
-            by = "HBM traffic" if row.report.estimated_seconds is None else "estimated time"
-            return f"Cheapest row that fits the {room}, by {by}: {row.name}"
-        fitting = [row.name for row in self.rows if row.report and row.report.fits]
-        if fitting:
-            return f"Fit the {room}, with HBM traffic that is not known: {', '.join(fitting)}"
-        if not any(row.report for row in self.rows):
-            return "No row could be compiled."
-        return f"No row fits the {room}."
-
 
 def compare(
     make_step: MakeStep,
@@ -169,7 +233,8 @@ def compare(
     *,
     batch: int,
     target: str | None = None,
-    capacity: int | None = None,
+    capacity: int | str | None = None,
+    allowance: int | str | None = None,
     xla_remat: bool = True,
     largest_batch: bool = False,
     timelines: bool = False,
@@ -192,7 +257,10 @@ def compare(
             them the table has ratios to it.
         batch: the batch size.
         target: as in `analyze`.
-        capacity: bytes that the program may use, as in `analyze`.
+        capacity: what the program may use, as in `analyze`: bytes, or text such as "11GiB".
+        allowance: what of that is left for all but XLA's buffers, such as workspaces of libraries:
+            bytes or text. By default 96 MiB of a GPU, the most that was measured, and nothing
+            elsewhere.
         xla_remat: as in `analyze`. Rows in which XLA recomputes values on its own are marked, and
             the plain step is compiled without that, too, for the ratios.
         largest_batch: whether each row's largest batch that fits is looked for too, by further
@@ -232,6 +300,7 @@ def compare(
         strategy.check_batch(batch)
     where = resolve(target)
     usable = usable_bytes(where, capacity)
+    kept_free = allowance_of(allowance, where)
     if largest_batch and usable is None:
         raise ValueError(f"target={where.name!r}: its memory is not known; give a capacity")
 
@@ -239,30 +308,51 @@ def compare(
         traced, _ = trace_step(make_step, strategy, batch, where)
         report, timeline, _ = analyze_step(traced, where, capacity, xla_remat, timelines)
         largest = None
-        if largest_batch:
+        if largest_batch and usable is not None:
             make = partial(make_step, strategy)
             largest = max_batch(
                 make,
                 target,
                 multiple=strategy.micro_batches,
-                capacity=capacity,
+                capacity=usable - kept_free,
                 xla_remat=xla_remat,
             )
         undisturbed = None
         if strategy.is_plain and report.xla_recomputes:
             undisturbed = analyze_step(traced, where, capacity, xla_remat=False).report
-        return Row(strategy.spec, batch, report, largest, timeline, undisturbed=undisturbed)
+        return Row(
+            *(strategy.spec, batch, report, largest, timeline, None, undisturbed, None),
+            strategy,
+        )
 
+    def table() -> Comparison:
+        rows = tuple(_without_copies(strategies, done))
+        return Comparison(where.name, usable, rows, kept_free, made)
+
+    made = provenance()
     done: list[Row] = []
     for strategy in strategies:
         with progress(strategy.spec):
             try:
                 done.append(row(strategy))
-            except (CompileError, ValueError, TypeError) as error:  # JAX's own are TypeErrors
-                done.append(Row(strategy.spec, batch, None, error=str(error)))
+            except Exception as error:  # of the user's code, too: the other rows are of use
+                failed = Row(strategy.spec, batch, None, error=_text(error), exception=error)
+                done.append(dataclasses.replace(failed, strategy=strategy))
         if save is not None:
-            save(Comparison(where.name, usable, tuple(_without_copies(strategies, done))))
-    return Comparison(where.name, usable, tuple(_without_copies(strategies, done)))
+            save(table())
+    return table()
+
+
+def _text(error: Exception) -> str:
+    """Returns the message of an error, after the name of its class where that tells more."""
+    kinds = (ValueError, TypeError, CompileError, ImportError)
+    text = str(error)
+    return text if isinstance(error, kinds) and text else f"{type(error).__name__}: {text}"
+
+
+def _place(row: Row) -> str:
+    where = "" if row.exception is None else place(row.exception)
+    return f" ({where})" if where else ""
 
 
 def _without_copies(strategies: Sequence[Strategy], rows: Sequence[Row]) -> list[Row]:
@@ -312,19 +402,36 @@ def _cells(row: Row, plain: MemoryReport | None) -> tuple[str, ...]:
         _ratio(total, plain, "total_bytes"),
         known(traffic, _mebibytes),
         _ratio(traffic, plain, "hbm_traffic_bytes"),
-        format_seconds(report.estimated_seconds),
+        _NOT_GIVEN
+        if report.estimated_seconds is None
+        else format_seconds(report.estimated_seconds),
         _ratio(report.estimated_seconds, plain, "estimated_seconds"),
-        NOT_GIVEN if report.compile_seconds is None else f"{report.compile_seconds:.0f}",
+        _NOT_GIVEN if report.compile_seconds is None else f"{report.compile_seconds:.0f}",
         "" if row.max_batch is None else str(row.max_batch),
     )
 
 
+def _five_cells(row: Row, plain: MemoryReport | None, room: Room, figure: str) -> tuple[str, ...]:
+    report = row.report
+    if report is None or report.total_bytes is None:
+        return row.name, "failed" if report is None else "", "", "", ""
+    fits, cost = room.fits(report.total_bytes), getattr(report, figure)
+    free = (room.usable_bytes or 0) - room.allowance_bytes - report.total_bytes
+    return (
+        f"{row.name} *" if report.xla_recomputes else row.name,
+        format_bytes(report.total_bytes),
+        "" if plain is None else _ratio(report.total_bytes, plain, "total_bytes"),
+        "" if plain is None or cost is None else _ratio(cost, plain, figure),
+        "" if fits is None else f"{format_bytes(abs(free))} {'free' if fits else 'short'}",
+    )
+
+
 def _mebibytes(count: int | None) -> str:
-    return NOT_GIVEN if count is None else f"{count / 2**20:,.1f} MiB"
+    return _NOT_GIVEN if count is None else f"{count / 2**20:,.1f} MiB"
 
 
 def _ratio(count: float | None, plain: MemoryReport | None, figure: str) -> str:
     if plain is None:
         return "no plain row"
     of = getattr(plain, figure)
-    return NOT_GIVEN if count is None or of is None else f"{count / of:.2f}"
+    return _NOT_GIVEN if count is None or of is None else f"{count / of:.2f}"

@@ -2,13 +2,12 @@
 
 import collections
 import dataclasses
+import html
 import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import jax
 
 from jaxcomp._core import table
 from jaxcomp.memory._analyze import analyze_step
@@ -18,12 +17,13 @@ from jaxcomp.memory._targets import resolve
 from jaxcomp.planning._compiled import Compiled
 from jaxcomp.planning._groups import Groups, bits_of
 from jaxcomp.planning._probe import declared_bytes, trace_scoped
+from jaxcomp.planning._provenance import provenance
 from jaxcomp.planning._strategies import Strategy
 from jaxcomp.planning._watched import MakeStep
 from jaxcomp.policies._policy import Policy
 from jaxcomp.transform._plan import without_indices
 
-_VERSION = 1
+_VERSION = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Part:
     noise: float | None = None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class FittedPlan:
     """A strategy that fits a budget of memory, as compiled; prints as a table.
 
@@ -70,8 +70,10 @@ class FittedPlan:
         noise: Standard deviation that codes add to the gradient, as a part of that of SGD; the sum
             of what was measured for the groups. None if it was not measured.
         errors: The error of the estimated bytes of each plan that was compiled, as a fraction.
-        compiler: The version of JAX.
         notes: Remarks.
+        allowance_bytes: What of the budget is left for all but XLA's buffers.
+        verdict: Why it is chosen.
+        made: The date, the command and the versions of packages that made the plan.
     """
 
     target: str
@@ -88,8 +90,10 @@ class FittedPlan:
     binding: str
     noise: float | None = None
     errors: tuple[float, ...] = ()
-    compiler: str = f"JAX {jax.__version__}"
     notes: tuple[str, ...] = ()
+    allowance_bytes: int = 0
+    verdict: str = ""
+    made: dict[str, str] = dataclasses.field(default_factory=provenance)
 
     @property
     def strategy(self) -> Strategy:
@@ -100,9 +104,14 @@ class FittedPlan:
 
     def __str__(self) -> str:
         """Returns tables of the groups, repeated blocks in one row, and of what was compiled."""
+        return self.text()
+
+    def text(self, file: str | Path | None = None) -> str:
+        """Returns what `print` shows, for a plan that was saved to a file."""
         lines = [
-            f"{self.name}: {self.compiler} lays the step out in {format_bytes(self.total_bytes)} "
-            f"of {format_bytes(self.budget_bytes)} on {self.target}, batch {self.batch}"
+            f"{self.name}: JAX {self.made.get('jax', '')} lays the step out in "
+            f"{format_bytes(self.total_bytes)} of {format_bytes(self.budget_bytes)} on "
+            f"{self.target}, batch {self.batch}"
         ]
         if self.parts:
             lines += ["", *table.lines(_rows(self.parts), right=(2, 3, 4, 5))]
@@ -121,7 +130,50 @@ class FittedPlan:
         lines += ["", *table.lines(rows, right=(1, 2, 3, 4)), self.binding, *self._steps()]
         if self.noise is not None:
             lines.append(f"estimated noise of the gradient: {self.noise:.3f} of SGD's")
-        return "\n".join([*lines, *self.notes])
+        lines += [*self.notes, "", *([self.verdict] if self.verdict else []), *self.usage(file)]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """Returns what notebooks show."""
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+    def __repr__(self) -> str:
+        """Returns one line."""
+        return (
+            f"FittedPlan({self.name!r}: {format_bytes(self.total_bytes)} of "
+            f"{format_bytes(self.budget_bytes)} on {self.target}, batch {self.batch}, "
+            f"{len(self.frontier)} compiled)"
+        )
+
+    def usage(self, file: str | Path | None = None) -> list[str]:
+        r"""Returns lines that say how to apply the plan.
+
+        Args:
+            file: Where the plan was saved; without it the lines assume the object `plan`.
+
+        Example:
+            >>> def usage(spec, micro_batches):
+            ...     figures = (48, "plan 1", None, spec, micro_batches, 32, 1.0, (), (), "")
+            ...     return FittedPlan("cpu", 8, *figures).usage()
+            >>> print(*usage("remat:14", 1), sep="\n")
+            Apply it:
+                strategy = jc.planning.Strategy.parse('remat:14')
+                model = strategy(model)
+            >>> usage("plain", 1)
+            []
+        """
+        lines = []
+        if self.policy is not None and file is None:
+            lines.append("model = plan.strategy(model)")
+        elif self.policy is not None:
+            lines.append(f"plan = jc.planning.FittedPlan.load({str(file)!r})")
+            lines.append("model = plan.strategy(model)")
+        elif not self.strategy.is_plain and self.spec != f"accumulate:{self.micro_batches}":
+            lines.append(f"strategy = jc.planning.Strategy.parse({self.spec!r})")
+            lines.append("model = strategy(model)")
+        if self.micro_batches > 1:
+            lines.append(f"# split the batch of the step into {self.micro_batches} parts")
+        return ["Apply it:", *(f"    {line}" for line in lines)] if lines else []
 
     def _steps(self) -> list[str]:
         """Returns the next faster and the next smaller one of what was compiled."""
@@ -141,8 +193,10 @@ class FittedPlan:
 
     def to_json(self) -> str:
         """Returns the plan as JSON text, which `from_json` reads."""
-        fields = dataclasses.asdict(self) | {"policy": self.policy and self.policy.to_json()}
-        return json.dumps({"version": _VERSION} | fields, indent=1)
+        fields = dataclasses.asdict(self)
+        fields["policy"] = self.policy and json.loads(self.policy.to_json())
+        first = {"version": _VERSION, "made": fields.pop("made")}
+        return json.dumps(first | fields, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> "FittedPlan":
@@ -153,14 +207,19 @@ class FittedPlan:
         """
         try:
             fields: dict[str, Any] = json.loads(text)
-            if fields.pop("version") != _VERSION:
-                raise ValueError(f"expected version {_VERSION}")
+            version = fields.pop("version")
+            if version == 1:
+                fields["made"] = {"jax": fields.pop("compiler").removeprefix("JAX ")}
+            elif version == _VERSION:
+                fields["policy"] = fields["policy"] and json.dumps(fields["policy"])
+            else:
+                raise ValueError(f"version {version!r}, expected {_VERSION} or 1")
             fields["policy"] = fields["policy"] and Policy.from_json(fields["policy"])
             fields["parts"] = tuple(Part(**part) for part in fields["parts"])
             fields["frontier"] = tuple(Compiled(**point) for point in fields["frontier"])
             fields["errors"], fields["notes"] = tuple(fields["errors"]), tuple(fields["notes"])
             return cls(**fields)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except Exception as error:  # of what a file may hold
             raise ValueError(f"text: expected JSON of FittedPlan.to_json: {error!r}") from error
 
     def save(self, file: str | Path) -> None:

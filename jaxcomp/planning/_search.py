@@ -11,13 +11,14 @@ from typing import Any
 from jaxcomp.memory._compiling import fingerprint
 from jaxcomp.memory._targets import Target
 from jaxcomp.memory._tracing import TracedStep
+from jaxcomp.planning._compiled import Compiled
 from jaxcomp.planning._groups import Groups
 from jaxcomp.planning._measured import measured_seconds
 from jaxcomp.planning._noise import Noise
 from jaxcomp.planning._probe import Probe, declared_bytes, probe, trace_scoped
 from jaxcomp.planning._strategies import Strategy
+from jaxcomp.planning._verdict import Option, Room, choose
 from jaxcomp.planning._watched import MakeStep
-from jaxcomp.policies._policy import has_codecs
 
 _CORES = 2  # of a compilation
 _MOST = 64
@@ -45,7 +46,7 @@ class Candidate:
     @property
     def is_noisy(self) -> bool:
         """Whether it encodes values, so that its gradient has noise."""
-        return self.strategy.policy is not None and has_codecs(self.strategy.policy)
+        return not self.strategy.is_exact
 
 
 @dataclasses.dataclass
@@ -68,6 +69,7 @@ class Search:
         found: What was compiled.
         errors: The error of the estimated bytes of each plan, as a fraction.
         notes: What was not tried, and why.
+        report: Is called with each strategy that was compiled.
     """
 
     make_step: MakeStep
@@ -84,6 +86,7 @@ class Search:
     found: list[Candidate] = dataclasses.field(default_factory=list)
     errors: list[float] = dataclasses.field(default_factory=list)
     notes: list[str] = dataclasses.field(default_factory=list)
+    report: Callable[[Compiled], Any] | None = None
 
     def compile(
         self, name: str, strategy: Strategy, assignment: Mapping[str, str] | None = None
@@ -93,6 +96,8 @@ class Search:
             traced = self.ready.pop(strategy.spec, None) or self._traced_for(strategy)
             result = self._probe(*traced)
         self.found.append(Candidate(name, strategy, result, assignment))
+        if self.report is not None:
+            self.report(self.compiled(self.found[-1]))
         return result
 
     def _traced_for(self, strategy: Strategy) -> tuple[TracedStep, bool]:
@@ -161,6 +166,36 @@ class Search:
             and self.is_quiet(c)
         ]
         return sorted(found, key=lambda c: (c.result.seconds, c.is_noisy))
+
+    def compiled(self, candidate: Candidate) -> Compiled:
+        """Returns the figures of a candidate."""
+        return Compiled(
+            candidate.name,
+            candidate.result.report.total_bytes or 0,
+            1e3 * candidate.result.seconds,
+            self.fits(candidate.result),
+            not candidate.is_noisy,
+            self.noise_of(candidate),
+            None if candidate.measured is None else 1e3 * candidate.measured,
+        )
+
+    def option(self, candidate: Candidate) -> Option:
+        """Returns a candidate as an option of the verdict."""
+        return Option(
+            candidate.name,
+            candidate.result.report.total_bytes or 0,
+            candidate.result.seconds,
+            not candidate.is_noisy,
+            candidate.strategy.is_unchanged,
+        )
+
+    def answer(self) -> Candidate | None:
+        """Returns what is chosen of what fits: by measured times if some were run."""
+        fitting = self.fitting()
+        if any(candidate.measured is not None for candidate in fitting):
+            return self.best()
+        chosen = choose([self.option(c) for c in fitting], Room(self.budget, 0, self.target.name))
+        return next((c for c in fitting if chosen is not None and c.name == chosen.name), None)
 
     def best(self) -> Candidate | None:
         """Returns the fastest that fits.

@@ -10,10 +10,11 @@ import numpy as np
 from flax import linen, nnx
 
 from jaxcomp.codecs import Codec
+from jaxcomp.memory._words import did_you_mean
 from jaxcomp.planning._remat import encode_boundaries, remat_blocks
-from jaxcomp.policies._policy import JaxPolicy, Policy
+from jaxcomp.policies._policy import JaxPolicy, Policy, has_codecs
 from jaxcomp.policies._rule import REGION, Rule
-from jaxcomp.policies._specs import PolicyLike, from_spec, policy_for_model, read
+from jaxcomp.policies._specs import PolicyLike, from_spec, names, policy_for_model, read
 from jaxcomp.transform._checkpoint import checkpoint
 from jaxcomp.transform._compress import compress
 
@@ -163,10 +164,16 @@ class Strategy:
                 return cls(spec, remat=True, block_codec=codec)
             return cls(spec, policy=from_spec(spec))
         except ValueError as error:
+            if name in (*names(), "offload", "boundary"):
+                raise ValueError(f"strategy={spec!r}: {error}") from error
+            known = ["plain", "open", "accumulate", "boundary", *_REMAT, *names()]
+            meant = did_you_mean(spec, known) or did_you_mean(name, known)
+            if name == "remat" and argument:
+                meant = f": {error}" if argument.partition(":")[0] in names() else meant
             raise ValueError(
-                f"strategy={spec!r}: expected plain, open, {', '.join(_REMAT)}, remat:N (N=1 or "
-                "more blocks), remat:N+weights:M, boundary:CODEC, accumulate:N, or the "
-                f"spec of a recipe or codec: {error}"
+                f"strategy={spec!r} is unknown{meant}; expected plain, open, {', '.join(_REMAT)}, "
+                "remat:N (N=1 or more blocks), remat:N+weights:M, boundary:CODEC, accumulate:N, or "
+                f"a policy ({', '.join(names())})"
             ) from error
 
     @property
@@ -176,6 +183,25 @@ class Strategy:
             rule.action == "keep" for rule in self.policy.rules
         )
         return (self.policy is None or keeps) and self.micro_batches == 1 and not self.remat
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether nothing is encoded, recomputed or split: the plain step, its regions open or not.
+
+        Regions are what the author put under `jax.checkpoint`.
+        """
+        if self.micro_batches > 1 or self.remat:
+            return False
+        if not isinstance(self.policy, Policy):
+            return self.policy is None
+        actions = {rule.action for rule in self.policy.rules}
+        return "open" in actions and actions <= {"keep", "open"}
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether nothing is encoded, so that the gradient is that of the model as it is."""
+        encodes = self.policy is not None and has_codecs(self.policy)
+        return not encodes and self.block_codec is None
 
     def __call__(self, model: M) -> M:
         """Applies the strategy to a model.

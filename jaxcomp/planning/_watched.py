@@ -1,6 +1,7 @@
 """A step traced by a factory that is watched: what it did with the strategy that it was given."""
 
 import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -63,6 +64,33 @@ class _Watched(Strategy):
             )
 
 
+def _made(make_step: MakeStep, strategy: Strategy, batch: int) -> tuple[Any, tuple[Any, ...]]:
+    """Returns the step and its arguments.
+
+    Raises:
+        TypeError: If the factory takes or returns something else.
+    """
+    if not callable(make_step):
+        raise TypeError(f"make_step={make_step!r}: expected a function of (transform, batch)")
+    try:
+        signature = inspect.signature(make_step)
+        signature.bind(strategy, batch)
+    except ValueError:  # it has no signature
+        pass
+    except TypeError:
+        raise TypeError(
+            f"make_step: expected a function of (transform, batch), this one takes {signature}"
+        ) from None
+    made: Any = make_step(strategy, batch)
+    if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[1], tuple | list):
+        got = f"{len(made)} values" if isinstance(made, tuple) else f"{type(made).__name__}"
+        raise TypeError(
+            f"make_step returned {got}, expected (step, arguments), as (step, (model, batch)): put "
+            "all arguments of the step into one tuple"
+        )
+    return made[0], tuple(made[1])
+
+
 def trace_step(
     make_step: MakeStep,
     strategy: Strategy,
@@ -83,11 +111,12 @@ def trace_step(
         The step, and the models that the factory applied the strategy to.
 
     Raises:
+        TypeError: If the factory takes or returns something else.
         ValueError: If the factory does not do what the strategy asks for.
     """
     copied = {f.name: getattr(strategy, f.name) for f in dataclasses.fields(strategy)}
     watched = _Watched(**copied, apply=apply)
-    step, arguments = make_step(watched, batch)
+    step, arguments = _made(make_step, watched, batch)
     traced = trace(step, *arguments, target=target)
     watched.check(strategy)  # the step may ask for its micro-batches when it is traced
     return traced, watched.models

@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxcomp.codecs import BlockSparse, Cast, Codec, DualPrecision, Exact, Float8, Offload, Quantize
 from jaxcomp.codecs._block_sparse import Block
+from jaxcomp.memory._words import did_you_mean
 from jaxcomp.policies import recipes
 from jaxcomp.policies._policy import JaxPolicy, Policy
 from jaxcomp.policies._rule import Rule
@@ -17,7 +18,15 @@ PolicyLike = Policy | Codec | str | JaxPolicy
 _CODECS: dict[str, type[Codec]] = {
     c.name: c for c in (Exact, Cast, Float8, Quantize, DualPrecision, BlockSparse)
 }
-_STRATEGIES = ("plain", "remat", "offload", "accumulate")  # no policies
+_APPLIED = (
+    "it is a strategy, no policy: jaxcomp.planning.Strategy.parse({spec!r})(model) applies it"
+)
+_STRATEGIES = {
+    "plain": "it leaves a model as it is",
+    "remat": _APPLIED,
+    "open": _APPLIED,
+    "accumulate": "split the batch in the training step, which a policy cannot",
+}
 _RECIPES: dict[str, Callable[..., Policy]] = {
     recipe.__name__: recipe
     for recipe in (
@@ -30,6 +39,16 @@ _RECIPES: dict[str, Callable[..., Policy]] = {
         recipes.actnn,
     )
 }
+
+
+def names() -> list[str]:
+    """Returns the names of codecs and recipes in specs.
+
+    Example:
+        >>> "quantize" in names(), "automatic" in names()
+        (True, True)
+    """
+    return [*_CODECS, *_RECIPES]
 
 
 def from_spec(spec: str) -> Policy:
@@ -161,18 +180,25 @@ def _make(spec: str) -> Codec | Policy:
     name, _, options = spec.partition(":")
     makers: dict[str, Callable[..., Codec | Policy]] = {**_CODECS, **_RECIPES}
     make = makers.get(name)
+    if not spec:
+        raise ValueError("spec='': expected text such as 'quantize:bits=4'")
+    if name in _STRATEGIES:
+        raise ValueError(f"spec={spec!r}: {_STRATEGIES[name].format(spec=spec)}")
     if make is None:
-        hint = "; it is a strategy of jaxcomp.compare" if name in _STRATEGIES else ""
         raise ValueError(
-            f"spec={spec!r}: unknown codec or recipe {name!r}{hint}, expected one of {[*makers]}"
+            f"spec={spec!r}: unknown codec or recipe {name!r}{did_you_mean(name, makers)}; "
+            f"expected one of {names()}"
         )
     parameters = inspect.signature(make).parameters
     kwargs: dict[str, Any] = {}
     for option in options.split(",") if options else ():
         key, _, value = option.partition("=")
         if key not in parameters:
+            meant = did_you_mean(key, parameters)
+            if "=" not in option and parameters and option[:1].isdigit():
+                meant = f"; did you mean '{name}:{next(iter(parameters))}={option}'?"
             raise ValueError(
-                f"spec={spec!r}: unknown option {key!r}, expected of {list(parameters)}"
+                f"spec={spec!r}: unknown option {key!r}{meant}; expected one of {list(parameters)}"
             )
         if key in kwargs:
             raise ValueError(f"spec={spec!r}: option {key!r} is given twice")

@@ -140,7 +140,7 @@ def test_last_checkpoint_has_every_test_accuracy(tiny, tmp_path):
         ({"batch": 12}, "batch=12: expected a multiple of 8"),
         ({"batch": 80}, "batch_size=80: expected 1 to 70"),
         ({"epoch_steps": 5}, "epoch_steps=5: expected at most 4"),
-        ({"strategy": "quantise"}, "strategy='quantise': expected plain"),
+        ({"strategy": "quantise"}, "strategy='quantise' is unknown; did you mean 'quantize'"),
         ({"strategy": "accumulate:4"}, "batch=16: expected a multiple of 32"),
         ({"model": "resnet21"}, "name='resnet21': expected one of"),
         ({"strategy": "pooling:window=8"}, r"window=8 .* the map of shape \(16, 4, 4, 8\)"),

@@ -184,7 +184,7 @@ def test_a_callback_cannot_be_compiled_for_an_absent_device():
         memory.analyze(chatty, struct(4), target="h100")
 
 
-@pytest.mark.parametrize("capacity", [0, -1, 1.5, float("nan"), "8GiB"])
+@pytest.mark.parametrize("capacity", [0, -1, 1.5, float("nan"), "8", "8Gi", "-1GiB"])
 def test_a_capacity_that_is_no_number_of_bytes(capacity):
     with pytest.raises(Exception, match="capacity"):
         memory.analyze(jnp.sin, struct(4), target="cpu", capacity=capacity)

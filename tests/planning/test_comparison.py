@@ -1,15 +1,20 @@
+import csv
+import io
 import json
+import re
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import linen, nnx
+from rich.console import Console
 
 import jaxcomp as jc
 from jaxcomp.memory import CompileError
 from jaxcomp.planning import _comparison as comparison
 from jaxcomp.planning import compare
+from jaxcomp.planning._users_frames import place
 
 
 def block():
@@ -52,8 +57,14 @@ def test_table_json_and_verdict():
     text = table._repr_markdown_().splitlines()
     assert text[0].startswith("| row ")
     assert text[2].split("|")[6].strip() == "1.00"
-    assert text[-1] == "Cheapest row that fits the 1.0 MiB of cpu, by HBM traffic: plain"
-    rows = json.loads(table.to_json())["rows"]
+    assert text[-1].startswith("Answer: plain. The step fits as it is: it needs ")
+    assert text[-1].endswith(" of the 1.0 MiB of cpu. Nothing needs to be changed.")
+    content = json.loads(table.to_json())
+    assert content["verdict"] == text[-1]
+    assert content["made"]["jax"] == jax.__version__
+    rows = content["rows"]
+    header, first, _ = csv.reader(table.to_csv().splitlines())
+    assert dict(zip(header, first, strict=True))["total_bytes"] == str(rows[0]["total_bytes"])
     wanted = (
         "row target batch declared_residual_bytes argument_bytes temp_bytes peak_bytes total_bytes "
         "hbm_traffic_bytes compile_seconds"
@@ -62,25 +73,24 @@ def test_table_json_and_verdict():
     assert (rows[1]["row"], rows[1]["batch"], rows[1]["target"]) == ("remat", 64, "cpu")
 
 
-def test_the_cheapest_row_is_that_of_the_least_estimated_time():
-    table = compare(make_step, ["plain", "remat"], batch=64, target="cpu", capacity=2**20)
-    rows = [
-        replace(row, report=replace(row.report, estimated_seconds=seconds))
-        for row, seconds in zip(table.rows, (2.0, 1.0), strict=True)
-    ]
-    timed = replace(table, rows=tuple(rows))
-    assert timed.cheapest().name == "remat"
-    assert str(timed).endswith(
-        "Cheapest row that fits the 1.0 MiB of cpu, by estimated time: remat"
-    )
+def test_a_terminal_has_five_columns_of_80():
+    table = compare(make_step, ["plain", "remat"], batch=64, target="cpu", capacity="1MiB")
+    console = Console(width=80, force_terminal=False, file=io.StringIO())
+    console.print(table)
+    lines = console.file.getvalue().splitlines()
+    assert lines[1].split("  ")[0].strip() == "row"
+    assert all(name in lines[1] for name in ("needs", "/ plain", "traffic / plain", "fits"))
+    assert lines[3].strip().startswith("plain ") and lines[3].strip().endswith(" free")
+    assert max(map(len, lines)) <= 80
+    assert "Answer: plain." in console.file.getvalue()
 
 
 def test_no_row_fits_or_nobody_knows():
     table = compare(make_step, ["plain"], batch=64, target="cpu", capacity=10)
-    assert table.cheapest() is None
-    assert str(table).endswith("No row fits the 10 B of cpu.")
+    assert table.answer() is None
+    assert str(table).splitlines()[-1].startswith("Nothing fits the 10 B of cpu; plain needs the")
     table = compare(make_step, ["plain"], batch=64, target="cpu")
-    assert str(table).endswith("What fits on cpu is not known: give a capacity.")
+    assert str(table).endswith("is not known: give a capacity, such as 11GiB.")
 
 
 def test_rows_that_need_a_flag_have_a_line(monkeypatch):
@@ -102,7 +112,7 @@ def test_a_row_fits_whose_traffic_is_not_known(monkeypatch):
     analyze_step = comparison.analyze_step
     monkeypatch.setattr(comparison, "analyze_step", unknown)
     text = str(compare(make_step, ["plain"], batch=8, target="cpu", capacity=2**30))
-    assert text.endswith("Fit the 1.0 GiB of cpu, with HBM traffic that is not known: plain")
+    assert "Answer: plain. The step fits as it is" in text
 
 
 def test_a_step_that_does_not_trace_is_an_error_of_its_row():
@@ -133,8 +143,46 @@ def test_a_compiler_that_fails_is_an_error_of_its_row(monkeypatch):
     monkeypatch.setattr(comparison, "analyze_step", fail)
     table = compare(make_step, ["plain"], batch=8, target="cpu")
     assert table.rows[0].report is None
-    assert "plain: no such instruction" in str(table)
+    assert "plain failed: no such instruction" in str(table)
     assert table.to_dict()["rows"][0]["error"] == "no such instruction"
+
+
+ERRORS = (
+    ZeroDivisionError("0"),
+    KeyError("k"),
+    AssertionError(),
+    MemoryError("m"),
+    StopIteration(),
+)
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=repr)
+def test_any_error_of_the_users_code_costs_one_row(error):
+    def failing(transform, batch):
+        if transform.spec == "remat":
+            raise error
+        return make_step(transform, batch)
+
+    plain, remat = compare(failing, ["plain", "remat"], batch=8, target="cpu").rows
+    assert plain.report is not None
+    assert remat.exception is error
+    assert remat.error.startswith(type(error).__name__)
+    assert "remat failed: " in str(compare(failing, ["remat"], batch=8, target="cpu"))
+    assert place(remat.exception).startswith("test_comparison.py:")
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        (lambda b: None, r"a function of \(transform, batch\), this one takes \(b\)"),
+        (lambda transform, batch: None, "make_step returned NoneType, expected"),
+        (lambda transform, batch: (jnp.sin, 1, 2), "returned 3 values, .* into one tuple"),
+        (lambda transform, batch: (jnp.sin, jnp.ones(3)), "returned 2 values"),
+    ],
+)
+def test_factories_of_another_kind_are_told(factory, message):
+    (row,) = compare(factory, ["plain"], batch=8, target="cpu").rows
+    assert re.search(message, row.error), row.error
 
 
 def test_progress_sees_each_row():
@@ -196,7 +244,7 @@ def test_a_factory_may_recompute_its_own_way():
 def test_a_row_that_does_not_fit_the_model_leaves_the_others():
     table = compare(make_step, ["plain", "pooling:window=2"], batch=8, target="cpu")
     assert table.rows[0].report is not None
-    assert "pooling:window=2: " in str(table)
+    assert "pooling:window=2 failed: " in str(table)
     assert "matches nothing" in table.rows[1].error
 
 
@@ -209,7 +257,7 @@ def test_without_plain_there_are_no_ratios():
     [
         ([], 8, r"rows=\[\]: expected a list of at least one"),
         (["plain", "plain"], 8, "expected each once"),
-        (["plane"], 8, "strategy='plane': expected plain"),
+        (["plane"], 8, "strategy='plane' is unknown; did you mean 'plain'"),
         (["accumulate:3"], 8, "batch=8: expected a multiple of 3"),
         ("plain", 8, "rows='plain': expected a list"),
     ],

@@ -102,12 +102,12 @@ def test_parse_wrong_accumulate(spec):
     ],
 )
 def test_parse_unknown(spec):
-    with pytest.raises(ValueError, match=rf"strategy='{spec}': expected plain, open, remat, remat"):
+    with pytest.raises(ValueError, match=f"strategy='{spec}'"):
         Strategy.parse(spec)
 
 
 def test_parse_unknown_strategy_of_micro_batches():
-    with pytest.raises(ValueError, match="strategy='plane': expected plain, open, remat, "):
+    with pytest.raises(ValueError, match="strategy='plane' is unknown; did you mean 'plain'"):
         Strategy.parse("accumulate:2:plane")
 
 

@@ -58,7 +58,7 @@ def test_exact_keeps_everything() -> None:
     ("spec", "message"),
     [
         ("fused:scale_source=channel", "scale_source"),
-        ("", "unknown codec or recipe ''"),
+        ("", "expected text such as 'quantize:bits=4'"),
         ("offload:offload:quantize", "expected 'offload:' once"),
         ("offload:", "spec='offload:': expected a codec after 'offload:'"),
         ("compress:quantize", "unknown codec or recipe 'compress'"),
@@ -114,7 +114,7 @@ def test_specs_of_parts_of_a_model():
     assert policy == recipes.pooling(4).at("blocks/[01]/.*") + recipes.pooling(2)
     for path, window in (("blocks/1/conv", 4), ("blocks/2/conv", 2)):
         assert _decide(policy, "conv", path) == jc.AvgPool(window)
-    with pytest.raises(ValueError, match="unknown codec or recipe ''"):
+    with pytest.raises(ValueError, match="spec='': expected text such as"):
         from_spec("pooling:window=4 + ")
     with pytest.raises(ValueError, match=r"path='\[': not a regular expression"):
         from_spec("pooling:window=4 @ [")

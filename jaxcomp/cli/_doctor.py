@@ -1,0 +1,62 @@
+"""`jaxcomp doctor`: what is installed, and what to do about what is not."""
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+from pathlib import Path
+
+import jax
+
+from jaxcomp.memory._options import compiler_options
+from jaxcomp.memory._targets import is_installed
+
+_PACKAGES = ("jaxcomp", "jax", "jaxlib", "flax", "optax", "numpy")
+_COMPILERS = {
+    "GPUs": ("gpu-aot", "jax-cuda13-pjrt", "jax-cuda12-pjrt"),
+    "TPUs": ("tpu-aot", "libtpu"),
+}
+_EXTRAS = {"plot": "matplotlib", "train": "orbax"}
+_FLAG = "--xla_disable_hlo_passes=cse_barrier_expander"
+
+
+def doctor() -> None:
+    """Print versions, devices, compilers for absent devices, and what is missing."""
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in _PACKAGES]
+    lines = [("versions", ", ".join([f"Python {platform.python_version()}", *versions]))]
+    try:
+        lines.append(("devices", ", ".join(device.device_kind for device in jax.devices())))
+    except RuntimeError as error:
+        lines.append(("devices", f"none: {error}"))
+    for devices, (extra, *wheels) in _COMPILERS.items():
+        found = [f"{w} {importlib.metadata.version(w)}" for w in wheels if is_installed(w)]
+        missing = f"not installed: pip install 'jaxcomp[{extra}]'"
+        lines.append((f"compiler for {devices}", ", ".join(found) or missing))
+    lines += [("optimization barriers", _barriers()), ("cache of compilations", _cache())]
+    for extra, package in _EXTRAS.items():
+        is_there = importlib.util.find_spec(package) is not None
+        missing = f"not installed: pip install 'jaxcomp[{extra}]'"
+        lines.append((f"extra {extra}", "installed" if is_there else missing))
+    width = max(len(name) for name, _ in lines)
+    for name, text in lines:
+        print(f"{name:<{width}}  {text}")
+
+
+def _barriers() -> str:
+    if not compiler_options():
+        return "kept on this backend"
+    if _FLAG in os.environ.get("XLA_FLAGS", ""):
+        return "kept, by XLA_FLAGS"
+    return (
+        f"removed by XLA for CPU in JAX {jax.__version__}: set XLA_FLAGS={_FLAG}, or pass "
+        "compiler_options=jc.memory.compiler_options() to jax.jit"
+    )
+
+
+def _cache() -> str:
+    folder = jax.config.values["jax_compilation_cache_dir"]
+    if folder is None:
+        return "none: set JAX_COMPILATION_CACHE_DIR to a folder, and a second look takes seconds"
+    if Path(folder).is_dir() and not os.access(folder, os.W_OK):
+        return f"{folder}, which cannot be written"
+    return str(folder)

@@ -1,0 +1,144 @@
+"""`jaxcomp memory`: one training step by several strategies."""
+
+import sys
+import threading
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from jaxcomp import memory as analysis
+from jaxcomp import planning
+from jaxcomp.cli import _options as options
+from jaxcomp.cli._errors import told
+from jaxcomp.cli._progress import Compilations
+from jaxcomp.memory._live_bytes import format_bytes
+from jaxcomp.memory._report import known
+
+ROWS = ("plain", "remat", "remat:dots", "accumulate:4", "quantize:bits=4", "quantize:bits=2")
+ROWS_OF_ANY_MODEL = ("plain", "remat", "remat:dots", "quantize:bits=4")
+
+
+def memory(
+    model: options.Model,
+    rows: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="ROW",
+            help="A strategy: plain, open, remat, remat:dots, remat:weights, remat:N, offload, "
+            "accumulate:N or accumulate:N:SPEC; or the spec of a policy, such as fused:bits=4, "
+            "transformer:bits=4 or quantize:bits=2, which means jc.compress(model, spec). "
+            f"Default: {' '.join(ROWS)}; for your own step factory {' '.join(ROWS_OF_ANY_MODEL)}.",
+        ),
+    ] = None,
+    batch: options.Batch = 128,
+    image: options.Image = 224,
+    dtype: options.Dtype = "bfloat16",
+    target: options.Target = None,
+    fsdp: options.Fsdp = False,
+    capacity: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory that the step may use, such as 11GiB. Default: that of the target."
+        ),
+    ] = None,
+    allowance: options.Allowance = None,
+    xla_remat: Annotated[
+        bool, typer.Option(help="Whether XLA may recompute values itself if memory is short.")
+    ] = True,
+    max_batch: Annotated[
+        bool, typer.Option("--max-batch", help="Also find the largest batch that fits.")
+    ] = False,
+    wide: Annotated[
+        bool, typer.Option("--wide", help="Show all columns, as where the output is piped.")
+    ] = False,
+    csv: Annotated[
+        Path | None, typer.Option(help="Write the figures to this CSV file after each row.")
+    ] = None,
+    json: Annotated[
+        Path | None, typer.Option(help="Write the figures to this JSON file after each row.")
+    ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(help="Write a page with the rows' timelines to this file after each row."),
+    ] = None,
+    open_page: Annotated[
+        bool, typer.Option("--open", help="Open the page of --html in a browser at the end.")
+    ] = False,
+    traceback: options.Traceback = False,
+    list_models: options.ListModels = False,
+    list_targets: options.ListTargets = False,
+) -> None:
+    """Compare the memory of a training step by several strategies.
+
+    Each row is compiled ahead of time and shown when it is done. Nothing is run.
+
+    The table follows at the end. After Ctrl-C it has the rows that are done.
+    """
+    rows = rows or list(ROWS if ":" not in model else ROWS_OF_ANY_MODEL)
+    tables: list[planning.Comparison] = []
+    progress = Compilations(len(rows))
+    interrupted = threading.Event()
+
+    def save(table: planning.Comparison) -> None:
+        tables.append(table)
+        progress.print(_line(table.rows[-1]))
+        if json is not None:
+            json.write_text(table.to_json() + "\n")
+        if csv is not None:
+            csv.write_text(table.to_csv())
+        timelines = {row.name: row.timeline for row in table.rows if row.timeline}
+        if html is not None and timelines:
+            analysis.draw_html(html, timelines, limit=table.usable_bytes)
+        if interrupted.is_set():
+            raise KeyboardInterrupt
+
+    with told(interrupted, whole=traceback):
+        for file in (csv, json, html):
+            options.check_writable(file)
+        if open_page and html is None:
+            raise ValueError("--open: expected --html FILE, which it opens")
+        if target is not None:
+            options.use_the_cpu()
+        planning.compare(
+            options.make_step(model, image, dtype, target, fsdp),
+            rows,
+            batch=batch,
+            target=target,
+            capacity=capacity,
+            allowance=allowance,
+            xla_remat=xla_remat,
+            largest_batch=max_batch,
+            timelines=html is not None,
+            progress=progress,
+            save=save,
+        )
+    for table in tables[-1:]:
+        _show(table, wide)
+    if interrupted.is_set():
+        raise typer.Exit(130)
+    if open_page and html is not None and html.exists():
+        typer.launch(str(html))
+    errors = [row.exception for row in tables[-1].rows if row.exception is not None]
+    if traceback and errors:
+        raise errors[0]
+    if not any(row.report for row in tables[-1].rows):
+        raise typer.Exit(1)
+
+
+def _show(table: planning.Comparison, wide: bool) -> None:
+    if wide or not sys.stdout.isatty():
+        print(table)
+    else:
+        Console().print(table)
+
+
+def _line(row: planning.Row) -> str:
+    """Returns the main figures of a row."""
+    report = row.report
+    if report is None:
+        return f"{row.name}: failed: {row.error}"
+    total = known(report.total_bytes, format_bytes)
+    traffic = known(report.hbm_traffic_bytes, format_bytes)
+    return f"{row.name}: {total} in total, {traffic} of HBM traffic"
