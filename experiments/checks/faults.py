@@ -1,111 +1,48 @@
-"""Kills a training run at random moments and compares what is resumed with an unbroken run.
+"""Shows what kills, damaged files, bad inputs and failing rows do: none lost, none silent.
 
-    python -m experiments.checks.faults --out experiments/results/faults
-
-The run saves a checkpoint after every step, so some kills hit an unfinished checkpoint. After each
-SIGKILL the same command resumes from the last complete one. The history of losses and accuracies
-must be bit-equal to that of the unbroken run.
+python -m experiments.checks.faults --out experiments/results/faults
 """
 
-import json
-import os
-import random
-import signal
-import subprocess
-import sys
-import tempfile
-import time
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import track
 
+from experiments.checks import bad_inputs, damages, failing_rows, kills
 from experiments.common.options import Out, usage_errors
 from experiments.common.record import describe_environment, write_json, write_table
-from experiments.training.checkpoint import Checkpoints
-from experiments.training.train import METRICS
-
-OPTIONS = (
-    *("--model", "resnet8", "--strategy", "automatic", "--batch", "8", "--no-tensorboard"),
-    *("--epochs", "2", "--epoch-steps", "20", "--checkpoint-steps", "1"),
-)
-COMPARED = ("loss", "accuracy", "test_accuracy")
-LONGEST_DELAY = 3.0  # seconds between the first sign of progress and the kill
-
-
-def start(out: Path, cache: Path) -> subprocess.Popen[bytes]:
-    """Starts the run in a folder, or resumes it."""
-    command = [sys.executable, "-m", "experiments.training.train", "--out", str(out), *OPTIONS]
-    if Checkpoints(out / "checkpoints").latest_step() is not None:
-        command.append("--resume")
-    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(cache)}
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment)
-
-
-def finish(out: Path, cache: Path) -> dict[str, Any]:
-    """Runs to the end and returns the compared parts of the history.
-
-    Raises:
-        RuntimeError: If the run fails.
-    """
-    if start(out, cache).wait() != 0:
-        raise RuntimeError(f"out={str(out)!r}: the run failed")
-    metrics = json.loads((out / METRICS).read_text())
-    return {name: metrics[name] for name in COMPARED}
-
-
-def kill(out: Path, cache: Path, delay: float) -> dict[str, Any] | None:
-    """Kills the run some seconds after it has begun to write; None if it ended before."""
-    folder = out / "checkpoints"
-    before = _entries(folder)
-    process = start(out, cache)
-    while _entries(folder) == before and process.poll() is None:
-        time.sleep(0.02)
-    time.sleep(delay)
-    if process.poll() is not None:
-        return None
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    step = Checkpoints(folder).latest_step()
-    unfinished = sum("tmp" in name for name in _entries(folder))
-    return {"seconds": round(delay, 2), "complete step": step, "unfinished": unfinished}
-
-
-def _entries(folder: Path) -> set[str]:
-    return {path.name for path in folder.iterdir()} if folder.exists() else set()
 
 
 @usage_errors()
 def main(
     out: Out,
-    kills: Annotated[int, typer.Option(help="Number of kills.")] = 20,
-    seed: Annotated[int, typer.Option(help="Seed of their moments.")] = 0,
+    runs_killed: Annotated[int, typer.Option("--kills", help="Kills of a training run.")] = 20,
+    files: Annotated[int, typer.Option(help="Damaged files.")] = 200,
+    commands: Annotated[int, typer.Option(help="Commands ended by a signal.")] = 9,
+    seed: Annotated[int, typer.Option(help="Seed of moments, files and places.")] = 0,
 ) -> None:
-    """Kill, resume, compare; fail if anything differs."""
-    delays = random.Random(seed)
-    rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        cache = Path(folder) / "cache"
-        unbroken = finish(Path(folder) / "unbroken", cache)
-        runs = 0
-        for _ in track(range(kills), "killing"):
-            killed = None
-            while killed is None:
-                killed = kill(Path(folder) / str(runs), cache, delays.uniform(0, LONGEST_DELAY))
-                runs += killed is None
-            rows.append({"run": runs} | killed)
-        different = [
-            run for run in range(runs + 1) if finish(Path(folder) / str(run), cache) != unbroken
-        ]
-    content = describe_environment() | {"kills": rows, "different": different}
+    """Try every fault; fail if anything is lost or silent."""
+    content: dict[str, Any] = describe_environment() | {
+        "bad inputs": bad_inputs.run(),
+        "damaged files": damages.run(files, seed),
+        "failing rows": failing_rows.run(),
+        "commands ended by a signal": failing_rows.killed_commands(commands),
+    }
+    table = [["fault", "tried", "told, with nothing lost"]]
+    table += [
+        [name, str(len(rows)), str(sum(bool(row["told"]) for row in rows))]
+        for name, rows in content.items()
+        if isinstance(rows, list) and rows and "told" in rows[0]
+    ]
+    if runs_killed:
+        content["kills of a training run"], different = kills.run(runs_killed, seed)
+        resumed = f"{runs_killed} resumed; {different} of the runs differ from an unbroken one"
+        table.append(["kills of a training run", str(runs_killed), resumed])
+        if not different:
+            table[-1][-1] = str(runs_killed)
     write_json(out / "faults.json", content)
-    table = [[*rows[0]], *([str(value) for value in row.values()] for row in rows)]
-    title = (
-        f"{kills} kills in {runs + 1} runs; {len(different)} of these differ from the unbroken run:"
-    )
+    title = "What is tried, and how often it is told and nothing is lost:"
     typer.echo(write_table(out / "faults.md", title, table, content["command"]))
-    if different:
+    if any(tried != told for _, tried, told in table[1:]):
         raise typer.Exit(1)
 
 

@@ -24,6 +24,17 @@ from jaxcomp.policies._policy import Policy
 from jaxcomp.transform._plan import without_indices
 
 _VERSION = 2
+_KINDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("target", "name", "spec", "binding", "verdict"), (str,)),
+    **dict.fromkeys(("batch", "micro_batches"), (int,)),
+    **dict.fromkeys(("budget_bytes", "allowance_bytes", "total_bytes"), (int,)),
+    **dict.fromkeys(("parts", "frontier", "errors", "notes"), (list,)),
+    "milliseconds": (float, int),
+    "noise": (float, int, type(None)),
+    "policy": (str, type(None)),
+    "made": (dict,),
+}
+"""The kinds of fields in JSON."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,6 +225,9 @@ class FittedPlan:
                 fields["policy"] = fields["policy"] and json.dumps(fields["policy"])
             else:
                 raise ValueError(f"version {version!r}, expected {_VERSION} or 1")
+            for name, kinds in _KINDS.items():
+                if name in fields and not isinstance(fields[name], kinds):
+                    raise ValueError(f"{name} is of type {type(fields[name]).__name__}")
             fields["policy"] = fields["policy"] and Policy.from_json(fields["policy"])
             fields["parts"] = tuple(Part(**part) for part in fields["parts"])
             fields["frontier"] = tuple(Compiled(**point) for point in fields["frontier"])

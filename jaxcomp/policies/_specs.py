@@ -84,7 +84,10 @@ def from_spec(spec: str) -> Policy:
         text, _, path = part.partition(" @ ")
         made = read(text)
         own = recipes.everywhere(made) if isinstance(made, Codec) else made
-        policy += own.at(path) if path else own
+        try:
+            policy += own.at(path) if path else own
+        except ValueError as error:
+            raise ValueError(f"spec={part!r}: {error}") from error
     return policy
 
 
@@ -189,6 +192,8 @@ def _make(spec: str) -> Codec | Policy:
             f"spec={spec!r}: unknown codec or recipe {name!r}{did_you_mean(name, makers)}; "
             f"expected one of {names()}"
         )
+    if spec.endswith(":"):
+        raise ValueError(f"spec={spec!r}: expected options after ':'")
     parameters = inspect.signature(make).parameters
     kwargs: dict[str, Any] = {}
     for option in options.split(",") if options else ():

@@ -436,7 +436,7 @@ def checkpoint(
         raise TypeError(f"fn={fn!r}: expected a function")
     if seed is not None:
         seed = as_seed(seed)
-        kind = jnp.asarray(seed)
+        kind = jnp.asarray(() if isinstance(seed, str | bytes) else seed)  # of another shape
         is_key = jnp.issubdtype(kind.dtype, jax.dtypes.prng_key)
         if kind.shape or not (is_key or jnp.issubdtype(kind.dtype, jnp.integer)):
             raise TypeError(f"seed={seed!r}: expected an integer scalar or a key of jax.random.key")
