@@ -30,6 +30,11 @@ def convert_to_round_on_tpu(
     return lax.platform_dependent(*operands, tpu=by_conversion, default=by_bits)
 
 
+def index_by_axes_on_tpu(salt: Any, by_axes: Form[T], by_count: Form[T]) -> T:
+    """Computes the indices of an array axis by axis on a TPU, elsewhere by one count."""
+    return lax.platform_dependent(salt, tpu=by_axes, default=by_count)
+
+
 def hold_until_copied_on_gpu(operands: tuple[T, list[T]], hold: Form[T]) -> T:
     """Delays a value on a GPU until copies to the host are done; TPUs copy at once."""
     return lax.platform_dependent(*operands, cuda=hold, default=lambda value, _: value)

@@ -1,6 +1,7 @@
 """Stateless rounding noise: an integer hash of a seed, an index and, mostly, a value's bits."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +43,21 @@ def _salted_index(shape: tuple[int, ...], factor: int, salt: Array) -> Array:
         index += lax.broadcast_in_dim(along, shape, (axis,))
         stride *= shape[axis]
     return index
+
+
+def _index(shape: tuple[int, ...], salt: Array) -> Array:
+    """Returns the row-major index of every element, modulo 2^32.
+
+    On a GPU a count takes fewer instructions than sums of tables, and no kernels that make tables.
+    """
+
+    def by_axes(salt: Array) -> Array:
+        return _salted_index(shape, 1, salt & 0)
+
+    def by_count(salt: Array) -> Array:
+        return (lax.iota(jnp.uint32, math.prod(shape)) + (salt & 0)).reshape(shape)
+
+    return platforms.index_by_axes_on_tpu(salt, by_axes, by_count)
 
 
 def _salted(x: Array, salt: Array) -> Array:
@@ -164,14 +180,17 @@ def words(x: Float[Array, "*shape"], seed: Seed = None) -> UInt32[Array, "*shape
     return _upper_hash(x, _mix(seed.astype(jnp.uint32) + jnp.uint32(1)))
 
 
-def salt(seed: Seed, x: Inexact[Array, "..."]) -> UInt32[Array, ""]:
-    """Mixes what `spot_check` reads of an array into a seed.
+def salt(
+    seed: Seed, x: Inexact[Array, "..."], *parameters: Float[Array, "..."]
+) -> UInt32[Array, ""]:
+    """Mixes what `spot_check` reads of an array, and small arrays, into a seed.
 
     It is behind a barrier, or XLA computes it again in each kernel that reads it.
 
     Args:
         seed: Integer scalar; None is 0.
         x: Floating-point array.
+        *parameters: The parameters of the layer. All of their elements are read.
 
     Returns:
         A seed for `indexed_words`, or for codes of what follows from `x`. It differs wherever
@@ -182,15 +201,31 @@ def salt(seed: Seed, x: Inexact[Array, "..."]) -> UInt32[Array, ""]:
         >>> bool(salt(0, jnp.zeros((9, 9))) == salt(0, jnp.full((9, 9), 1e-7)))
         False
     """
-    return lax.optimization_barrier(folded(seed, spot_check(x)))
+
+    def digest(x: Array, *parameters: Array) -> Array:
+        """Hashes one element of each array for each index, which takes a single kernel."""
+        vectors = [_sampled(x), *(jnp.ravel(lax.stop_gradient(a)) for a in parameters)]
+        count = max(v.size for v in vectors)
+        h = lax.iota(jnp.uint32, count) * jnp.uint32(GOLDEN) + folded(seed, 0)
+        for vector in vectors:
+            if vector.size < count:
+                vector = vector[np.arange(count) % vector.size]
+            bits = lax.bitcast_convert_type(vector.astype(jnp.float32), jnp.uint32)
+            h = (h ^ bits) * jnp.uint32(0x7FEB352D)
+            h ^= h >> 15
+        return _mix(h).sum(dtype=jnp.uint32)
+
+    made = over_automatic_axes(digest, (x, *parameters), like=jnp.zeros(()))
+    return lax.optimization_barrier(made)
 
 
+@functools.partial(jax.jit, static_argnums=0, inline=True)
 def indexed_words(shape: tuple[int, ...], salt: UInt32[Array, ""]) -> UInt32[Array, "*shape"]:
     """Draws random bits for each index of an array, for noise that decoding needs again.
 
     Unlike those of `words` they do not depend on the values, so `salt` has to differ wherever
     values differ: between steps, batches, layers and devices. One round of a hash is enough for
-    indices, whose multiples lie far apart already.
+    indices, whose multiples lie far apart already. Two elements share a hash, each has half of it.
 
     Args:
         shape: Shape of the array.
@@ -199,8 +234,27 @@ def indexed_words(shape: tuple[int, ...], salt: UInt32[Array, ""]) -> UInt32[Arr
     Returns:
         uint32 array, whose upper 16 bits are random.
     """
-    h = _salted_index(shape, GOLDEN, salt)
+    index = _index(shape, salt)
+    return _pair_hash(index >> 1, salt) << ((index & 1 ^ 1) << 4)
+
+
+def _pair_hash(pair: Array, salt: Array) -> Array:
+    """Returns the hash of each pair of neighbours: its lower half is the first one's."""
+    h = pair * jnp.uint32(GOLDEN) + salt
     return (h ^ (h >> 15) ^ (h >> 7)) * jnp.uint32(0x846CA68B)
+
+
+def other_words(words: UInt32[Array, "*shape"], number: int) -> UInt32[Array, "*shape"]:
+    """Derives other random bits from those of `indexed_words`, for another code of an element.
+
+    Args:
+        words: The random bits.
+        number: Which code; the bits of code 0 are `words`.
+
+    Returns:
+        uint32 array, whose upper 16 bits are random, and uncorrelated with those of `words`.
+    """
+    return words * jnp.uint32(pow(0x2C1B3C6D, number, 2**32))
 
 
 def axis_words(shape: tuple[int, ...], seed: Seed) -> tuple[UInt32[Array, "..."], ...]:

@@ -7,7 +7,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxcomp import ops
-from jaxcomp.codecs import Codec, Exact, Offload, SignAware, noise
+from jaxcomp.codecs import Codec, Exact, Offload, SignAware
 from jaxcomp.nn._activation import MaxPool, ReLU
 from jaxcomp.nn._coded import Coded, count_elements
 from jaxcomp.nn._linear import Conv
@@ -138,7 +138,6 @@ class NormAct(Coded, nnx.Module):
             relu=self.relu is not None,
             pool=None if self.pool is None else self.pool.arguments,
             codec=cast(SignAware | Offload, self.codec),
-            seed=noise.fingerprint(*_affine(norm)),
             **_options(norm),
         )
         for one, mean, var in zip(norms, means, variances, strict=True):

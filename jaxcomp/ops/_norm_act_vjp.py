@@ -132,17 +132,19 @@ class NormActVjp:
         found = [norm.statistics(x) for norm, (x, _, _) in zip(self.norms, inputs, strict=True)]
         means, variances = zip(*found, strict=True)
         variances = tuple(norm.clip(var) for norm, var in zip(self.norms, variances, strict=True))
-        # Both codes of an element may share noise: no gradient multiplies them.
-        salt = noise.salt(seed, inputs[0].x)
+        salt = noise.salt(seed, *inputs[0])
         normalized = [
             norm.standardize(x, mean, var)
             for (x, _, _), mean, var in zip(inputs, means, variances, strict=True)
         ]
         own: tuple[Normalized, ...] = ()
         if not codec.signed:
-            salts = [salt, *(noise.folded(salt, i) for i in range(1, len(normalized)))]
-            random = [noise.indexed_words(self.shape, each) for each in salts]
-            own = tuple(map(codec.encode_normalized, normalized, random))
+            # The result's code may share noise with one of these: no gradient multiplies both.
+            random = noise.indexed_words(self.shape, salt)
+            own = tuple(
+                codec.encode_normalized(h, noise.other_words(random, i))
+                for i, h in enumerate(normalized)
+            )
         if not self.relu:
             ((x, scale, bias),) = inputs
             x, own = barriers.save_residual(x, own, self.stored_by)

@@ -212,6 +212,46 @@ def test_words_of_indices_are_uniform_and_independent_of_their_neighbours(shape)
         assert abs((a * b).mean() * 12) < 5 / math.sqrt(u.size)
 
 
+@pytest.mark.parametrize("shape", [(2**18,), (64, 64, 64)])
+def test_words_of_two_codes_are_uniform_and_independent(shape):
+    words = noise.indexed_words(shape, noise.folded(0, 0))
+    u, *others = (np.asarray(noise.fraction(noise.other_words(words, i))) - 0.5 for i in range(3))
+    for i, other in enumerate(others):
+        assert_uniform(other.ravel() + 0.5)
+        for one in (u, *others[:i]):
+            for shift in (0, 1, 2, 64):
+                assert abs((one * np.roll(other, shift)).mean() * 12) < 5 / math.sqrt(u.size)
+
+
+def test_words_of_indices_do_not_depend_on_the_form():
+    """Axis by axis, as on a TPU, by a count, in a loop and in a batch."""
+    shape, salt = (3, 5, 7), noise.folded(3, 0)
+    index = jnp.arange(105, dtype=jnp.uint32).reshape(shape)
+    by_axes = jax.jit(lambda salt: noise._salted_index(shape, 1, salt & 0))(salt)
+    np.testing.assert_array_equal(by_axes, index)
+    words = noise.indexed_words(shape, salt)
+    pair = noise._pair_hash(index >> 1, salt)
+    np.testing.assert_array_equal(words, jnp.where(index % 2 == 0, pair << 16, pair))
+    salts = jnp.stack([salt, salt + 1])
+    batch = jax.vmap(lambda salt: noise.indexed_words(shape, salt))(salts)
+    _, loop = jax.lax.scan(lambda c, salt: (c, noise.indexed_words(shape, salt)), 0, salts)
+    np.testing.assert_array_equal(batch, loop)
+    np.testing.assert_array_equal(batch[0], words)
+
+
+def test_salt_differs_with_all_elements_of_parameters_and_the_order_of_samples():
+    x, scale, bias = normal((40, 6, 8)), jnp.ones(8), jnp.ones(8)
+    salts = [noise.salt(None, y, scale, bias) for y in (x, x[::-1], x[:, ::-1], x[..., ::-1], -x)]
+    salts += [noise.salt(1, x, scale, bias), noise.salt(None, x), noise.salt(None, x, scale)]
+    salts += [noise.salt(None, x, scale, -bias), noise.salt(None, -x, scale, -bias)]
+    salts += [noise.salt(None, x, 2 * scale, bias), noise.salt(None, x, 2 * scale, 2 * bias)]
+    for i in range(8):
+        one, other = scale.at[i].set(-1), scale.at[i].set(1 + 1e-7)
+        salts += [noise.salt(None, x, one, bias), noise.salt(None, x, scale, other)]
+        salts += [noise.salt(None, x, one, one)]
+    assert len({*map(int, salts)}) == len(salts)
+
+
 def test_words_have_the_upper_bits_of_the_hash():
     x = normal((64, 64))
     numbers = noise.fraction(noise.words(x, 3))

@@ -37,6 +37,7 @@ def test_errors_of_what_is_equal_in_two_calls_are_independent(name, given):
         x = jnp.concatenate([rest[:16], GIVEN[given], rest[16:]])
         stock = jc.uncompress(nnx.clone(LAYERS[name]))
         error = _gradient(LAYERS[name], x) - _gradient(stock, x)
-        errors.append(np.ravel(error[16:144]))
+        errors.append(np.asarray(error[16:144]))
     assert min(map(np.std, errors)) > 1e-3  # there is noise
-    assert abs(np.corrcoef(errors)[0, 1]) < z_limit(8) / errors[0].size ** 0.5
+    products = (errors[0] * errors[1]).sum(1)  # a layer norm's errors of a row are not independent
+    assert abs(products.sum()) < z_limit(8) * np.linalg.norm(products)

@@ -111,7 +111,7 @@ def test_plain_functions(norm, dtype):
 def test_stock_layers_have_the_gradients_of_ours(monkeypatch):
     """The same codes, whether a policy is for layers or for stock operations."""
     salt = noise.salt
-    monkeypatch.setattr(noise, "salt", lambda seed, x: salt(0, x))  # their seeds differ
+    monkeypatch.setattr(noise, "salt", lambda seed, x, *beside: salt(0, x))  # their seeds differ
 
     def make():
         options = dict(imagenet=True, num_classes=10, rngs=nnx.Rngs(0))
