@@ -316,6 +316,7 @@ def _notes_of_regions(regions: Sequence[Region]) -> list[str]:
         kept, coded = (format_bytes(times * n) for n in (region.kept_bytes, region.coded_bytes))
         again = f"{format_bytes(region.recomputed_bytes)} while one is evaluated again"
         again += ", its attentions in slices" if region.is_sliced else ""
+        again += ", encoded" if region.encodes_again else ""
         number = "a region" if times == 1 else f"{times} regions"
         are = "is" if times == 1 else "are"
         if isinstance(region.action, Codec):

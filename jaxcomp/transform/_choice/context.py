@@ -40,6 +40,8 @@ class Context:
         iterations: Of the loops around the program.
         is_region_body: Whether it is a region under `jax.checkpoint` that is kept: what it stores
             waits only while the backward pass evaluates it again.
+        regions_are_decided: Whether it is such a body in which regions are opened already that the
+            policy opens.
     """
 
     policy: Policy | JaxPolicy
@@ -47,6 +49,7 @@ class Context:
     notes: Notes = dataclasses.field(default_factory=Notes)
     iterations: int = 1
     is_region_body: bool = False
+    regions_are_decided: bool = False
 
     @property
     def rules(self) -> Sequence[Rule]:
@@ -60,11 +63,16 @@ class Context:
 
     def inside(self, iterations: int) -> "Context":
         """Returns the context of the body of a loop, which takes note in the same places."""
-        return dataclasses.replace(self, iterations=self.iterations * iterations)
+        iterations *= self.iterations
+        return dataclasses.replace(self, iterations=iterations, regions_are_decided=False)
 
     def of_region(self) -> "Context":
         """Returns the context of a region that is kept, which notes nothing and encodes nothing."""
         return dataclasses.replace(self, policy=Policy(()), notes=Notes(), is_region_body=True)
+
+    def of_encoding_region(self) -> "Context":
+        """Returns the context of a region that is kept, and encodes while it is evaluated again."""
+        return dataclasses.replace(self, notes=Notes(), regions_are_decided=True)
 
     def around(self, program: Program) -> "Context":
         """Returns the context of what is in a program, which takes note in the same places."""

@@ -66,15 +66,38 @@ def backward(
         if operands and is_late and not equation.effects:
             late |= dict.fromkeys(equation.outvars, equation)
     equations = [e for e in needed_equations if not late.keys() & set(e.outvars)]
+    positions = {id(equation): i for i, equation in enumerate(needed_equations)}
+
+    def late_equations(atom: Atom) -> list[Equation]:
+        """Returns the late equations that make a value, in their order."""
+        found: dict[int, Equation] = {}
+        pending = [atom]
+        while pending:
+            equation = late.get(value) if is_variable(value := pending.pop()) else None
+            if equation is not None and positions[id(equation)] not in found:
+                found[positions[id(equation)]] = equation
+                pending += variables(equation.invars)
+        return [found[position] for position in sorted(found)]
+
+    def sources_of(atom: Atom) -> list[Coefficient]:
+        """Returns the coefficients that a value is made of, or itself if it is one."""
+        read_by_these = [v for e in late_equations(atom) for v in variables(e.invars)]
+        return [coefficients[v] for v in [*read_by_these, *variables([atom])] if v in coefficients]
 
     def evaluate(atom: Atom, get: Callable[[Coefficient], Array]) -> Any:
-        if is_variable(atom) and atom in coefficients:
-            return get(coefficients[atom])
-        if is_variable(atom) and atom in late:
-            values = [evaluate(a, get) for a in late[atom].invars]
-            results = apply(late[atom], values)
-            return results[late[atom].outvars.index(atom)]
-        return read(env, atom)
+        made: dict[Variable, Any] = {}
+
+        def value_of(atom: Atom) -> Any:
+            if is_variable(atom) and atom in coefficients:
+                return get(coefficients[atom])
+            if is_variable(atom) and atom in made:
+                return made[atom]
+            return read(env, atom)
+
+        for equation in late_equations(atom):
+            results = apply(equation, list(map(value_of, equation.invars)))
+            made |= dict(zip(equation.outvars, results, strict=True))
+        return value_of(atom)
 
     def is_rebuilt(atom: Atom) -> bool:
         return is_variable(atom) and (
@@ -103,7 +126,7 @@ def backward(
             rebuild.after(
                 None if after is None else env[after],
                 functools.partial(evaluate, atom),
-                _sources_of(atom, coefficients, late),
+                sources_of(atom),
                 atom.aval,
                 is_fused=equation.primitive.name not in HEAVY,
             )
@@ -129,16 +152,6 @@ def backward(
             sums = []
         env |= dict(zip(equation.outvars, results, strict=True))
     return [evaluate(atom, rebuild.plain) for atom in program.results]
-
-
-def _sources_of(
-    atom: Atom, coefficients: dict[Variable, Coefficient], late: dict[Variable, Equation]
-) -> list[Coefficient]:
-    if not is_variable(atom):
-        return []
-    if atom in late:
-        return [c for a in late[atom].invars for c in _sources_of(a, coefficients, late)]
-    return [coefficients[atom]] if atom in coefficients else []
 
 
 def _largest(cotangents: list[Variable]) -> Any:

