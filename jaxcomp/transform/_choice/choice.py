@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -241,8 +241,36 @@ class _Choice:
             # What exact values give, too, needs no code.
             exact = self._had_exactly({v for v, how in stored.items() if not how.is_noisy}, again)
             stored = {v: how for v, how in stored.items() if not (how.is_noisy and v in exact)}
+            stored |= self._codes_between(stored, wanted)
         order = {value: i for i, value in enumerate(self._graph.program.made_by)}
         return dict(sorted(stored.items(), key=lambda item: order.get(item[0], -1)))
+
+    def _codes_between(
+        self, stored: Mapping[Variable, Stored], wanted: Set[Any]
+    ) -> dict[Variable, Stored]:
+        """Returns codes of values that would otherwise be made of more bytes than they have.
+
+        Such are the sums of a residual stream: each is made of the codes of all terms before it.
+        """
+        needed, pending = set[Any](), [*wanted]
+        while pending:
+            value = pending.pop()
+            if value not in needed and value not in self._exact:
+                needed.add(value)
+                pending += () if value in stored else self._parents(value) or ()
+        between: dict[Variable, Stored] = {}
+        made_of: dict[Any, dict[Variable, int]] = {}  # the bytes of codes, by what they encode
+        for value in filter(needed.__contains__, self._graph.order):
+            codec = self._decisions[value].codec
+            if value in stored:
+                made_of[value] = {value: stored[value].nbytes(value.aval)}
+                continue
+            parents = self._parents(value) or ()
+            made_of[value] = {k: n for v in parents for k, n in made_of.get(v, {}).items()}
+            if codec is not None and sum(made_of[value].values()) > nbytes(value.aval):
+                between[value] = Stored(codec)
+                made_of[value] = {value: between[value].nbytes(value.aval)}
+        return between
 
     def _is_of_few_bytes(self, value: Variable) -> bool:
         """Returns whether cheap steps make a value of exact ones that take less than its code.
