@@ -97,9 +97,10 @@ class Plan:
         asked = any(d.codec is not None for s in schedules for d in s.decisions.values())
         codes = any(stored.is_noisy for s in schedules for stored in s.stored.values())
         codes = codes or any(codec is not None for codec in of_units)
+        regions = [region for part in _all(whole) for region in part.regions]
+        codes = codes or any(region.encodes_again for region in regions)
         values = tuple(_planned(whole))
         notes = []
-        regions = [region for part in _all(whole) for region in part.regions]
         saved_bytes = sum(value.saved_bytes for value in values)
         if saved_bytes > _HARDLY * exact_bytes and not any(r.is_open for r in regions):
             notes.append("hardly anything is saved: leave the function as it is")
@@ -262,15 +263,15 @@ def _planned(whole: ScheduledProgram, outside: Collection[Variable] = ()) -> Ite
 def warn_of_closed_regions(whole: ScheduledProgram) -> None:
     """Warns if more bytes wait exactly than encoded, because of regions under `jax.checkpoint`.
 
-    Regions that a rule keeps are meant to be kept, as attentions are, and less than 1 MiB is
-    nobody's problem.
+    Regions that a rule keeps are meant to be kept, as attentions are. Others encode while they are
+    evaluated again. Less than 1 MiB is nobody's problem.
     """
     coded, exact = _coded_and_exact(whole)
     closed = [
         region
         for part in _all(whole)
         for region in part.regions
-        if region.has_parameters and not region.is_open and not region.is_asked
+        if region.has_parameters and not (region.is_open or region.is_asked or region.encodes_again)
     ]
     if (
         exact < _WORTH_A_WARNING

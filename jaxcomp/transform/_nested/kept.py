@@ -1,5 +1,7 @@
 """Regions under `jax.checkpoint` that the backward pass evaluates again by a schedule of ours."""
 
+from collections.abc import Sequence
+
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
 
@@ -22,16 +24,19 @@ class Kept(Differentiable[ScheduledProgram]):
     open in the region.
     """
 
-    def __init__(self, equation: Equation, number: int, outer: Outer) -> None:
+    def __init__(
+        self, equation: Equation, number: int, is_free: Sequence[bool], outer: Outer
+    ) -> None:
         """Reads the equation of a region.
 
         Args:
             equation: The equation.
             number: One that tells the region's noise from that of others.
+            is_free: Whether each operand is free to be had again.
             outer: The program that the region is in.
         """
         self._body = region_body(equation)
-        self._number = number
+        self._number, self._is_free = number, is_free
         self._encodes = encodes_again(equation)
         context = outer.context
         self._context = context.of_encoding_region() if self._encodes else context.of_region()
@@ -51,12 +56,8 @@ class Kept(Differentiable[ScheduledProgram]):
     def forward(
         self, choice: ScheduledProgram, seed: Seed, arguments: list[Array]
     ) -> tuple[list[Array], PyTree]:
-        """Returns the results, and the operands.
-
-        A loop stacks these. XLA for a GPU would copy the whole stack if its loops disagreed on the
-        order of the elements.
-        """
-        operands = list(map(row_major_on_one_gpu, arguments))
+        """Returns the results, and the operands."""
+        operands = self._in_row_major(arguments)
         if self._encodes:
             return self._body(*arguments), (noise.folded(seed, self._number), operands)
         results, _ = choice.forward(None, arguments)
@@ -75,9 +76,18 @@ class Kept(Differentiable[ScheduledProgram]):
     ) -> ByPosition:
         """Returns the cotangents of the operands."""
         seed, operands = residual
-        arguments = list(map(row_major_on_one_gpu, operands))
+        arguments = self._in_row_major(operands)
         seed, arguments, cotangents = barrier_by_type((seed, arguments, cotangents))
         _, (stored, used) = choice.forward(seed, arguments)
         # Without this barrier XLA may keep a value beside the one that it was made of.
         stored, cotangents = barrier_by_type((stored, cotangents))
         return choice.backward((stored, used), cotangents)
+
+    def _in_row_major(self, operands: list[Array]) -> list[Array]:
+        """Returns the operands, with those in the order of rows that wait.
+
+        A loop stacks these. XLA for a GPU would copy the whole stack if its loops disagreed on the
+        order of the elements.
+        """
+        pairs = zip(operands, self._is_free, strict=True)
+        return [value if free else row_major_on_one_gpu(value) for value, free in pairs]

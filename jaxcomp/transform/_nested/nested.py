@@ -99,7 +99,7 @@ def _with_nested(
         elif (codec := codec_of_inputs(equation, outer.context)) is not None:
             nested = Bounded(equation, number, is_free, outer, codec)
         elif is_scheduled(equation, reached, outer.context.limits):
-            nested = Kept(equation, number, outer)
+            nested = Kept(equation, number, is_free, outer)
         else:
             return builder.add(equation, operands)
         return builder.trace(nested, seed, *operands, at=equation)

@@ -204,7 +204,9 @@ def is_sliced(equation: Equation, reached: Collection[Variable], limits: Limits)
         reached: The variables of its program that are differentiated.
         limits: Sizes of the slices.
     """
-    return _is_all_again(equation) and _large_attentions(equation, reached, limits) == "beside products"
+    if not _is_all_again(equation):
+        return False
+    return _large_attentions(equation, reached, limits) == "beside products"
 
 
 def _is_all_again(equation: Equation) -> bool:
@@ -279,7 +281,7 @@ def _found(
     in_slices = is_sliced(equation, reached, context.limits)
     all_inside = [*inside, *opened.regions_inside]
     is_encoded = not in_slices and has_parameters and _is_all_again(equation)
-    is_encoded = is_encoded and any(region.is_open for region in all_inside)
+    is_encoded = is_encoded and any(r.is_open or r.encodes_again for r in all_inside)
     if in_slices:
         recomputed = schedule(closed, active, (), context.of_region()).waiting_bytes
     else:

@@ -107,3 +107,24 @@ def test_of_two_cuts_the_smaller_is_stored():
 def test_what_waits_in_the_memory_of_the_host():
     stored = [Stored(), Stored(CODEC), Stored(jc.Offload(CODEC)), Stored(offload=True)]
     assert [how.is_on_host for how in stored] == [False, False, True, True]
+
+
+def test_sums_of_a_residual_stream_have_codes_in_between():
+    """Else the sum of a layer would be made of the codes of all layers before it."""
+
+    def normalized(x):
+        return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True))
+
+    def stream(x, weights):
+        for w in weights:
+            x = x + normalized(jnp.tanh(x @ w))
+        return x
+
+    def lines(depth):
+        x, w = (jax.ShapeDtypeStruct((rows, 128), jnp.bfloat16) for rows in (512, 128))
+        coded = jc.checkpoint(stream, CODEC)
+        gradient = jax.grad(lambda *arguments: coded(*arguments).astype(jnp.float32).sum(), (0, 1))
+        return len(str(jax.make_jaxpr(gradient)(x, [w] * depth)).splitlines())
+
+    few, more, most = map(lines, (4, 12, 20))
+    assert most - more < 1.1 * (more - few)
