@@ -7,7 +7,8 @@ r"""Compares stock networks compressed by one argument: memory, HBM traffic and 
 The steps are compiled ahead of time; nothing is run. Each row has a process of its own, which is
 ended at the limit of time. Activations are the bytes that a step needs besides its arguments.
 `--way remat+automatic` is for a network whose blocks are under `jax.checkpoint`, as an author wrote
-them. Times are of one compilation without a cache; compare them within one run only.
+them. `--way fit:0.9` is what `jc.fit` chooses for this part of the device's memory. Times are of one
+compilation without a cache; compare them within one run only.
 """
 
 import contextlib
@@ -35,11 +36,13 @@ from experiments.zoo.scenarios.all import SCENARIOS
 from experiments.zoo.scenarios.scenario import Scenario
 from experiments.zoo.steps import NETWORKS, Network
 from jaxcomp.memory._analyze import analyze_step
-from jaxcomp.memory._targets import resolve
+from jaxcomp.memory._targets import Target, resolve
 from jaxcomp.memory._tracing import trace
-from jaxcomp.planning import Strategy
+from jaxcomp.planning import FittedPlan, Strategy, fit
+from jaxcomp.planning._fit import ACTIONS
 
 STEPS: dict[str, Network | Scenario] = {**NETWORKS, **SCENARIOS}
+_FIT = "fit:"
 WAYS = ("plain", "remat", "accumulate:4", "automatic")
 SECONDS = ("trace_seconds", "lower_seconds", "compile_seconds")
 KEY = ("network", "target", "row")
@@ -68,12 +71,23 @@ def of_way(way: str) -> Strategy:
     return strategy if spec == way else dataclasses.replace(strategy, remat=True)
 
 
+def fitted(network: str, where: Target, way: str, batch: int) -> FittedPlan:
+    """Returns what `jc.fit` chooses for a step, of a part of the device's memory."""
+    assert where.capacity_bytes is not None
+    budget = int(float(way.removeprefix(_FIT)) * where.capacity_bytes)
+    actions = [action for action in ACTIONS if action != "accumulate"]
+    make_step = STEPS[network].make_step
+    return fit(make_step, batch=batch, budget=budget, target=where.name, actions=actions)
+
+
 def measure(network: str, target: str, way: str, batch: int) -> dict[str, Any]:
     """Compiles a step, and returns its figures and the seconds of each stage."""
     jax.config.update("jax_enable_compilation_cache", False)
     where = resolve(target)
+    plan = fitted(network, where, way, batch) if way.startswith(_FIT) else None
+    strategy = of_way(way) if plan is None else plan.strategy
     start = time.perf_counter()
-    step, arguments = STEPS[network].make_step(of_way(way), batch)
+    step, arguments = STEPS[network].make_step(strategy, batch)
     traced = trace(step, *arguments, target=where)
     traced_at = time.perf_counter()
     traced.traced.lower(lowering_platforms=(where.platform,))
@@ -87,7 +101,8 @@ def measure(network: str, target: str, way: str, batch: int) -> dict[str, Any]:
     figures["activation_bytes"] = None if total is None or given is None else total - given
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     cpu_seconds = sum(usage.ru_utime + usage.ru_stime for usage in used)
-    return figures | seconds | {"cpu_seconds": cpu_seconds, "error": None}
+    chosen = {} if plan is None else {"chosen": plan.name}
+    return figures | seconds | chosen | {"cpu_seconds": cpu_seconds, "error": None}
 
 
 def in_own_process(limit: float, *arguments: Any) -> dict[str, Any]:
@@ -123,7 +138,8 @@ def _answer(connection: Connection, *arguments: Any) -> None:
 
 def cells(row: dict[str, Any], plain: dict[str, Any] | None) -> list[str]:
     """A row of the table, with ratios to the plain step of the same network and target."""
-    name = [row["network"], str(row["batch"]), row["target"], row["row"]]
+    way = f"{row['row']}: {row['chosen']}" if "chosen" in row else row["row"]
+    name = [row["network"], str(row["batch"]), row["target"], way]
     if row["error"]:
         return [*name, f"failed: {row['error'][:160]}", *[""] * (len(HEADER) - 5)]
 
@@ -177,7 +193,8 @@ def main(
     for name in targets:
         resolve(name)
     for spec in ways:
-        of_way(spec)
+        if not spec.startswith(_FIT):
+            of_way(spec)
     rows: dict[tuple[str, ...], dict[str, Any]] = {}
     if add:
         found = read_table(out / "zoo.json", {})["rows"]
