@@ -26,7 +26,7 @@ from jaxcomp.codecs import (
 from jaxcomp.diagnostics import check_gradients, plan
 from jaxcomp.planning import compare, fit
 from jaxcomp.policies import Policy, Rule, recipes
-from jaxcomp.transform import checkpoint, compress, uncompress
+from jaxcomp.transform import checkpoint, compress, policy_of, uncompress
 
 __all__ = (
     "AvgPool",
@@ -57,6 +57,7 @@ __all__ = (
     "plan",
     "planning",
     "policies",
+    "policy_of",
     "recipes",
     "uncompress",
 )

@@ -1,6 +1,7 @@
 """`check_gradients`: how far a compressed gradient is from the exact one, on a user's own model."""
 
 import dataclasses
+import html
 from typing import Any
 
 import jax
@@ -28,7 +29,7 @@ _SIGNIFICANCE = 0.05
 _LOST, _NEAR = 0.1, 0.5  # noise in units of SGD's: lost in it, and of its size
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class GradientReport:
     """What `check_gradients` found; prints as a table.
 
@@ -93,6 +94,8 @@ class GradientReport:
             bias += f" ({len(biased)} of {len(self.parameters)} parameters, first {biased[0]})"
         if np.isnan(ratio):
             return f"{bias}; the noise is {self.coded.noise:.1%} of the gradient"
+        if np.isinf(ratio):
+            return f"{bias}; SGD has no noise, as all examples are alike: give real data"
         noise = f"the noise is {ratio:.2f} of SGD's"
         if ratio < _LOST:
             return f"{bias}; {noise} and lost in it"
@@ -100,6 +103,14 @@ class GradientReport:
 
     def _over_sgd(self, errors: Errors) -> float:
         return errors.noise / self.sgd_noise if self.sgd_noise else float("inf")
+
+    def __repr__(self) -> str:
+        """Returns one line."""
+        return f"GradientReport({self.verdict}; {self.draws} draws)"
+
+    def _repr_html_(self) -> str:
+        """Returns what notebooks show."""
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     def __str__(self) -> str:
         """Returns the figures, the verdict, and the five parameters that contribute most."""

@@ -1,13 +1,16 @@
 """`plan`: what a function or model saves for its backward pass, before anything runs."""
 
+import dataclasses
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import jax
-from flax import nnx
+from flax import linen, nnx
+from jax.extend.core import ClosedJaxpr
 
 from jaxcomp._core.module_scopes import scope_path, scope_paths, with_module_scopes
-from jaxcomp._core.modules import split_model
+from jaxcomp._core.modules import split_model, stock_class
 from jaxcomp.codecs import Exact
 from jaxcomp.diagnostics._exact import encodes, exact_copy
 from jaxcomp.memory import declared_residuals
@@ -51,8 +54,7 @@ def plan(model_or_fn: nnx.Module | Callable[..., Any], *args: Any, **kwargs: Any
         >>> found.exact_bytes, found.saved_bytes, found.bits_per_element
         (131072, 20480, 5.0)
     """
-    if not callable(model_or_fn):
-        raise TypeError(f"model_or_fn={model_or_fn!r}: expected a model or function to be called")
+    _check_call(model_or_fn, args, kwargs)
     if isinstance(model_or_fn, Checkpointed):
         return model_or_fn.plan(*args, **kwargs)
     if not isinstance(model_or_fn, nnx.Module):
@@ -61,7 +63,45 @@ def plan(model_or_fn: nnx.Module | Callable[..., Any], *args: Any, **kwargs: Any
     if traced is not None:
         function, arguments = traced
         return function.plan(*arguments)
-    return _of_modules(model_or_fn, args, kwargs)
+    parts = [part for _, part in nnx.iter_modules(model_or_fn)]
+    if coded_modules(model_or_fn) or any(map(encodes, parts)):
+        return _of_modules(model_or_fn, args, kwargs)
+    program = _program(model_or_fn, args, kwargs, {})
+    exact = _of_program(program, lambda scopes: ["", *scope_paths(scopes)][-1])
+    return dataclasses.replace(exact, notes=("nothing is compressed: this is what JAX saves",))
+
+
+def _check_call(fn: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raises a TypeError if a model or function cannot be called like that."""
+    if isinstance(fn, linen.Module):
+        raise TypeError(
+            f"model_or_fn of type {type(fn).__name__}: a Linen module is no function of arrays; "
+            "expected plan(jaxcomp.checkpoint(module.apply, policy), variables, *inputs)"
+        )
+    if not callable(fn):
+        raise TypeError(f"model_or_fn={fn!r}: expected a model or function to be called")
+    for number, argument in enumerate(args):
+        if isinstance(argument, tuple) and len(argument) > 1 and all(map(_is_size, argument)):
+            raise TypeError(
+                f"inputs[{number}]={argument!r}: a tuple of integers is no array; did you mean "
+                f"jax.ShapeDtypeStruct({argument!r}, jnp.float32)?"
+            )
+    if isinstance(fn, nnx.Module):
+        signature = inspect.signature(stock_class(fn).__call__)
+        try:
+            signature.bind(fn, *args, **kwargs)
+            kinds = {parameter.kind for parameter in signature.parameters.values()}
+            if not args and not kwargs and inspect.Parameter.VAR_POSITIONAL in kinds:
+                raise TypeError("no input is given")  # as of nnx.Sequential
+        except TypeError as error:
+            raise TypeError(
+                f"plan(model, *inputs): {error}; expected the inputs of {type(fn).__name__}: "
+                "arrays or jax.ShapeDtypeStructs"
+            ) from None
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _of_function(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
@@ -70,9 +110,13 @@ def _of_function(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     What is encoded inside of it is listed as it is stored.
     """
     program = jax.make_jaxpr(lambda args, kwargs: fn(*args, **kwargs))(args, kwargs)
+    return _of_program(program, scope_path)
+
+
+def _of_program(program: ClosedJaxpr, path_of: Callable[[tuple[str, ...]], str]) -> Plan:
     values = tuple(
         SavedValue(
-            path=scope_path(residual.scopes),
+            path=path_of(residual.scopes),
             source=residual.source,
             op="",
             shape=residual.shape,
@@ -168,14 +212,7 @@ def _bytes(
     hidden: set[str],
 ) -> tuple[dict[str, int], dict[str, str]]:
     """Returns bytes and a source line by the path of the innermost module that is not hidden."""
-    graphdef, params, rest = split_model(with_module_scopes(model, elements))
-
-    def run(params: Any, rest: Any, args: Any, kwargs: Any) -> Any:
-        copy = nnx.merge(graphdef, params, jax.lax.stop_gradient(rest), copy=True)
-        return copy(*args, **kwargs)
-
-    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (params, rest))
-    program = jax.make_jaxpr(run)(*shapes, args, kwargs)
+    program = _program(model, args, kwargs, elements)
     # Calls are noted once a program is traced; the gradient is taken of its jaxpr.
     found: dict[str, int] = {}
     sources: dict[str, str] = {}
@@ -184,3 +221,17 @@ def _bytes(
         found[path] = found.get(path, 0) + residual.nbytes
         sources.setdefault(path, residual.source)
     return found, sources
+
+
+def _program(
+    model: nnx.Module, args: tuple[Any, ...], kwargs: dict[str, Any], elements: dict[str, int]
+) -> ClosedJaxpr:
+    """Returns the traced call of a model, with a scope for each module; notes their elements."""
+    graphdef, params, rest = split_model(with_module_scopes(model, elements))
+
+    def run(params: Any, rest: Any, args: Any, kwargs: Any) -> Any:
+        copy = nnx.merge(graphdef, params, jax.lax.stop_gradient(rest), copy=True)
+        return copy(*args, **kwargs)
+
+    shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (params, rest))
+    return jax.make_jaxpr(run)(*shapes, args, kwargs)

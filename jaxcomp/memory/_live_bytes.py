@@ -1,6 +1,7 @@
 """The live bytes at each point of a compiled program, from XLA's buffer assignment."""
 
 import dataclasses
+import html
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +24,7 @@ from jaxcomp.memory._targets import Target, resolve
 from jaxcomp.memory._tracing import TracedStep, trace
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Timeline:
     """The live bytes of one device at each point of a program.
 
@@ -163,6 +164,27 @@ class Timeline:
 
     def __str__(self) -> str:
         return self.table()
+
+    def __repr__(self) -> str:
+        """Returns one line."""
+        return (
+            f"Timeline({len(self.points)} points, {len(self.buffers)} buffers: peak "
+            f"{format_bytes(self.peak_bytes)} at point {self.peak_point})"
+        )
+
+    def _repr_html_(self) -> str:
+        """Returns what notebooks show: the live bytes as a line, and the table."""
+        width, height, peak = 640, 120, self.peak_bytes or 1
+        across = max(1, len(self.points) - 1)
+        line = " ".join(
+            f"{width * i / across:.1f},{height * (1 - live / peak):.1f}"
+            for i, live in enumerate(self.live_bytes)
+        )
+        return (
+            f'<svg width="{width}" height="{height}" viewBox="0 0 {width} {height}">'
+            f'<polyline fill="none" stroke="#4477aa" points="{line}"/></svg>'
+            f"<pre>{html.escape(str(self))}</pre>"
+        )
 
 
 def timeline(

@@ -1,6 +1,7 @@
 """`MemoryReport`: the memory of a program on one target, as a record and as a table."""
 
 import dataclasses
+import html
 import json
 from collections.abc import Callable
 
@@ -9,7 +10,7 @@ from jaxcomp.memory._live_bytes import format_bytes
 NOT_GIVEN = "not given by this backend"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class MemoryReport:
     """The memory and the work of one compiled program.
 
@@ -122,6 +123,16 @@ class MemoryReport:
             '{"target": "cpu", "argument_bytes": 16384,'
         """
         return json.dumps(self.to_dict())
+
+    def __repr__(self) -> str:
+        """Returns one line."""
+        total = known(self.total_bytes, format_bytes)
+        fits = {None: "", True: ", fits", False: ", does not fit"}[self.fits]
+        return f"MemoryReport(target={self.target!r}: {total} needed{fits})"
+
+    def _repr_html_(self) -> str:
+        """Returns what notebooks show."""
+        return f"<pre>{html.escape(str(self))}</pre>"
 
     def __str__(self) -> str:
         """Formats the report as a table of two columns with readable units.

@@ -1,5 +1,6 @@
 """Policies and codecs from text."""
 
+import functools
 import inspect
 import re
 from collections.abc import Callable
@@ -49,6 +50,31 @@ def names() -> list[str]:
         (True, True)
     """
     return [*_CODECS, *_RECIPES]
+
+
+@functools.cache
+def _specs() -> dict[Policy, str]:
+    """Returns specs by the policy that they stand for."""
+    bits = {"automatic": (4, 3, 8), "fused": (4, 3, 2), "transformer": (4, 8, 3, 2, 1)}
+    known = [f"{name}:bits={b}" for name, all_bits in bits.items() for b in all_bits]
+    known += [f"quantize:bits={b}" for b in (8, 4, 3, 2, 1)]
+    found: dict[Policy, str] = {}
+    for spec in (*known, "exact", "division", "pooling", "pruning"):
+        found.setdefault(from_spec(spec), spec)
+    return found
+
+
+def describe(policy: Policy | JaxPolicy) -> str:
+    """Returns the spec of a policy, or the name of one of JAX's, or its number of rules.
+
+    Example:
+        >>> describe(recipes.automatic()), describe(Policy(()))
+        ('automatic:bits=4', 'a policy of 0 rules')
+    """
+    if not isinstance(policy, Policy):
+        return getattr(policy, "__name__", type(policy).__name__)
+    count = len(policy.rules)
+    return _specs().get(policy, f"a policy of {count} rule{'s' * (count != 1)}")
 
 
 def from_spec(spec: str) -> Policy:

@@ -22,7 +22,7 @@ from jaxcomp.codecs import noise
 from jaxcomp.codecs._codec import Seed
 from jaxcomp.memory._tracing import CHECKPOINT_PRIMITIVES, open_jaxpr
 from jaxcomp.policies._policy import JaxPolicy, Policy
-from jaxcomp.policies._specs import PolicyLike, policy_for_function
+from jaxcomp.policies._specs import PolicyLike, describe, policy_for_function
 from jaxcomp.transform._choice.context import Context
 from jaxcomp.transform._choice.schedule import plain_bytes
 from jaxcomp.transform._nested.nested import scheduled
@@ -57,6 +57,16 @@ class Checkpointed:
         self._static = static_argnums
         self._static_names = static_argnames
         self._seed = seed
+
+    @property
+    def policy(self) -> Policy | JaxPolicy:
+        """The policy by which it saves values."""
+        return self._policy
+
+    def __repr__(self) -> str:
+        """Returns the function and the policy."""
+        name = getattr(self._fn, "__qualname__", repr(self._fn))
+        return f"<jaxcomp.checkpoint of {name}, by {describe(self._policy)}>"
 
     def __get__(self, owner: Any, kind: type | None = None) -> Callable[..., Any]:
         """Binds the first argument, as for a method."""

@@ -1,6 +1,7 @@
 """`compress`: a Flax NNX model that saves what its backward pass needs as a policy says."""
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import jax
@@ -11,7 +12,7 @@ from jaxcomp._core.module_scopes import with_module_scopes
 from jaxcomp._core.modules import derived, set_class, split_model, stock_class
 from jaxcomp.nn._coded import coded_modules
 from jaxcomp.policies._policy import JaxPolicy, Policy
-from jaxcomp.policies._specs import PolicyLike, policy_for_model
+from jaxcomp.policies._specs import PolicyLike, describe, policy_for_model
 from jaxcomp.transform._checkpoint import Checkpointed, checkpoint
 from jaxcomp.transform._layer_codecs import LayerCodecs, check_required
 from jaxcomp.transform._model_attributes import (
@@ -95,7 +96,7 @@ def compress(model: M, policy: PolicyLike = "automatic") -> M:
             "call has to be traced"
         )
     layers.set(model)
-    set_class(model, derived(type(model), compressed_methods, of_values))
+    set_class(model, derived(type(model), compressed_methods, of_values, checkpoint, chosen))
     return model
 
 
@@ -131,6 +132,27 @@ def uncompress(model: M) -> M:
     return model
 
 
+def policy_of(model_or_fn: nnx.Module | Callable[..., Any]) -> Policy | JaxPolicy | None:
+    """Returns the policy of a compressed model or function.
+
+    Args:
+        model_or_fn: A Flax NNX model, or a function.
+
+    Returns:
+        What `compress` or `checkpoint` was given, as a policy; None if it is what neither returned.
+
+    Example:
+        >>> model = compress(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), "quantize:bits=4")
+        >>> policy_of(model).rules[0].action.bits
+        4
+        >>> policy_of(uncompress(model))
+    """
+    if isinstance(model_or_fn, Checkpointed):
+        return model_or_fn.policy
+    found: Policy | JaxPolicy | None = getattr(type(model_or_fn), "given_policy", None)
+    return found
+
+
 def is_compressed(model: nnx.Module) -> bool:
     """Returns whether `compress` returned this model."""
     return hasattr(type(model), "compressed_call")
@@ -151,10 +173,19 @@ def compressed_methods(
     kind: type[nnx.Module],
     policy: Policy | JaxPolicy | None,
     transform: Callable[..., Checkpointed] = checkpoint,
+    given: Policy | JaxPolicy | None = None,
 ) -> dict[str, Any]:
-    """Returns methods of a compressed model of class `kind`; without a policy calls are stock."""
+    """Returns methods of a compressed model of class `kind`; without a policy calls are stock.
+
+    Args:
+        kind: The class.
+        policy: What the call is traced with.
+        transform: Makes a function that saves by the policy.
+        given: The policy of the whole model, which is shown; None shows none.
+    """
+    shown = {} if given is None else {"given_policy": given, "__nnx_repr__": _shown(kind, given)}
     if policy is None:
-        return {"compressed_call": None}
+        return {"compressed_call": None} | shown
 
     def compressed_call(self: nnx.Module, args: PyTree, kwargs: PyTree) -> tuple[Checkpointed, Any]:
         graphdef, params, rest = split_model(self)
@@ -201,7 +232,19 @@ def compressed_methods(
         "compressed_call": compressed_call,
         "encodes": True,
         "policy_of_values": policy,
-    }
+    } | shown
+
+
+def _shown(kind: type[nnx.Module], policy: Policy | JaxPolicy) -> Callable[..., Iterator[Any]]:
+    """Returns what Flax prints a module by, with the policy behind the name of the class."""
+
+    def parts(self: nnx.Module) -> Iterator[Any]:
+        first, *rest = kind.__nnx_repr__(self)
+        text = f" # compressed by {describe(policy)}{first.comment.replace(' #', ',', 1)}"
+        yield first if first.empty_repr else dataclasses.replace(first, comment=text)
+        yield from rest
+
+    return parts
 
 
 def _is_array(leaf: object) -> bool:

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import html
 import math
 import re
 import warnings
@@ -29,6 +30,10 @@ from jaxcomp.transform._recognition.unit import NormAct, NormCurve, Recognized
 
 _HARDLY = 0.9
 _NOTED = 1e-3  # a norm's bias, as a part of the gradient
+_RIGHT = (3, 6, 7, 8)  # columns of numbers
+_DEFAULTS = re.compile(
+    r", (group='channel'|rounding='stochastic'|signed=\w+|scale_source='norm')(?=[,)])"
+)
 _WORTH_A_WARNING = 2**20  # bytes
 _WHY_EXACT = ("kept exactly", "no codec encodes")
 
@@ -75,7 +80,7 @@ class SavedValue:
         return 8 * self.saved_bytes / self.elements if self.elements else 0.0
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Plan:
     """What a function or model saves for its backward pass; prints as a table.
 
@@ -146,7 +151,18 @@ class Plan:
         header = ("module", "source", "value", "", "role", "decision", "bytes", "saved", "bits")
         rows = [(*header, "note"), *map(_row, largest)]
         total = f"{self.saved_bytes:,} bytes are saved, {self.exact_bytes:,} without compression"
-        return "\n".join([*table.lines(rows, right=(3, 6, 7, 8)), total, *self.notes])
+        return "\n".join([*_without_empty_columns(rows), total, *self.notes])
+
+    def __repr__(self) -> str:
+        """Returns one line."""
+        return (
+            f"Plan({len(self.values)} values: {format_bytes(self.saved_bytes)} saved, "
+            f"{format_bytes(self.exact_bytes)} without compression)"
+        )
+
+    def _repr_html_(self) -> str:
+        """Returns what notebooks show."""
+        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 def without_indices(path: str) -> str:
@@ -162,6 +178,13 @@ def without_indices(path: str) -> str:
     return re.sub(r"_\d+(?=/|$)", "_*", path)
 
 
+def _without_empty_columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Returns the lines of a table, without columns that are empty but for their name."""
+    shown = [i for i, (_, *cells) in enumerate(zip(*rows, strict=True)) if any(cells)]
+    right = [n for n, i in enumerate(shown) if i in _RIGHT]
+    return table.lines([tuple(row[i] for i in shown) for row in rows], right=right)
+
+
 def _sum(values: list[SavedValue], attribute: str) -> int:
     return sum(getattr(value, attribute) for value in values)
 
@@ -173,7 +196,8 @@ def _row(group: list[SavedValue]) -> tuple[str, ...]:
     return (
         value.path if len(paths) == 1 else without_indices(value.path),
         *(value.source, value.op or f"{value.dtype}{list(value.shape)}"),
-        *(f"x {count}" if count > 1 else "", value.role, value.decision),
+        *(f"x {count}" if count > 1 else "", value.role),
+        _DEFAULTS.sub("", value.decision),
         *(format_bytes(_sum(group, name)) for name in ("exact_bytes", "saved_bytes")),
         f"{value.bits_per_element:.2f}" if value.elements else "",
         value.note,
