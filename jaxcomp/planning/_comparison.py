@@ -21,12 +21,12 @@ from jaxcomp.memory._live_bytes import Timeline, format_bytes
 from jaxcomp.memory._report import MemoryReport, format_seconds, known
 from jaxcomp.memory._targets import resolve
 from jaxcomp.planning._fit import allowance_of
+from jaxcomp.planning._own_step import factory_of
 from jaxcomp.planning._provenance import provenance
 from jaxcomp.planning._strategies import Strategy
 from jaxcomp.planning._users_frames import place
 from jaxcomp.planning._verdict import ERROR, TRAFFIC_ERROR, Option, Room, choose, explain
 from jaxcomp.planning._watched import MakeStep, trace_step
-from jaxcomp.policies import PolicyLike
 
 _NOT_GIVEN = "not given"
 HEADER = (
@@ -51,7 +51,7 @@ class Row:
 
     Attributes:
         name: the strategy's spec.
-        batch: the batch size.
+        batch: the batch size; None if no step factory was given.
         report: what the compiler made of it; None if it failed.
         max_batch: the largest batch that fits; None if it was not asked for.
         timeline: which buffers are alive when; None if it was not asked for.
@@ -63,7 +63,7 @@ class Row:
     """
 
     name: str
-    batch: int
+    batch: int | None
     report: MemoryReport | None
     max_batch: int | None = None
     timeline: Timeline | None = None
@@ -228,10 +228,9 @@ class Comparison:
 
 
 def compare(
-    make_step: MakeStep,
-    rows: Sequence[Strategy | PolicyLike],
-    *,
-    batch: int,
+    make_step: MakeStep | Callable[..., Any],
+    *given: Any,
+    batch: int | None = None,
     target: str | None = None,
     capacity: int | str | None = None,
     allowance: int | str | None = None,
@@ -245,6 +244,12 @@ def compare(
 
     Nothing is run. The device may be absent: XLA compiles the step for it ahead of time.
 
+    There are two forms. `compare(make_step, rows, batch=128)` takes a step factory.
+    `compare(step, arguments, rows)` takes a step and its arguments, as `analyze(step, *arguments)`
+    does: the strategies are applied to copies of the Flax NNX models among the arguments, and to
+    the `apply_fn` of a Linen `TrainState`. Micro-batches and other batch sizes need a factory, and
+    so do recomputed blocks of functions.
+
     Args:
         make_step: your own step factory. `make_step(transform, batch)` builds a Flax NNX model,
             applies `transform(model)` to it, which returns the same model, splits the batch into
@@ -253,9 +258,10 @@ def compare(
             For Linen, Equinox and functions it calls `transform(fn)` of the forward pass, such as
             `model.apply`, in place of the model, and applies `jax.checkpoint` to its blocks where
             `transform.remat` is true, with the policy `transform.remat_policy`.
-        rows: strategies, their specs (`Strategy.parse`), policies or codecs. With "plain" among
-            them the table has ratios to it.
-        batch: the batch size.
+        *given: `rows`, or `arguments` and `rows`. Rows are strategies, their specs
+            (`Strategy.parse`), policies or codecs. With "plain" among them the table has ratios to
+            it.
+        batch: the batch size that a step factory is called with.
         target: as in `analyze`.
         capacity: what the program may use, as in `analyze`: bytes, or text such as "11GiB".
         allowance: what of that is left for all but XLA's buffers, such as workspaces of libraries:
@@ -274,6 +280,7 @@ def compare(
         compilation fails has an error in place of a report.
 
     Raises:
+        TypeError: if neither a step factory and a batch size are given, nor a step and arguments.
         ValueError: if a row is unknown or is there twice, or the batch does not divide into its
             micro-batches, or the target or its capacity is not what it should be.
         ImportError: if the wheel with the target's compiler is not installed.
@@ -291,13 +298,14 @@ def compare(
         >>> [row.report.declared_residual_bytes for row in table.rows]
         [196608, 65536]
     """
-    if isinstance(rows, str) or not rows:
+    make_step, rows, size = _read(make_step, given, batch, largest_batch)
+    if isinstance(rows, str) or not isinstance(rows, Sequence) or not rows:
         raise ValueError(f"rows={rows!r}: expected a list of at least one")
     strategies = [Strategy.of(row) for row in rows]
     if len({strategy.spec for strategy in strategies}) < len(strategies):
         raise ValueError(f"rows={rows!r}: expected each once")
-    for strategy in strategies:
-        strategy.check_batch(batch)
+    for strategy in strategies if batch is not None else ():
+        strategy.check_batch(size)
     where = resolve(target)
     usable = usable_bytes(where, capacity)
     kept_free = allowance_of(allowance, where)
@@ -305,7 +313,7 @@ def compare(
         raise ValueError(f"target={where.name!r}: its memory is not known; give a capacity")
 
     def row(strategy: Strategy) -> Row:
-        traced, _ = trace_step(make_step, strategy, batch, where)
+        traced, _ = trace_step(make_step, strategy, size, where)
         report, timeline, _ = analyze_step(traced, where, capacity, xla_remat, timelines)
         largest = None
         if largest_batch and usable is not None:
@@ -341,6 +349,23 @@ def compare(
         if save is not None:
             save(table())
     return table()
+
+
+def _read(
+    step: Any, given: tuple[Any, ...], batch: int | None, largest_batch: bool
+) -> tuple[MakeStep, Any, int]:
+    """Returns a step factory, the rows and the batch size of either form of a call."""
+    if len(given) == 1 and batch is not None:
+        return step, given[0], batch
+    if len(given) != 2 or batch is not None or not isinstance(given[0], tuple | list):
+        raise TypeError(
+            "expected compare(make_step, rows, batch=...) with a step factory, or compare(step, "
+            "arguments, rows) with a tuple of the step's arguments"
+        )
+    if largest_batch:
+        raise ValueError("largest_batch=True: expected a step factory, which makes other batches")
+    arguments, rows = given
+    return factory_of(step, tuple(arguments)), rows, 0
 
 
 def _text(error: Exception) -> str:
