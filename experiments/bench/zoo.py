@@ -7,8 +7,8 @@ r"""Compares stock networks compressed by one argument: memory, HBM traffic and 
 The steps are compiled ahead of time; nothing is run. Each row has a process of its own, which is
 ended at the limit of time. Activations are the bytes that a step needs besides its arguments.
 `--way remat+automatic` is for a network whose blocks are under `jax.checkpoint`, as an author wrote
-them. `--way fit:0.9` is what `jc.fit` chooses for this part of the device's memory. Times are of one
-compilation without a cache; compare them within one run only.
+them. `--way fit:0.9` is what `jc.fit` chooses for this part of the device's memory. Times are of
+one compilation without a cache; compare them within one run only.
 """
 
 import contextlib
