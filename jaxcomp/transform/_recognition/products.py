@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import cast
 
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jaxcomp.ops._conv import coded_convolution
 from jaxcomp.ops._linear import bilinear, gradient_of_layer
 from jaxcomp.policies._value import dtype_name
 from jaxcomp.transform._choice.graph import Graph
-from jaxcomp.transform._program.program import Program
+from jaxcomp.transform._program.program import Program, variables
 from jaxcomp.transform._program.types import Atom, Equation, Variable, is_variable
 from jaxcomp.transform._recognition.unit import Product
 
@@ -43,6 +43,18 @@ def products(program: Program, coded: Collection[int]) -> Iterator[Product]:
             if is_variable(x) and _is_float(x) and _is_parameter(graph, kernel, beside=x):
                 yield Product(kind, x, kernel, equation)
                 break
+
+
+def made_for_kernels(program: Program, found: Iterable[Product]) -> set[Variable]:
+    """Returns the values that kernels of products are made of, as by weight standardization."""
+    made: set[Variable] = set()
+    pending = [product.kernel for product in found]
+    while pending:
+        value = pending.pop()
+        if value not in made and value in program.made_by:
+            made.add(value)
+            pending += variables(program.made_by[value].invars)
+    return made
 
 
 def _is_parameter(graph: Graph, kernel: Atom, beside: Variable) -> bool:

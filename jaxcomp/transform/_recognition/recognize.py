@@ -30,7 +30,7 @@ from jaxcomp.transform._recognition.curved_norms import curved_norm
 from jaxcomp.transform._recognition.layer_scale import LayerScale, layer_scales
 from jaxcomp.transform._recognition.order import ordered
 from jaxcomp.transform._recognition.pattern import Labels, Pattern, relabelled
-from jaxcomp.transform._recognition.products import CONV, DOT, features_last, products
+from jaxcomp.transform._recognition.products import CONV, DOT, features_last, made_for_kernels, products
 from jaxcomp.transform._recognition.unit import (
     Activation,
     Codeless,
@@ -75,9 +75,13 @@ def recognize(
     units: list[Recognized] = []
     rules: dict[Recognized, Rule] = {}
     pooled: set[int] = set()  # by a pool that belongs to a norm
-    for unit in (*_units(pattern), *products(program, coded)):
+    of_parameters = list(products(program, coded))
+    of_kernels = made_for_kernels(program, of_parameters)
+    for unit in (*_units(pattern), *of_parameters):
         if reached.isdisjoint(unit.operands) or id(unit.equation) in pooled:
             continue
+        if not of_kernels.isdisjoint(unit.equation.outvars):
+            continue  # the backward pass has it from the parameters
         path = module_path(unit.origin)
         codeless = isinstance(unit, Codeless)
         rule = next(

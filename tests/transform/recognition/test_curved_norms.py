@@ -11,7 +11,7 @@ from flax import linen, nnx
 from jax import lax
 
 import jaxcomp as jc
-from tests.helpers import AS_WRITTEN, error_of_mean
+from tests.helpers import AS_WRITTEN, error_of_mean, normal
 
 FEATURES = 16
 SHAPE = (4, 16, 16, FEATURES)
@@ -236,3 +236,27 @@ def test_a_convolution_beside_the_norm_reads_its_code():
     for one, found in zip(gradient, draws(params), strict=True):
         error, chance = error_of_mean(list(found), one)
         assert 0 < error < 2 * chance + 1e-3 * np.linalg.norm(one)
+
+
+def test_standardized_kernels_have_no_code():
+    """The backward pass has them from the parameters."""
+
+    def standardized(kernel):
+        kernel = kernel - kernel.mean((0, 1, 2), keepdims=True)
+        return kernel * lax.rsqrt((kernel * kernel).mean((0, 1, 2), keepdims=True) + 1e-5)
+
+    def convolution(x, kernel):
+        numbers = ("NHWC", "HWIO", "NHWC")
+        kernel = standardized(kernel)
+        return lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=numbers)
+
+    def function(x, kernels):
+        for kernel in kernels:
+            x = jax.nn.relu(convolution(x, kernel))
+        return x
+
+    x, kernels = normal((2, 8, 8, 48)), [normal((3, 3, 48, 48), seed=i) for i in range(2)]
+    coded = jc.checkpoint(function, jc.recipes.automatic(), coded_argnums=0)
+    values = jc.plan(coded, x, kernels).values
+    assert not [v for v in values if v.decision != "exact" and kernels[0].size in v.shape]
+    assert not [v for v in values if v.shape == kernels[0].shape]
