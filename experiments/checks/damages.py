@@ -78,7 +78,8 @@ class Checkpoint:
         checkpoints.save(_state(2), {"steps": 2})
         goes_on = Checkpoints(self.folder).load_record() == {"steps": 2}
         text = "; ".join(str(warning.message) for warning in caught)
-        return text * (loaded == 1 and goes_on and file.name in text)
+        is_named = file.name in text or file.name == "sha256.json"  # whose sums are of others
+        return text * (loaded == 1 and goes_on and is_named)
 
 
 class Answer:

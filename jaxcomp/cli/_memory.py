@@ -90,7 +90,7 @@ def memory(
             csv.write_text(table.to_csv())
         timelines = {row.name: row.timeline for row in table.rows if row.timeline}
         if html is not None and timelines:
-            analysis.draw_html(html, timelines, limit=table.usable_bytes)
+            _draw(html, timelines, table, f"{model}, batch {batch}, for {table.target}")
         if interrupted.is_set():
             raise KeyboardInterrupt
 
@@ -125,6 +125,26 @@ def memory(
         raise errors[0]
     if not any(row.report for row in tables[-1].rows):
         raise typer.Exit(1)
+
+
+def _draw(
+    file: Path, timelines: dict[str, analysis.Timeline], table: planning.Comparison, title: str
+) -> None:
+    """Writes the page, with what each row needs and how it was made."""
+    names = ("jaxcomp", "jax", "date")
+    made = ", ".join(f"{name} {table.made[name]}" for name in names)
+    usable = table.usable_bytes
+    details = {}
+    for row in table.rows:
+        if row.report and row.report.total_bytes is not None:
+            details[row.name] = f"{format_bytes(row.report.total_bytes)} needed"
+            if usable is not None:
+                fits = row.report.total_bytes + table.allowance_bytes <= usable
+                details[row.name] += f" of {format_bytes(usable)}: "
+                details[row.name] += "fits" if fits else "does not fit"
+    analysis.draw_html(
+        file, timelines, limit=usable, title=title, subtitle=f"Compiled: {made}", details=details
+    )
 
 
 def _show(table: planning.Comparison, wide: bool) -> None:

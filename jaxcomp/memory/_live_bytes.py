@@ -2,6 +2,7 @@
 
 import dataclasses
 import html
+import os
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -152,7 +153,7 @@ class Timeline:
         for g in groups[:rows]:
             one, count = g.buffers[0], len(g.buffers)
             size = format_bytes(one.bytes) if count == 1 else f"{count} x {format_bytes(one.bytes)}"
-            source = f"  ({one.origin.source})" if one.origin.source else ""
+            source = f"  ({short_source(one.origin.source)})" if one.origin.source else ""
             lines.append(
                 f"{size:>16}  {one.origin.phase:<10}  {one.shape:<26}  {g.label()}{source}"
             )
@@ -306,6 +307,17 @@ def read_timeline(
         buffers=tuple(buffers),
         backward_start=backward_start(module, sequence),
     )
+
+
+def short_source(source: str) -> str:
+    """Returns `file:line` relative to the current folder, or without the folder of packages.
+
+    Example:
+        >>> short_source("/usr/lib/python3/site-packages/flax/nnx/module.py:7")
+        'flax/nnx/module.py:7'
+    """
+    here = f"{os.getcwd()}{os.sep}"
+    return source.removeprefix(here).rpartition(f"site-packages{os.sep}")[2]
 
 
 def format_bytes(count: int) -> str:

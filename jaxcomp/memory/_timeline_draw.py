@@ -6,10 +6,11 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from importlib import resources
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from jaxcomp.memory._buffer import Buffer
-from jaxcomp.memory._live_bytes import Timeline
+from jaxcomp.memory._live_bytes import Timeline, short_source
 
 # The colors are Paul Tol's "bright" and "muted" sets, which are safe for color-blind readers.
 PHASES = {
@@ -28,20 +29,30 @@ _GREYS = {_ARGUMENTS: "#bbbbbb", _OTHER_MODULES: "#999999", _NO_MODULE: "#777777
 
 
 def draw_html(
-    path: str | Path, timelines: Mapping[str, Timeline], *, limit: int | None = None
+    path: str | Path,
+    timelines: Mapping[str, Timeline],
+    *,
+    limit: int | None = None,
+    title: str = "Live bytes",
+    subtitle: str = "",
+    details: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Draws timelines as one HTML page.
 
-    The page has one chart for each timeline, all at the same scale, colored by pass or by module.
-    Pointing at a chart lists the largest buffers alive at that point, with their shape, pass and
-    source line. A table lists the buffers alive at the peak, or at the point that is clicked.
-    Dragging zooms. The page loads no other file.
+    The page has one chart for each timeline, all at the same scale of bytes, colored by pass or by
+    module. Pointing at a chart lists the largest buffers alive at that point, with their shape,
+    pass and source line. A table lists the buffers alive at the peak, or at the point that is
+    clicked; a click on a buffer shows its life. Below, the first chart and another one are compared
+    at their peaks. Dragging zooms. The page loads no other file.
 
     Args:
         path: the file to write. An existing file is overwritten.
         timelines: the timelines by title, from top to bottom.
         limit: the bytes that the program may use, drawn as a line. `None` draws no line. A limit
             above 1.6 times the highest peak is not drawn.
+        title: the heading of the page.
+        subtitle: a line below the heading.
+        details: text for the heading of a chart, by the title of its timeline.
 
     Raises:
         ValueError: if `timelines` is empty.
@@ -65,13 +76,16 @@ def draw_html(
     data = {
         "phases": {key: {"label": label, "color": color} for key, (label, color) in PHASES.items()},
         "limit": limit,
-        "timelines": [_page_data(title, timeline, texts) for title, timeline in timelines.items()],
+        "timelines": [
+            _page_data(name, timeline, texts) | {"detail": details.get(name, "")}
+            for name, timeline in timelines.items()
+        ],
         "texts": list(texts),
     }
     template = resources.files(__package__).joinpath("timeline.html").read_text("utf-8")
-    title = html.escape(" / ".join(timelines))
     encoded = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    page = template.replace("{{title}}", title).replace("{{data}}", encoded)
+    page = template.replace("{{title}}", html.escape(title))
+    page = page.replace("{{subtitle}}", html.escape(subtitle)).replace("{{data}}", encoded)
     Path(path).write_text(page, encoding="utf-8")
 
 
@@ -84,17 +98,23 @@ def bytes_by_phase(timeline: Timeline) -> dict[str, list[int]]:
 def bytes_by_module(timeline: Timeline) -> dict[str, list[int]]:
     """Returns the live bytes at each point, by the module of the model that computed the buffers.
 
-    The modules are the children of the outermost module, or their children, if these are few.
-    Beyond nine modules, the smaller ones are summed.
+    The modules are the children of the children of the outermost module. If they are many, only the
+    largest child is divided. Repeated blocks are one module, with `*` for the number. Beyond nine
+    modules, the smaller ones are summed.
     """
-    computed = {b.origin.scope for b in timeline.buffers if b.origin.phase != "argument"}
-    paths = {scope: tuple(scope.split("/")) for scope in computed}
-    inner = {path for path in paths.values() if path != ("",)}
+    scopes = {b.origin.scope for b in timeline.buffers if b.origin.phase != "argument"}
+    levels = {scope: _levels(scope) for scope in scopes}
+    inner = {tuple(path) for path in levels.values() if path}
     root = len(inner) > 1 and len({path[0] for path in inner}) == 1
-    for depth in (2, 1):
-        names = {scope: "/".join(path[root:][:depth]) for scope, path in paths.items()}
-        if len(set(names.values())) <= len(_MODULE_COLORS):
-            break
+    names = {scope: "/".join(path[root:][:2]) for scope, path in levels.items()}
+    if len(set(names.values())) > len(_MODULE_COLORS):
+        children = {scope: "/".join(path[root:][:1]) for scope, path in levels.items()}
+        sizes: Counter[str] = Counter()
+        for buffer in timeline.alive(timeline.peak_point):
+            sizes[children.get(buffer.origin.scope, "")] += buffer.bytes
+        del sizes[""]
+        largest = max(sizes, key=sizes.__getitem__, default="")
+        names = {s: names[s] if child == largest else child for s, child in children.items()}
 
     def module_of(buffer: Buffer) -> str:
         if buffer.origin.phase == "argument":
@@ -102,14 +122,30 @@ def bytes_by_module(timeline: Timeline) -> dict[str, list[int]]:
         return names[buffer.origin.scope] or _NO_MODULE
 
     found = _bytes_by(timeline, module_of)
-    largest = Counter({name: max(values) for name, values in found.items() if name not in _GREYS})
-    kept = {name for name, _ in largest.most_common(len(_MODULE_COLORS))}
+    most = Counter({name: max(values) for name, values in found.items() if name not in _GREYS})
+    kept = {name for name, _ in most.most_common(len(_MODULE_COLORS))}
     merged: dict[str, list[int]] = {}
     for name, values in found.items():
         name = name if name in kept or name in _GREYS else _OTHER_MODULES
         so_far = merged.get(name, [0] * len(values))
         merged[name] = [a + b for a, b in zip(so_far, values, strict=True)]
     return dict(sorted(merged.items(), key=lambda item: (item[0] not in _GREYS, item[0])))
+
+
+def _levels(scope: str) -> list[str]:
+    """Returns the modules of a scope, repeated blocks as one module with `*` for the number.
+
+    Example:
+        >>> _levels("blocks/3/up"), _levels("")
+        (['blocks/*', 'up'], [])
+    """
+    found: list[str] = []
+    for name in filter(None, scope.split("/")):
+        if name.isdecimal() and found:
+            found[-1] += "/*"
+        else:
+            found.append(name)
+    return found
 
 
 def _bytes_by(timeline: Timeline, key: Callable[[Buffer], str]) -> dict[str, list[int]]:
@@ -176,11 +212,12 @@ def _page_data(title: str, timeline: Timeline, texts: dict[str, int]) -> dict[st
             "bytes": [b.bytes for b in timeline.buffers],
             "start": [b.start for b in timeline.buffers],
             "end": [b.end for b in timeline.buffers],
+            "read": [max(b.reads, default=None) for b in timeline.buffers],
             "place": [f"{b.allocation}:{b.offset}" for b in timeline.buffers],
             "label": column(Buffer.label),
             "group": column(Buffer.group_label),
             "shape": column(lambda b: b.shape),
             "phase": column(lambda b: b.origin.phase),
-            "source": column(lambda b: b.origin.source),
+            "source": column(lambda b: short_source(b.origin.source)),
         },
     }

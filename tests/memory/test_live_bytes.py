@@ -93,6 +93,21 @@ def test_the_backward_pass_starts_between_the_passes():
     assert timeline(jax.jit(loss), WEIGHTS, X).backward_start is None
 
 
+def test_the_backward_pass_of_the_first_micro_batch_starts_first():
+    def step(weights, x):
+        total = jax.tree.map(jnp.zeros_like, weights)
+        for part in jnp.split(x, 4):
+            part, total = jax.lax.optimization_barrier((part, total))
+            total = jax.tree.map(jnp.add, total, jax.grad(loss)(weights, part))
+        return total
+
+    options = {"xla_disable_hlo_passes": "cse_barrier_expander"}
+    t = timeline(jax.jit(step, compiler_options=options), WEIGHTS, X, target="cpu")
+    first = t.phases.index("backward", t.phases.index("forward"))
+    assert first <= t.backward_start < len(t.points) / 3
+    assert "forward" in t.phases[2 * t.backward_start :]  # of later micro-batches
+
+
 def test_readers_of_a_value_come_while_it_is_alive():
     t = of_step()
     assert any(b.reads for b in t.buffers)

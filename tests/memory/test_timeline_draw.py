@@ -2,6 +2,7 @@
 
 import html
 import json
+import pathlib
 import re
 import shutil
 import subprocess
@@ -39,9 +40,30 @@ def test_modules_are_named_below_the_outermost_and_the_smallest_are_summed():
         return x
 
     modules = bytes_by_module(timeline(jax.jit(model), jnp.ones(256)))
-    named = [name for name in modules if re.fullmatch(r"block\d+", name)]
+    named = [name for name in modules if name.startswith("block")]
     assert len(named) == 9 and "other modules" in modules
     assert modules["arguments"][0] == 1024
+
+
+def test_the_largest_of_many_modules_is_divided_and_blocks_are_one():
+    def model(x):
+        for k in range(12):
+            with jax.named_scope("blocks"), jax.named_scope(str(k)):
+                with jax.named_scope("up"):
+                    x = jnp.sort(jnp.concatenate([x, x]))
+                with jax.named_scope("down"):
+                    x = jnp.sort(x[::2])
+        return x
+
+    modules = bytes_by_module(timeline(jax.jit(model), jnp.ones(256)))
+    assert modules.keys() >= {"up", "down"} and not any("11" in name for name in modules)
+
+
+def test_sources_are_relative_to_the_folder(tmp_path, timelines):
+    draw_html(tmp_path / "page.html", timelines, title="a <b>", subtitle="made & dated")
+    page = (tmp_path / "page.html").read_text()
+    assert str(pathlib.Path(__file__)) not in page and "tests/memory/test_timeline_draw.py:" in page
+    assert "<h1>a &lt;b&gt;</h1>" in page and "made &amp; dated" in page
 
 
 def test_html_holds_the_data_and_loads_nothing(tmp_path, timelines):
@@ -70,6 +92,11 @@ press("Home"); seen.push(state());
 press("ArrowRight"); press("+"); press("p"); seen.push(state());
 const choice = document.getElementById("colors");
 choice.value = "byModule"; choice.dispatchEvent(new Event("change")); seen.push(state());
+document.querySelector("tbody tr").click();
+const differences = [...document.querySelectorAll("#differences tbody")].map(b => b.rows.length);
+const field = document.getElementById("find");
+seen.push([document.querySelector("h3").textContent, differences]);
+field.value = "no such buffer"; field.dispatchEvent(new Event("input")); seen.push(state());
 document.title = JSON.stringify(seen);
 </script>"""
 
@@ -78,7 +105,7 @@ def test_the_page_works_in_a_browser(tmp_path, timelines):
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("no Chromium is installed")
-    draw_html(tmp_path / "page.html", timelines)
+    draw_html(tmp_path / "page.html", timelines, details={"plain": "1.0 GiB of 2.0 GiB: fits"})
     page = (tmp_path / "page.html").read_text().replace("</body>", SCRIPT + "</body>")
     (tmp_path / "page.html").write_text(page)
     command = [browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom"]
@@ -90,12 +117,16 @@ def test_the_page_works_in_a_browser(tmp_path, timelines):
         timeout=120,
     ).stdout
     (title,) = re.findall("<title>(.*?)</title>", shown, re.DOTALL)
-    start, home, peak, modules = json.loads(html.unescape(title))
+    start, home, peak, modules, (life, differences), found = json.loads(html.unescape(title))
     t = timelines["plain"]
     assert start == peak and start[0].startswith(f"instruction {t.peak_point}:")
     assert home[0].startswith("instruction 0:") and home[2] == len(t.alive(0))
     assert start[1] == len(bytes_by_phase(t)) and modules[1] == len(bytes_by_module(t))
     assert shown.count("<svg") == 2
+    assert re.search(r": alive from \S+ \(\d+\) to \d+, (and|read) ", life)
+    assert differences[0] == 5 and differences[1] > 0
+    assert found[2] == 0
+    assert "; 1.0 GiB of 2.0 GiB: fits" in shown
 
 
 def test_nothing_to_draw_is_an_error(tmp_path):
