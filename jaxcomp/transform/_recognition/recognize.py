@@ -30,7 +30,13 @@ from jaxcomp.transform._recognition.curved_norms import curved_norm
 from jaxcomp.transform._recognition.layer_scale import LayerScale, layer_scales
 from jaxcomp.transform._recognition.order import ordered
 from jaxcomp.transform._recognition.pattern import Labels, Pattern, relabelled
-from jaxcomp.transform._recognition.products import CONV, DOT, features_last, made_for_kernels, products
+from jaxcomp.transform._recognition.products import (
+    CONV,
+    DOT,
+    features_last,
+    made_for_kernels,
+    products,
+)
 from jaxcomp.transform._recognition.unit import (
     Activation,
     Codeless,
