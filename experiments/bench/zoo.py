@@ -210,8 +210,9 @@ def main(
                     parts = [figures[stage] for stage in SECONDS]
                     figures["seconds"] = None if None in parts else sum(parts)
                 rows.pop(key, None)
-                rows[key] = dict(zip(KEY, key, strict=True)) | {"batch": size} | figures
                 environment = describe_environment()
+                code = {"code": environment["code"], "date": environment["date"]}
+                rows[key] = dict(zip(KEY, key, strict=True)) | {"batch": size} | figures | code
                 if flags := os.environ.get("XLA_FLAGS"):
                     environment["command"] = f"XLA_FLAGS={flags!r} {environment['command']}"
                 write_json(out / "zoo.json", environment | {"rows": [*rows.values()]})

@@ -1,7 +1,12 @@
 """What a record says of the code that made it."""
 
+import datetime
+import json
+import re
 import subprocess
+from pathlib import Path
 
+import experiments
 import jaxcomp
 from experiments.common.record import describe_checkout, describe_environment
 
@@ -32,3 +37,15 @@ def test_a_record_names_the_version_and_the_day():
     described = describe_environment()
     assert described["code"]["version"] == jaxcomp.__version__
     assert len(described["date"]) == len("2026-01-31")
+
+
+def test_every_record_names_its_command_code_date_and_versions():
+    """A commit with `clean: null` is that which added the record: it was made with earlier code."""
+    records = sorted(Path(experiments.__file__).parent.glob("results/**/*.json"))
+    assert records
+    for path in records:
+        record = json.loads(path.read_text())
+        assert re.fullmatch("[0-9a-f]{40}", record["code"]["commit"]), path
+        assert record["code"].keys() == {"version", "commit", "clean"}, path
+        assert record["command"] and record["versions"], path
+        datetime.date.fromisoformat(record["date"])
