@@ -149,7 +149,7 @@ def test_doctor_says_what_is_missing(monkeypatch):
     assert f"jax {jax.__version__}" in output
     assert "compiler for GPUs      not installed: pip install 'jaxcomp[gpu-aot]'" in output
     assert "compiler for TPUs      libtpu " in output
-    assert ("removed by XLA for CPU" in output) == (jax.__version_info__ < (0, 12))
+    assert ("removes optimization barriers" in output) == (jax.__version_info__ < (0, 12))
 
 
 LONG = """

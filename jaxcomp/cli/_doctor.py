@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax
 
-from jaxcomp.memory._options import compiler_options
+from jaxcomp.memory._options import removed_barriers
 from jaxcomp.memory._targets import is_installed
 
 _PACKAGES = ("jaxcomp", "jax", "jaxlib", "flax", "optax", "numpy")
@@ -17,7 +17,6 @@ _COMPILERS = {
     "TPUs": ("tpu-aot", "libtpu"),
 }
 _EXTRAS = {"plot": "matplotlib", "train": "orbax"}
-_FLAG = "--xla_disable_hlo_passes=cse_barrier_expander"
 
 
 def doctor() -> None:
@@ -32,7 +31,10 @@ def doctor() -> None:
         found = [f"{w} {importlib.metadata.version(w)}" for w in wheels if is_installed(w)]
         missing = f"not installed: pip install 'jaxcomp[{extra}]'"
         lines.append((f"compiler for {devices}", ", ".join(found) or missing))
-    lines += [("optimization barriers", _barriers()), ("cache of compilations", _cache())]
+    lines += [
+        ("optimization barriers", removed_barriers({}) or "kept"),
+        ("cache of compilations", _cache()),
+    ]
     for extra, package in _EXTRAS.items():
         is_there = importlib.util.find_spec(package) is not None
         missing = f"not installed: pip install 'jaxcomp[{extra}]'"
@@ -40,17 +42,6 @@ def doctor() -> None:
     width = max(len(name) for name, _ in lines)
     for name, text in lines:
         print(f"{name:<{width}}  {text}")
-
-
-def _barriers() -> str:
-    if not compiler_options():
-        return "kept on this backend"
-    if _FLAG in os.environ.get("XLA_FLAGS", ""):
-        return "kept, by XLA_FLAGS"
-    return (
-        f"removed by XLA for CPU in JAX {jax.__version__}: set XLA_FLAGS={_FLAG}, or pass "
-        "compiler_options=jc.memory.compiler_options() to jax.jit"
-    )
 
 
 def _cache() -> str:

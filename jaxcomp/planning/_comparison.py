@@ -18,6 +18,7 @@ from jaxcomp.memory._analyze import analyze_step, usable_bytes
 from jaxcomp.memory._batch import max_batch
 from jaxcomp.memory._compiling import CompileError
 from jaxcomp.memory._live_bytes import Timeline, format_bytes
+from jaxcomp.memory._options import removed_barriers
 from jaxcomp.memory._report import MemoryReport, format_seconds, known
 from jaxcomp.memory._targets import resolve
 from jaxcomp.planning._fit import allowance_of
@@ -95,6 +96,7 @@ class Comparison:
         usable_bytes: what a step may use of its memory.
         rows: in the order asked for.
         allowance_bytes: what of it is left for all but XLA's buffers.
+        notes: remarks on all rows.
         made: the date, the command and the versions of packages that made the table.
     """
 
@@ -103,6 +105,7 @@ class Comparison:
     rows: tuple[Row, ...]
     allowance_bytes: int = 0
     made: dict[str, str] = dataclasses.field(default_factory=provenance)
+    notes: tuple[str, ...] = ()
 
     def answer(self) -> Row | None:
         """Returns the row to use, as the last line says; None if none is known to fit."""
@@ -210,7 +213,7 @@ class Comparison:
                 names.setdefault(row.report.xla_flag, []).append(row.name)
         flags = [f"{', '.join(of)}: compiled with {flag}" for flag, of in names.items()]
         failed = [f"{row.name} failed: {row.error}{_place(row)}" for row in self.rows if row.error]
-        return [*on_host, *flags, *self._recomputed(plain), *failed]
+        return [*on_host, *flags, *self._recomputed(plain), *failed, *self.notes]
 
     def _repr_markdown_(self) -> str:
         """Returns what notebooks show."""
@@ -314,6 +317,8 @@ def compare(
 
     def row(strategy: Strategy) -> Row:
         traced, _ = trace_step(make_step, strategy, size, where)
+        if where.platform == "cpu" and (note := removed_barriers(traced.compiler_options)):
+            notes[note] = None
         report, timeline, _ = analyze_step(traced, where, capacity, xla_remat, timelines)
         largest = None
         if largest_batch and usable is not None:
@@ -335,9 +340,10 @@ def compare(
 
     def table() -> Comparison:
         rows = tuple(_without_copies(strategies, done))
-        return Comparison(where.name, usable, rows, kept_free, made)
+        return Comparison(where.name, usable, rows, kept_free, made, tuple(notes))
 
     made = provenance()
+    notes: dict[str, None] = {}  # in order, each once
     done: list[Row] = []
     for strategy in strategies:
         with progress(strategy.spec):

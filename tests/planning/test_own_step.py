@@ -47,10 +47,14 @@ def declared(table):
     return [row.report.declared_residual_bytes for row in table.rows]
 
 
-def test_rows_are_those_of_a_factory_and_the_model_is_unchanged():
+def test_rows_are_those_of_a_factory_and_the_model_is_unchanged(monkeypatch):
     model, optimizer = make_state()
     table = jc.compare(train_step, (model, optimizer, X), [*ROWS, "accumulate:2"], target="cpu")
     assert type(model) is nnx.Sequential
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    without = jc.compare(train_step, (model, optimizer, X), ["plain"], target="cpu")
+    told = "removes optimization barriers" in str(without)
+    assert told == bool(jc.memory.compiler_options())
     *rows, split = table.rows
     assert split.error.startswith("micro-batches need a step factory")
 
