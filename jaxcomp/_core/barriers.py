@@ -10,7 +10,7 @@ written to memory anyway. XLA removes unused operands from a barrier, so each op
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar, NoReturn, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, NoReturn, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
 from jaxcomp._core import platforms
+from jaxcomp._core.one_device import on_one
 from jaxcomp._core.shard_map import match_varying
 
 T = TypeVar("T")
@@ -261,24 +262,75 @@ def decode_after(
     Returns:
         The result of `decode`.
     """
-    first = cotangent[(slice(None), *(slice(1),) * (cotangent.ndim - 1))[: cotangent.ndim]]
-    residual, first, never = _held((residual, first, jnp.bool(False)), codec)
-    residual = on_device(residual)
-
-    def used(decoded: Array) -> Array:
-        """Uses `first` in the result; XLA would otherwise remove it from the barrier."""
-        of_sample = first.astype(decoded.dtype)
-        if first.ndim != decoded.ndim:
-            of_sample = of_sample.reshape(-1, *(1,) * (decoded.ndim - 1))
-        return jnp.where(never, of_sample, decoded)
-
+    residual, first, never = _until(cotangent, residual, codec)
     decoded, tree = jax.tree.flatten(decode(residual))
     # If there are floats, only they use `first`: all values come from one barrier, and a use in a
     # mask would be a separate kernel.
     floats = [jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in decoded]
     uses = floats if any(floats) else [True] * len(decoded)
-    values = [used(a) if use else a for a, use in zip(decoded, uses, strict=True)]
+    values = [_using(a, first, never) if use else a for a, use in zip(decoded, uses, strict=True)]
     return jax.tree.unflatten(tree, values)
+
+
+class Hold(NamedTuple):
+    """What uses the element of a cotangent that a residual waits for.
+
+    XLA would otherwise remove the element from the barrier.
+
+    Attributes:
+        first: One element per sample of the cotangent.
+        never: False.
+    """
+
+    first: Array
+    never: Array
+
+    def use(self, decoded: Array) -> Array:
+        """Uses the element in each value, in a program for several devices."""
+        return on_one(None, lambda *a: a[0], _using)(decoded, *self)
+
+    def use_in_sum(self, total: Array) -> Array:
+        """Uses the element in what is summed over the batch, in a program for one device.
+
+        That takes no instruction for each value, but would take a sum over devices.
+        """
+
+        def using(total: Array, first: Array, never: Array) -> Array:
+            one = first.ravel()[:1].sum(dtype=total.dtype)  # a sum of all would be a kernel
+            return jnp.where(never, one, total)
+
+        return on_one(None, using, lambda *a: a[0])(total, *self)
+
+
+def hold_until(cotangent: Array, residual: C, codec: SavedBy | None = None) -> tuple[C, Hold]:
+    """Holds a residual until one element per sample of the cotangent exists, as `decode_after`.
+
+    Args:
+        cotangent: As in `decode_after`.
+        residual: As there.
+        codec: As there.
+
+    Returns:
+        The residual, and what has to be used in the values that it is decoded to, and in a sum over
+        the batch that all results depend on.
+    """
+    residual, *hold = _until(cotangent, residual, codec)
+    return residual, Hold(*hold)
+
+
+def _until(cotangent: Array, residual: C, codec: SavedBy | None) -> tuple[C, Array, Array]:
+    """Returns a residual that waits for an element per sample, this element, and False."""
+    first = cotangent[(slice(None), *(slice(1),) * (cotangent.ndim - 1))[: cotangent.ndim]]
+    residual, first, never = _held((residual, first, jnp.bool(False)), codec)
+    return on_device(residual), first, never
+
+
+def _using(decoded: Array, first: Array, never: Array) -> Array:
+    """Uses `first` in the result."""
+    of_sample = first.astype(decoded.dtype)
+    if first.ndim != decoded.ndim:
+        of_sample = of_sample.reshape(-1, *(1,) * (decoded.ndim - 1))
+    return jnp.where(never, of_sample, decoded)
 
 
 def _held(operands: T, codec: SavedBy | None) -> T:

@@ -30,12 +30,12 @@ class Levels:
     Attributes:
         negatives: Number of codes for values that are not positive. 1: all of them decode to
             `bottom`. 2: they are rounded stochastically to `bottom` or 0.
-        positive: The levels of positive values, from 0 to `top`. Rounding between them is
-            stochastic and unbiased.
+        positive: The levels of positive values, from 0 to `top`. The first has the index
+            `negatives`. Rounding between them is stochastic and unbiased.
         bottom: The lowest level.
 
     Example:
-        >>> levels = Levels(negatives=1, positive=Companding(0.75, (0, 1, 3)), bottom=-0.8)
+        >>> levels = Levels(negatives=1, positive=Companding(0.75, (0, 1, 3), 1), bottom=-0.8)
         >>> levels.decode(jnp.arange(4))[0].tolist(), levels.top
         ([-0.800000011920929, 0.0, 0.75, 2.25], 2.25)
     """
@@ -68,12 +68,32 @@ class Levels:
         Returns:
             int32 codes in [0, negatives + number of positive levels).
         """
-        last = self.negatives + len(self.positive.multiples) - 1
-        index = jnp.clip(self.positive.index(t, self.negatives), self.negatives, last)
+        slope, intercept = self.positive.line
+        return self.encode_line(t * slope + intercept, positive, random)
+
+    def encode_line(
+        self,
+        position: Float[Array, "*shape"],
+        positive: Bool[Array, "*shape"],
+        random: UInt32[Array, "*shape"],
+    ) -> Int[Array, "*shape"]:
+        """Does what `encode` does, elementwise.
+
+        Args:
+            position: The positions of the values on the line `positive.line`.
+            positive: As in `encode`.
+            random: As in `encode`.
+        """
+        floats, (first, last) = self.positive.floats, self.positive.ends
+        above = jnp.clip(self.positive.position_of(position), first, last)
         if self.negatives == 1:
-            return jnp.where(positive, noise.rounded(index, random, last.bit_length()), 0)
-        below = jnp.clip(1 - t * (1 / self.bottom), 0, 1)
-        return noise.rounded(jnp.where(positive, index, below), random, last.bit_length())
+            codes = floats.rounded(floats.fixed(above), random)
+            return jnp.where(positive, codes, 0)
+        slope, intercept = self.positive.line
+        lowest, zero = floats.of(0), floats.of(1)
+        ratio = (lowest - zero) / (self.bottom * slope)
+        below = jnp.clip(position * ratio + (zero - intercept * ratio), lowest, zero)
+        return floats.rounded(floats.fixed(jnp.where(positive, above, below)), random)
 
     @functools.partial(jax.jit, static_argnums=0)
     def decode(
@@ -89,14 +109,14 @@ class Levels:
         Returns:
             The float32 levels, and the mask of positive values.
         """
-        multiple = self.positive.multiple(codes.astype(jnp.float32), self.negatives)
+        level = self.positive.multiple(codes)
+        if dither is not None:
+            return level * self.positive.unit - dither, codes >= self.negatives
         if self.negatives == 2 or self.bottom == 0:
-            multiple = jnp.maximum(multiple, 0)  # of the code below the first of positive values
-        level = multiple * self.positive.unit
+            level = jnp.maximum(level, 0)  # of the code below the first of positive values
+        level *= self.positive.unit
         if self.bottom != 0:
             level = jnp.where(codes == 0, self.bottom, level)
-        if dither is not None:
-            level -= dither
         return level, codes >= self.negatives
 
     @functools.partial(jax.jit, static_argnums=0)
@@ -106,9 +126,10 @@ class Levels:
         Args:
             random: The random bits that `encode` took.
         """
-        return (noise.fraction(random) - 0.5) * (_SLOPE * self.positive.unit)
+        slope = _SLOPE * self.positive.unit
+        return noise.from_one(random) * slope - slope * (1.5 - 2.0**-17)
 
     def multiples(self, codes: Int[Array, "*shape"]) -> Int8[Array, "*shape"]:
         """Returns positive levels as multiples of their unit, and 0 for the other values."""
-        up = self.positive.multiple(codes, self.negatives)
-        return jnp.where(codes >= self.negatives, up, 0).astype(jnp.int8)
+        # Indices below that of the first level have lines below zero.
+        return jnp.maximum(self.positive.multiple_of(codes), 0).astype(jnp.int8)

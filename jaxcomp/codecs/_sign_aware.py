@@ -7,13 +7,14 @@ from typing import Any, ClassVar, Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int8, UInt32
 
 from jaxcomp._core.integers import as_integer
 from jaxcomp.codecs import noise, packing
 from jaxcomp.codecs._codec import Codec, Encoded, Seed, channel_axes
-from jaxcomp.codecs._companding import Companding, with_sign
+from jaxcomp.codecs._companding import Companding, FloatIndex, with_sign
 from jaxcomp.codecs._levels import Levels
 from jaxcomp.codecs._ranges import (
     equidistant,
@@ -33,19 +34,21 @@ ScaleSource = Literal["norm", "range"]
 # Levels with scales from the norm. They have the least mean square error in a network during
 # training. With 3 and 4 bits the last level is far away, so values are hardly ever clipped.
 _PREACTIVATION = {
-    2: Companding(0.75, (0, 1, 3)),
-    3: Companding(0.6, (0, 1, 2, 3.5, 6.5, 20)),
-    4: Companding(0.24, (0, 1, 2, 3, 4, 5, 6, 7, 9, 11, 13, 15, 23, 67)),
+    2: Companding(0.75, (0, 1, 3), 1),
+    3: Companding(0.6, (0, 1, 2, 3.5, 6.5, 20), 2),
+    4: Companding(0.24, (0, 1, 2, 3, 4, 5, 6, 7, 9, 11, 13, 15, 23, 67), 2, FloatIndex(0.9375, 20)),
 }
 _ACTIVATION = {
-    2: Companding(0.75, (0, 1, 3)),
-    3: Companding(0.52, (0, 1, 2, 3, 5, 9, 23)),
-    4: Companding(0.2, (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 22, 28, 80)),
+    2: Companding(0.75, (0, 1, 3), 1),
+    3: Companding(0.52, (0, 1, 2, 3, 5, 9, 23), 1),
+    4: Companding(
+        0.2, (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 22, 28, 80), 1, FloatIndex(1.125, 20)
+    ),
 }
 _DEVIATION = {  # on both sides of the mean
-    2: Companding(8 / 3, (0.5, 1.5)),
-    3: Companding(0.96, (0.5, 1.5, 3.5, 12.5)),
-    4: Companding(0.4, (0.5, 1.5, 2.5, 3.5, 5.5, 7.5, 11.5, 40)),
+    2: Companding(8 / 3, (0.5, 1.5), 0.5),
+    3: Companding(0.96, (0.5, 1.5, 3.5, 12.5), 0.5),
+    4: Companding(0.4, (0.5, 1.5, 2.5, 3.5, 5.5, 7.5, 11.5, 40), 0.5, FloatIndex(1.125, 21)),
 }
 _NEGATIVE = {2: (1, -0.8), 3: (2, -6.0), 4: (2, -6.0)}  # number of codes and lowest level
 # Levels with ranges, where nothing is clipped; least error in a trained network.
@@ -133,8 +136,8 @@ class SignAware(Codec):
         if self.scale_source == "norm":
             positive = (_PREACTIVATION if self.signed else _ACTIVATION)[self.bits]
             return Levels(negatives, positive, bottom)
-        unit, multiples = dataclasses.astuple(_OF_RANGE[self.bits])
-        positive = Companding(unit, multiples[: 2**self.bits - negatives])
+        unit, multiples = _OF_RANGE[self.bits].unit, _OF_RANGE[self.bits].multiples
+        positive = Companding(unit, multiples[: 2**self.bits - negatives], negatives)
         return Levels(negatives, positive, -1.0 if self.signed else 0.0)
 
     @property
@@ -172,8 +175,9 @@ class SignAware(Codec):
         """
         # Division by 16: the reciprocal of the largest scale is not subnormal.
         value, scale = (a.astype(jnp.float32) / 16 for a in (x, channel_scale))
-        t = value * reciprocal(scale)
-        codes = self.levels.encode(t, x > 0, noise.indexed_words(x.shape, salt))
+        slope, intercept = self.levels.positive.line
+        position = value * (reciprocal(scale) * slope) + intercept
+        codes = self.levels.encode_line(position, x > 0, noise.indexed_words(x.shape, salt))
         arrays = *packing.pack(codes, self.bits), salt, channel_scale, jnp.zeros((1,) * x.ndim)
         return Encoded(arrays, x.shape, x.dtype, self)
 
@@ -208,11 +212,14 @@ class SignAware(Codec):
     def _decode(self, arrays: tuple[Any, ...], shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         *coded, salt, factor, offset = arrays
         dither = None if salt is None else self.levels.dither(noise.indexed_words(shape, salt))
-        if self.signed:
+        if self.signed and self.scale_source == "range":
             t, positive = self.decode_preactivation(Preactivation(*coded), shape, dither)
         else:
-            codes = packing.unpack(tuple(coded), shape, self.bits)
-            t, positive = self.levels.decode(codes, dither)
+            packed = tuple(coded)
+            if self.signed:
+                packed, _, threshold = Preactivation(*coded)
+                offset += threshold * factor
+            t, positive = self.levels.decode(packing.unpack(packed, shape, self.bits), dither)
         # A channel with a NaN has a NaN scale; its zeros decode to NaN too.
         return jnp.where(positive, t * factor + offset, 0 * (factor + offset)).astype(dtype)
 
@@ -245,6 +252,7 @@ class SignAware(Codec):
         threshold: Float[Array, "..."],
         positive: Bool[Array, "*shape"],
         salt: UInt32[Array, ""],
+        factor: Float[Array, "..."] | None = None,
     ) -> "Preactivation":
         """Encodes normalised values together with the mask of the ReLU that follows.
 
@@ -254,21 +262,27 @@ class SignAware(Codec):
                 Broadcasts to `h`.
             positive: Mask of the values that the ReLU passes. Decoding returns it exactly.
             salt: As in `encode_scaled`.
+            factor: What `h` is multiplied by, for each channel; None is 1.
 
         Returns:
             The encoded values.
         """
+        random = noise.indexed_words(h.shape, salt)
         ends: tuple[Array, ...] = ()
+        factor = jnp.ones(()) if factor is None else factor
         if self.scale_source == "norm":
             threshold = self._within(threshold)
-            t = h - threshold
+            slope, intercept = self.levels.positive.line
+            position = h * (factor * slope) + (intercept - threshold * slope)
+            codes = self.levels.encode_line(position, positive, random)
         else:
+            h *= factor
             low, high = ends = extremes(h)
             if self.levels.negatives == 1:
                 ends = mean_unless_all(h, positive, low), high
             start, up, down = self._steps(ends, threshold)
             t = (h - start) * jnp.where(positive, reciprocal(up), reciprocal(down))
-        codes = self.levels.encode(t, positive, noise.indexed_words(h.shape, salt))
+            codes = self.levels.encode(t, positive, random)
         packed = packing.pack(codes, self.bits)
         return Preactivation(packed, ends, threshold)
 
@@ -323,7 +337,10 @@ class SignAware(Codec):
 
     @functools.partial(jax.jit, static_argnums=0, inline=True)
     def encode_normalized(
-        self, h: Float[Array, "*shape"], random: UInt32[Array, "*shape"]
+        self,
+        h: Float[Array, "*shape"],
+        random: UInt32[Array, "*shape"],
+        factor: Float[Array, "..."] | None = None,
     ) -> "Normalized":
         """Encodes normalised values.
 
@@ -333,19 +350,30 @@ class SignAware(Codec):
         Args:
             h: float32 values with mean 0 and variance 1 in each channel.
             random: 32 random bits for each value, from `noise.indexed_words`.
+            factor: What `h` is multiplied by, for each channel; not negative. None is 1.
 
         Returns:
             The encoded values.
         """
         ends: tuple[Array, ...] = ()
+        factor = jnp.ones(()) if factor is None else factor
         if self.scale_source == "norm":
-            size = jnp.minimum(_DEVIATION[self.bits].index(jnp.abs(h), 0.5), self._middle)
-            index = self._middle + with_sign(size, h)
+            codes = self._codes_of_deviations(h, random, factor)
         else:
+            h *= factor
             low, step = equidistant(ends := extremes(h), self.bits)
             index = jnp.clip((h - low) * reciprocal(step), 0, 2**self.bits - 1)
-        codes = noise.rounded(index, random, self.bits)
+            codes = noise.rounded(index, random, self.bits)
         return Normalized(packing.pack(codes, self.bits), ends)
+
+    def _codes_of_deviations(self, h: Array, random: Array, factor: Array) -> Array:
+        levels = _DEVIATION[self.bits]
+        floats, (slope, intercept) = levels.floats, levels.line
+        position = levels.position_of(jnp.abs(h) * (factor * slope) + intercept)
+        size = floats.fixed(jnp.minimum(position, levels.ends[1]))
+        negative = lax.bitcast_convert_type(h, jnp.int32) >> 31  # -1 or 0
+        middle = round(self._middle * 2**floats.point)
+        return floats.rounded((size ^ negative) - negative + middle, random)
 
     @functools.partial(jax.jit, static_argnums=(0, 2), inline=True)
     def decode_normalized(
@@ -357,7 +385,7 @@ class SignAware(Codec):
             low, step = equidistant(code.ends, self.bits)
             return codes * step + low
         levels, index = _DEVIATION[self.bits], codes - self._middle
-        return with_sign(levels.multiple(jnp.abs(index), 0.5), index) * levels.unit
+        return with_sign(levels.multiple_of(jnp.abs(index)), index) * levels.unit
 
     @property
     def _middle(self) -> float:

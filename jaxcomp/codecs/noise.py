@@ -113,9 +113,18 @@ def fraction(words: UInt32[Array, "*shape"]) -> Float[Array, "*shape"]:
     Returns:
         float32 array; what `uniform` returns.
     """
-    # The bits of a float in [1, 2). GPUs convert an integer more slowly.
+    return from_one(words) - (1 - 2.0**-17)
+
+
+def from_one(words: UInt32[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Converts random words to numbers in [1, 2), which are `fraction` plus 1 - 2^-17.
+
+    Args:
+        words: 32 random bits for each element, from `words`.
+    """
+    # The bits of such a float. GPUs convert an integer more slowly.
     bits = words >> 9 & jnp.uint32(0x7FFF80) | jnp.uint32(0x3F800000)
-    return lax.bitcast_convert_type(bits, jnp.float32) - (1 - 2.0**-17)
+    return lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def rounded(

@@ -269,7 +269,15 @@ class Norm:
 
     def standardize(self, x: Array, mean: Array, var: Array) -> Array:
         """Returns the normalised array in float32, without scale and bias."""
-        return (x.astype(jnp.float32) - self.wide(mean)) * lax.rsqrt(self.wide(var) + self.epsilon)
+        centred, factor = self.centre(x, mean, var)
+        return centred * factor
+
+    def centre(self, x: Array, mean: Array, var: Array) -> tuple[Array, Array]:
+        """Returns two arrays in float32 whose product is the normalised array.
+
+        They are the array without its mean, and a factor of each feature.
+        """
+        return x.astype(jnp.float32) - self.wide(mean), lax.rsqrt(self.wide(var) + self.epsilon)
 
     def wide(self, channels: Array) -> Array:
         """Returns one float32 value per feature in a shape that broadcasts to the array."""

@@ -1,7 +1,6 @@
 """Forward and backward rule of `norm_act`, and what it saves between them."""
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -11,7 +10,7 @@ from jaxtyping import Array
 
 from jaxcomp._core import barriers, platforms
 from jaxcomp._core.shard_map import match_varying
-from jaxcomp.codecs import Codec, Encoded, Offload, noise
+from jaxcomp.codecs import Codec, Encoded, Offload, noise, packing
 from jaxcomp.codecs._codec import Seed
 from jaxcomp.codecs._sign_aware import Normalized, Preactivation, SignAware
 from jaxcomp.ops._norm import Norm
@@ -44,6 +43,37 @@ class Kept(NamedTuple):
     code: Encoded | None
     own: tuple[Normalized, ...]
     maxima: Encoded | None
+
+
+class Affine(NamedTuple):
+    """Normalised values: `values * factor + offset`.
+
+    Attributes:
+        values: float32 array of the shape of the norm's input.
+        factor: A number for each channel, of the rank of `values`; None is 1.
+        offset: A number for each channel; None is 0.
+    """
+
+    values: Array
+    factor: Array | None = None
+    offset: Array | None = None
+
+    def times(self, total: Array, weights: Array) -> Array:
+        """Returns the sum of weights times the normalised values, for each channel.
+
+        Args:
+            total: The sum of weights times `values`.
+            weights: The sum of weights.
+        """
+        if self.factor is None or self.offset is None:
+            return total
+        return total * self.factor.reshape(total.shape) + weights * self.offset.reshape(total.shape)
+
+    def plus(self, slope: Array, constant: Array) -> Array:
+        """Returns the normalised values times a slope plus a constant of each channel."""
+        if self.factor is None or self.offset is None:
+            return self.values * slope + constant
+        return self.values * (self.factor * slope) + (self.offset * slope + constant)
 
 
 _Sums = tuple[Array, list[Array]]
@@ -134,7 +164,7 @@ class NormActVjp:
         variances = tuple(norm.clip(var) for norm, var in zip(self.norms, variances, strict=True))
         salt = noise.salt(seed, *inputs[0])
         normalized = [
-            norm.standardize(x, mean, var)
+            norm.centre(x, mean, var)
             for (x, _, _), mean, var in zip(inputs, means, variances, strict=True)
         ]
         own: tuple[Normalized, ...] = ()
@@ -142,8 +172,8 @@ class NormActVjp:
             # The result's code may share noise with one of these: no gradient multiplies both.
             random = noise.indexed_words(self.shape, salt)
             own = tuple(
-                codec.encode_normalized(h, noise.other_words(random, i))
-                for i, h in enumerate(normalized)
+                codec.encode_normalized(centred, noise.other_words(random, i), factor)
+                for i, (centred, factor) in enumerate(normalized)
             )
         if not self.relu:
             ((x, scale, bias),) = inputs
@@ -155,8 +185,9 @@ class NormActVjp:
         if codec.signed:
             ((_, scale, bias),) = inputs
             gain, offset = norm.wide(scale), norm.wide(bias)
+            centred, factor = normalized[0]
             packed: tuple[Any, ...] = codec.encode_preactivation(
-                normalized[0] * sign(gain), threshold(gain, offset), y > 0, salt
+                centred, threshold(gain, offset), y > 0, salt, factor * sign(gain)
             )
             affine = salt, jnp.abs(gain) + unknown, offset
         else:
@@ -224,8 +255,9 @@ class NormActVjp:
         """Returns the gradients of the inputs, and of the skip connection if `adds`."""
         norm = self.norm
         kept, variances, scales = saved
-        read = functools.partial(self._read, scale=scales[0])
-        positive, normalized, index = barriers.decode_after(dy, kept, read, self.stored_by)
+        kept, hold = barriers.hold_until(dy, kept, self.stored_by)
+        positive, decoded, index = self._read(kept, scales[0])
+        normalized = [h._replace(values=hold.use(h.values)) for h in decoded]
         dz = dy.astype(jnp.float32)
         if positive is not None:
             dz = jnp.where(positive, dz, 0)
@@ -241,28 +273,30 @@ class NormActVjp:
             # it instead of its operands.
             masked, (dscales, dbias) = barriers.barrier_together(masked, (dscales, dbias))
             dz = masked.astype(jnp.float32)
+        dbias = hold.use_in_sum(dbias)
         inputs = input_gradients(
             norm, dz, normalized, variances, scales, (dbias, dscales), dmeans, dvars
         )
         return inputs, masked if adds else None
 
-    def _sums(self, dz: Array, normalized: list[Array], variances: tuple[Array, ...]) -> _Sums:
+    def _sums(self, dz: Array, normalized: list[Affine], variances: tuple[Array, ...]) -> _Sums:
         """Returns the gradients of the bias and of every scale; NaN where a statistic is NaN."""
         axes = self.norm.axes
-        products = [dz * h for h in normalized]
+        products = [dz * h.values for h in normalized]
         if isinstance(self.stored_by, Offload):
             # XLA for GPUs copies more codes from the host at once if the sums are one.
             dbias, first = dz.sum(axes), products[0].sum(axes)
         else:
             dbias, first = sums_of(dz, products[0], axes)
-        dscales = [first, *(product.sum(axes) for product in products[1:])]
+        sums = [first, *(product.sum(axes) for product in products[1:])]
+        dscales = [h.times(total, dbias) for h, total in zip(normalized, sums, strict=True)]
         return dbias, [d + 0 * var for d, var in zip(dscales, variances, strict=True)]
 
     def _over_windows(
         self,
         masked: Array,
         index: Array,
-        normalized: list[Array],
+        normalized: list[Affine],
         variances: tuple[Array, ...],
     ) -> tuple[Array, _Sums]:
         """Computes the pool's backward pass with sums over windows.
@@ -273,7 +307,7 @@ class NormActVjp:
             That cotangent in float32, and the result of `_sums`.
         """
         window = cast(Window, self.window)
-        taken = [window.gather(index, h) for h in normalized]
+        taken = [h._replace(values=window.gather(index, h.values)) for h in normalized]
         sums = self._sums(masked.astype(jnp.float32), taken, variances)
         masked, sums = barriers.barrier_together(masked, sums)
         return window.scatter(index, masked).astype(jnp.float32), sums
@@ -282,7 +316,7 @@ class NormActVjp:
         self,
         masked: Array,
         index: Array,
-        normalized: list[Array],
+        normalized: list[Affine],
         variances: tuple[Array, ...],
     ) -> tuple[Array, _Sums]:
         """Computes the same as `_over_windows` with sums over the map before the pool.
@@ -294,15 +328,20 @@ class NormActVjp:
         dz = window.scatter(index, masked).astype(jnp.float32)
         return dz, self._sums(dz, normalized, variances)
 
-    def _read(self, kept: Kept, scale: Array) -> tuple[Array | None, list[Array], Array | None]:
+    def _read(self, kept: Kept, scale: Array) -> tuple[Array | None, list[Affine], Array | None]:
         """Decodes the mask of the ReLU, the normalised values, and the indices of a pool."""
         code, own, index = kept
         if code is not None and self.codec.signed:
             coded = Preactivation(*code.arrays[:-3])
-            h, positive = self.codec.decode_preactivation(coded, code.shape)
-            return positive, [h * sign(self.norm.wide(scale))], None
+            signs = sign(self.norm.wide(scale))
+            if self.codec.scale_source == "range":
+                h, positive = self.codec.decode_preactivation(coded, code.shape)
+                return positive, [Affine(h * signs)], None
+            codes = packing.unpack(coded.packed, code.shape, self.codec.bits)
+            t, positive = self.codec.levels.decode(codes)
+            return positive, [Affine(t, signs, coded.threshold * signs)], None
         passed = None if code is None else self.codec.positive(code)
-        normalized = [self.codec.decode_normalized(coded, self.shape) for coded in own]
+        normalized = [Affine(self.codec.decode_normalized(coded, self.shape)) for coded in own]
         if self.window is None or index is None:
             return passed, normalized, None
         return passed, normalized, self.window.index.decode(index)
@@ -311,7 +350,7 @@ class NormActVjp:
 def input_gradients(
     norm: Norm,
     dz: Array,
-    normalized: list[Array],
+    normalized: list[Affine],
     variances: tuple[Array, ...],
     scales: list[Array],
     sums: tuple[Array, list[Array]],
@@ -342,10 +381,11 @@ def input_gradients(
         mean_dzh, dmean, dvar = others[i :: len(scales)]
         deviation = jnp.sqrt(var + norm.epsilon)
         factor = norm.wide(scale) / deviation
-        dx = factor * dz + (dmean - factor * mean_dz)
+        constant = dmean - factor * mean_dz
         slope = 2 * deviation * dvar - factor * mean_dzh
         # In a constant channel h is 0; a clipped variance has no derivative.
-        dx += h * jnp.where(var == 0, 0, slope)
+        slope = jnp.where(var == 0, 0, slope)
+        dx = factor * dz + h.plus(slope, constant)
         inputs.append(Input(dx, dscales[i], dbias))
     return tuple(inputs)
 

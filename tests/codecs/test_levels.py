@@ -1,3 +1,4 @@
+import dataclasses
 import typing
 
 import jax
@@ -5,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxcomp.codecs import noise
+from jaxcomp.codecs import _sign_aware, noise
+from jaxcomp.codecs._companding import EVEN
 from jaxcomp.codecs._sign_aware import ScaleSource, SignAware
 from tests.helpers import assert_unbiased, normal
 
@@ -67,6 +69,42 @@ def test_rounding_is_unbiased_up_to_the_top(codec):
         return levels.decode(levels.encode(x, x > 0, noise.words(x, seed)))[0]
 
     assert_unbiased(jax.jit(draw)(jnp.arange(DRAWS)), t)
+
+
+OCTAVES = [_sign_aware._PREACTIVATION[4], _sign_aware._ACTIVATION[4], _sign_aware._DEVIATION[4]]
+
+
+@pytest.mark.parametrize("levels", OCTAVES, ids=str)
+def test_positions_on_two_powers_of_two_are_those_on_one(levels):
+    """A float's bits hold the index; where its power of two ends, distances of levels double."""
+    even = dataclasses.replace(levels, floats=EVEN)
+    assert len(levels._lines) == len(even._lines) - 1
+    codes = jnp.arange(len(levels.multiples))
+    for one in (levels, even):
+        indices = codes + int(levels.first)
+        found = one.multiple_of(indices + levels.first % 1)
+        np.testing.assert_array_equal(found, np.asarray(levels.multiples, found.dtype))
+        if levels.first % 1 == 0:
+            np.testing.assert_array_equal(one.multiple(indices), found)
+    x = jnp.concatenate(
+        [jnp.linspace(0, levels.top, 2**20), jnp.asarray(levels.multiples) * levels.unit]
+    )
+    random = noise.indexed_words(x.shape, noise.folded(0, 0))
+    one, other = (
+        of.floats.rounded(of.floats.fixed(jnp.clip(of.position(x), *of.ends)), random)
+        for of in (levels, even)
+    )
+    assert (one != other).mean() < 1e-4  # steps of the even index are 2^-16
+
+
+@pytest.mark.parametrize("signed", [False, True])
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_multiples_are_integers_of_the_positive_levels(bits, signed):
+    levels = SignAware(bits, signed=signed).levels
+    codes = jnp.arange(2**bits)
+    expected = [0] * levels.negatives + [int(m) for m in levels.positive.multiples]
+    if all(m == int(m) for m in levels.positive.multiples):
+        assert levels.multiples(codes).tolist() == expected
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
