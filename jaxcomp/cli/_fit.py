@@ -101,6 +101,7 @@ def fit(
             options.check_installed("matplotlib", "--png", "plot")
         allowed: dict[str, Any] = {
             "budget": budget,
+            "allowance": allowance,
             "target": target,
             "actions": action or ACTIONS,
             "bits": bits or BITS,
@@ -116,7 +117,6 @@ def fit(
             factory,
             batch=batch,
             **allowed,
-            allowance=allowance,
             pin=dict(_pinned(text) for text in pin or ()),
             split_batch_statistics=split_batch_statistics,
             compiles=compiles,

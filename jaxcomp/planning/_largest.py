@@ -7,7 +7,8 @@ from typing import Any
 
 from jaxcomp.memory._batch import max_batch
 from jaxcomp.memory._compiling import CompileError
-from jaxcomp.planning._fit import ACTIONS, BITS, check, room_of
+from jaxcomp.memory._targets import resolve
+from jaxcomp.planning._fit import ACTIONS, BITS, allowance_of, check, room_of
 from jaxcomp.planning._groups import coded, rules_of
 from jaxcomp.planning._problem import Action
 from jaxcomp.planning._strategies import Strategy
@@ -19,6 +20,7 @@ def largest_batch(
     make_step: MakeStep,
     *,
     budget: int | str | None = None,
+    allowance: int | str | None = None,
     target: str | None = None,
     actions: Sequence[Action] = ACTIONS,
     bits: Sequence[int] = BITS,
@@ -35,6 +37,7 @@ def largest_batch(
     Args:
         make_step: The step factory, as `compare` takes it.
         budget: As `fit` takes it.
+        allowance: As `fit` takes it.
         target: As `fit` takes it.
         actions: As `fit` takes them.
         bits: As `fit` takes them.
@@ -64,7 +67,7 @@ def largest_batch(
         True
     """
     check(actions, bits, compiles=1)
-    room = room_of(budget, target)
+    room = room_of(budget, target) - allowance_of(allowance, resolve(target))
     strategies = [Strategy.parse("plain")]
     if "quantize" in actions and bits:
         choice = coded(min(bits))

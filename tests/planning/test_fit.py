@@ -12,7 +12,7 @@ from flax import nnx
 
 import jaxcomp as jc
 from jaxcomp.memory._sizes import bytes_of
-from jaxcomp.planning import DoesNotFitError, FittedPlan, _plans, fit, largest_batch
+from jaxcomp.planning import DoesNotFitError, FittedPlan, _largest, _plans, fit, largest_batch
 from tests.planning.small import (
     BATCH,
     DATA,
@@ -256,6 +256,21 @@ def test_the_largest_batch_has_a_plan():
     assert fit(make_step, batch=batch, **given).total_bytes <= budget
     with pytest.raises(DoesNotFitError):
         fit(make_step, batch=batch + 128, **given)
+
+
+def test_the_allowance_is_left_free(monkeypatch):
+    pytest.importorskip("jax_cuda13_plugin")
+    seen = []
+    monkeypatch.setattr(_largest, "max_batch", lambda *args, **given: seen.append(given) or 1)
+    given = {"target": "h100", "actions": ("keep",)}
+    for allowance in (None, "1GiB", 0):
+        largest_batch(make_step, budget="2GiB", allowance=allowance, **given)
+    assert [each["capacity"] for each in seen] == [2**31 - 96 * 2**20, 2**30, 2**31]
+    total = plain_bytes()
+    plain = {"batch": BATCH, "target": "cpu", "actions": ("keep",), "budget": total + 1}
+    assert fit(make_step, **plain, allowance=1).allowance_bytes == 1
+    with pytest.raises(DoesNotFitError):
+        fit(make_step, **plain, allowance=2)
 
 
 def test_a_factory_that_changes_is_compiled_anew():
