@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 import jaxcomp
 from jaxcomp import planning
+from jaxcomp.__main__ import main
 from jaxcomp.cli import _doctor, app
 
 FACTORY = """
@@ -260,3 +261,11 @@ def test_bad_input(run, arguments, error):
     assert result.exit_code == 2
     words = " ".join(result.output.replace("│", " ").split())
     assert error in words
+
+
+def test_a_missing_extra_is_named(monkeypatch):
+    for module in [name for name in sys.modules if name.startswith("jaxcomp.cli")]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "typer", None)
+    with pytest.raises(SystemExit, match=r"needs typer: pip install 'jaxcomp\[cli\]'"):
+        main()
