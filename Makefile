@@ -14,10 +14,10 @@ export JAX_PLATFORMS ?= cpu
 # Without this, tests compile for the CPU without optimization; see conftest.py.
 OPTIMIZED := XLA_FLAGS=--xla_backend_optimization_level=3
 
-.PHONY: help venv demo test test-aot zoo golden nightly bench-memory lint format docs constraints clean
+.PHONY: help venv demo test test-aot zoo golden nightly bench-memory tables lint format docs constraints clean
 
 help:
-	@echo "make demo | test | test-aot | zoo | golden | nightly | bench-memory | lint | format | docs | constraints | venv | clean"
+	@echo "make demo | test | test-aot | zoo | golden | nightly | bench-memory | tables | lint | format | docs | constraints | venv | clean"
 
 venv: $(STAMP)
 
@@ -81,6 +81,10 @@ bench-memory: $(STAMP)
 	  $(BIN)/python -m experiments.bench.memory --target $$target \
 	    --out experiments/results/resnet50-$$target || exit 1; \
 	done
+
+# Writes the tables of README.md and docs/ from the records of experiments/results.
+tables: $(STAMP)
+	$(BIN)/python -m experiments.tables
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

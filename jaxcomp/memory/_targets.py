@@ -18,7 +18,7 @@ from jaxcomp.memory._words import did_you_mean
 # The fraction of GPU memory that JAX preallocates if XLA_CLIENT_MEM_FRACTION is not set.
 _GPU_FRACTION = 0.75
 _GPUS_PER_HOST = 8
-_ALLOWANCE = 96 * 2**20  # of a GPU, docs/benchmarks.md
+_ALLOWANCE = 96 * 2**20  # of a GPU, docs/benchmarks/measured.md
 
 
 @dataclasses.dataclass(frozen=True)

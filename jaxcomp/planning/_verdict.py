@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from jaxcomp.memory._live_bytes import format_bytes
 
 ERROR = 0.11
-"""The largest error of an estimated time over plain's, measured on an H200 (docs/benchmarks.md)."""
+"""The largest error of an estimated time over plain's, measured on an H200 (docs/benchmarks)."""
 TRAFFIC_ERROR = 0.22
 """The same of HBM traffic over plain's."""
 ALIKE = 0.02

@@ -1,0 +1,130 @@
+"""Writes tables between the markers of a page.
+
+A page has `<!-- table: NAME -->` and `<!-- end of table -->`. What is between them is generated.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import experiments
+from experiments.tables.columns import Cell
+from experiments.tables.rows import Reader, Row, as_they_are, load, named, read
+
+ROOT = Path(experiments.__file__).parents[1]
+_MARKED = re.compile(r"<!-- table: (\S+) -->\n(.*?)<!-- end of table -->", re.DOTALL)
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Rows of one record.
+
+    Attributes:
+        record: The record, such as "zoo/zoo.json".
+        rows: Names of the rows, in their order. By default all rows, in the record's order.
+        without: Names of rows that are left out.
+        where: Figures that the rows have, such as `{"target": "h100"}`.
+        step: What the rows are of, for a column that says so.
+        reader: Returns rows of figures that lie side by side.
+    """
+
+    record: str
+    rows: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+    where: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    step: str = ""
+    reader: Reader = as_they_are
+
+    def read(self) -> list[Row]:
+        """Returns the rows.
+
+        Raises:
+            ValueError: If one of `rows` or `without` is not in the record, or no row is left.
+        """
+        rows = read(self.record, self.reader, self.where)
+        left = [row for row in rows if row.name not in self.without]
+        if not left or (self.without and len(left) == len(rows)):
+            raise ValueError(f"{self.record}: no row has {dict(self.where)}, or {self.without}")
+        chosen = named(left, self.rows) if self.rows else left
+        step = {"step": self.step, "how": how(load(self.record), rows)}
+        return [dataclasses.replace(row, values={**row.values, **step}) for row in chosen]
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A table.
+
+    Attributes:
+        columns: The headings, with what is in a cell.
+        sources: Where the rows are from.
+        others: Sources of figures that cells look up for a row.
+    """
+
+    columns: Mapping[str, Cell]
+    sources: tuple[Source, ...]
+    others: tuple[Source, ...] = ()
+
+
+def how(content: Mapping[str, Any], rows: list[Row]) -> str:
+    """Whether a record was compiled for a device or measured on one."""
+    targets = {str(row.values.get("target", content.get("target", ""))) for row in rows}
+    if targets != {""}:
+        return f"compiled for {', '.join(sorted(targets))}"
+    return f"measured on {', '.join(sorted(set(content['devices'])))}".replace("cpu", "CPU")
+
+
+def origin(sources: tuple[Source, ...]) -> str:
+    """Sentences that say how the figures were taken, and name the records and their days."""
+    records: dict[str, list[str]] = {}
+    for source in sources:
+        content = load(source.record)
+        taken = how(content, read(source.record, source.reader, source.where))
+        found = records.setdefault(taken, [])
+        record = f"`{source.record}` ({content['date']})"
+        found += [] if record in found else [record]
+    return " ".join(
+        f"{taken[0].upper()}{taken[1:]}{', not run' if taken.startswith('compiled') else ''}: "
+        f"{', '.join(found)}."
+        for taken, found in records.items()
+    )
+
+
+def render(table: Table) -> str:
+    """Returns a table as Markdown, and below it the origin of its figures."""
+    cells = [
+        [cell(row) for cell in table.columns.values()]
+        for source in table.sources
+        for row in source.read()
+    ]
+    lines = [[*table.columns], ["---"] * len(table.columns), *cells]
+    text = "\n".join(
+        f"|{'|'.join(f' {cell} ' if cell else ' ' for cell in line)}|" for line in lines
+    )
+    return f"{text}\n\n*{origin(table.sources + table.others)}*"
+
+
+def pages() -> Iterator[Path]:
+    """Yields the pages that may have tables."""
+    yield ROOT / "README.md"
+    yield from sorted((ROOT / "docs").rglob("*.md"))
+
+
+def names(page: Path) -> list[str]:
+    """Returns the names of a page's tables."""
+    return [match.group(1) for match in _MARKED.finditer(page.read_text())]
+
+
+def written(page: Path, tables: Mapping[str, Table]) -> str:
+    """Returns the text of a page with its tables as they are to be.
+
+    Raises:
+        KeyError: If a table is not declared.
+    """
+
+    def replace(match: re.Match[str]) -> str:
+        name = match.group(1)
+        return f"<!-- table: {name} -->\n\n{render(tables[name])}\n\n<!-- end of table -->"
+
+    return _MARKED.sub(replace, page.read_text())

@@ -1,0 +1,31 @@
+"""Tables of README.md and docs/ are those of the records."""
+
+from experiments.tables.columns import bias, is_biased, name, needed, ratio
+from experiments.tables.declared import TABLES
+from experiments.tables.pages import ROOT, names, pages, written
+from experiments.tables.rows import Row
+
+
+def test_no_table_is_stale():
+    stale = [str(p.relative_to(ROOT)) for p in pages() if written(p, TABLES) != p.read_text()]
+    assert stale == []  # `make tables` writes them
+
+
+def test_every_declared_table_is_on_a_page():
+    assert {name for page in pages() for name in names(page)} == set(TABLES)
+
+
+def test_every_marker_has_an_end():
+    for page in pages():
+        assert page.read_text().count("<!-- table: ") == len(names(page)), page
+
+
+def test_cells_say_what_the_figures_bear():
+    values = {"total_bytes": 3 * 2**20, "fits": False, "low": 0.0, "high": 0.004, "bias": 0.001}
+    row = Row("fused:bits=2", values, {"total_bytes": 2 * 2**20}, {})
+    assert name(row) == "`fused:bits=2` (biased)"
+    assert needed(row) == "3 (does not fit)"
+    assert (ratio("total_bytes")(row), ratio("estimated_seconds")(row)) == ("1.50", "")
+    assert bias(row) == "0.001 (to 0.004)"
+    rows = "boundary:offload:exact", "boundary:quantize:bits=8", "pooling:window=2", "automatic"
+    assert [is_biased(spec) for spec in rows] == [False, True, True, False]
