@@ -239,6 +239,10 @@ FUSED = (
     *("fused:bits=3", "fused:bits=3,scale_source=range", "fused:bits=2"),
     *("fused:bits=2,scale_source=range", "offload:fused:bits=2"),
 )
+SHORT = (
+    *("plain", "remat", "accumulate:4", "exact", "transformer:bits=4", "transformer:bits=2"),
+    "accumulate:2:transformer:bits=4",
+)
 LM = "plain", "remat", "accumulate:4", "quantize:bits=4", "transformer:bits=4"
 
 
@@ -284,12 +288,14 @@ TABLES: dict[str, Table] = {
                 ("plain", "remat", "accumulate:2", "transformer:bits=4"),
                 step="language model, H200",
             ),
-            Source(H200("resnet50"), ("plain",), step="ResNet-50, H200"),
+            Source(H200("resnet50"), ("plain",), step="own ResNet-50, H200"),
             *(
-                Source(f"device/resnet50-h200-{run}/device.json", (row,), step="ResNet-50, H200")
+                Source(
+                    f"device/resnet50-h200-{run}/device.json", (row,), step="own ResNet-50, H200"
+                )
                 for run, row in (("exact", "remat"), ("before", "accumulate:4"))
             ),
-            Source(H200("resnet50"), ("automatic",), step="ResNet-50, H200"),
+            Source(H200("resnet50"), ("automatic",), step="own ResNet-50, H200"),
             Source(
                 ZOO,
                 ("plain", "remat", "accumulate:4", "automatic"),
@@ -378,6 +384,35 @@ TABLES: dict[str, Table] = {
     ),
     "accuracy": Table(ACCURACY, (Source("accuracy/runs.json", reader=seeds),)),
     "accuracy-resmlp": Table(ACCURACY, (Source("accuracy-resmlp/runs.json", reader=seeds),)),
+    "lm-short": Table(TEMP, (Source(MEMORY("transformers-h100/lm"), SHORT),)),
+    "long_lm-short": Table(
+        TEMP,
+        (
+            Source(
+                MEMORY("transformers-h100/long_lm"),
+                ("plain", "remat", "transformer:bits=4", "transformer:bits=2"),
+            ),
+        ),
+    ),
+    "noise-division-resmlp": Table(
+        NOISE,
+        (
+            Source(
+                "gradients-resmlp/gradients.json",
+                tuple(f"{m}:bits={b}" for m in ("division", "quantize") for b in (1, 2, 4, 8)),
+                where={"steps": 60},
+                reader=noise,
+            ),
+        ),
+    ),
+    "trained-division": Table(
+        TRAINED,
+        (Source("quantization/comparison.json", ("plain", "remat", "division"), reader=trained),),
+    ),
+    "trained-actnn": Table(
+        TRAINED,
+        (Source("quantization/comparison.json", ("plain", "remat", "actnn"), reader=trained),),
+    ),
     "transformer-lm": Table(TEXTS, (Source("transformers/lm/runs.json", reader=texts),)),
     "transformer-vit": Table(TEXTS, (Source("transformers/vit/runs.json", reader=texts),)),
     "noise-lm": Table(NOISE, (Source("gradients-lm/gradients.json", reader=noise),)),
