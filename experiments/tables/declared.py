@@ -22,10 +22,12 @@ from experiments.tables.rows import (
     budgets,
     compile_times,
     fitted,
+    heads,
     largest_batches,
     networks,
     noise,
     operations,
+    products,
     seeds,
     texts,
     trained,
@@ -145,6 +147,17 @@ TRAINED: Columns = {
     "temp, MiB": number("temp_bytes", 2**20, ".1f"),
     "step / plain": number("step_time_ratio", 1, ".2f"),
 }
+HEAD: Columns = {
+    "loss": lambda row: row.name,
+    "temp, MiB": mib("temp_bytes"),
+    "HBM traffic, GiB": number("hbm_traffic_bytes", 2**30, ".2f"),
+    "estimate, ms": number("estimated_seconds", 1e-3, ".1f"),
+}
+PRODUCTS: Columns = {
+    "matrix": text("matrix"),
+    "block": lambda row: row.name,
+    "density": number("density", 1, ".2f"),
+}
 TEXTS: Columns = {
     "row": name,
     "loss": text("validation_loss"),
@@ -254,6 +267,11 @@ def zoo(target: str) -> Table:
 def sharded(case: str, target: str) -> Table:
     """Steps of one case for several devices."""
     return Table(SHARDED, (Source(SHARDING, where={"case": case, "target": target}),))
+
+
+def traffic(*products: str) -> Columns:
+    """MiB of traffic of each way to multiply by block-sparse codes."""
+    return {f"`{product}`, MiB": mib(f"{product} traffic") for product in products}
 
 
 def resnet20(*rows: str) -> Source:
@@ -465,6 +483,26 @@ TABLES: dict[str, Table] = {
         f"budgets-{case}": Table(BUDGETS, (Source(f"budgets-{case}/budgets.json", reader=budgets),))
         for case in ("vit_b16-rtx3060", "resnet50_nnx-h100", "lm-h100")
     },
+    **{
+        title: Table(HEAD, (Source(f"{title}/head.json", reader=heads),))
+        for title in ("head-h100", "head-v5e", "head-v5e-log-probs")
+    },
+    "block_sparse-h100": Table(
+        {**PRODUCTS, **traffic("dense", "rows")},
+        (Source("block_sparse/block_sparse.json", where={"matrix": "fc2"}, reader=products),),
+    ),
+    "block_sparse-v5e": Table(
+        {**PRODUCTS, **traffic("dense", "rows", "tpu")},
+        (Source("block_sparse-v5e/block_sparse.json", reader=products),),
+    ),
+    "block_sparse-h200": Table(
+        {**PRODUCTS}
+        | {
+            f"`{product}` / `dense`": number(f"{product} time", 1, ".2f")
+            for product in ("rows", "triton")
+        },
+        (Source("block_sparse-h200/block_sparse.json", reader=products),),
+    ),
     "largest-batch": Table(
         {
             "row": name,

@@ -69,10 +69,11 @@ class Table:
 
 def how(content: Mapping[str, Any], rows: list[Row]) -> str:
     """Whether a record was compiled for a device or measured on one."""
+    devices = sorted(set(content["devices"]))
     targets = {str(row.values.get("target", content.get("target", ""))) for row in rows}
-    if targets != {""}:
+    if devices == ["cpu"] and targets != {""}:
         return f"compiled for {', '.join(sorted(targets))}"
-    return f"measured on {', '.join(sorted(set(content['devices'])))}".replace("cpu", "CPU")
+    return f"measured on {', '.join(devices)}".replace("cpu", "CPU")
 
 
 def origin(sources: tuple[Source, ...]) -> str:

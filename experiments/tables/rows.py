@@ -212,6 +212,26 @@ def budgets(content: Values) -> list[dict[str, Any]]:
     ]
 
 
+def heads(content: Values) -> list[dict[str, Any]]:
+    """Rows of bench.head: ways to compute the loss from the last hidden states."""
+    return [{"row": name, **figures} for name, figures in content["rows"].items()]
+
+
+def products(content: Values) -> list[dict[str, Any]]:
+    """One row for each matrix, block and density of bench.block_sparse; a figure per product."""
+    rows: dict[tuple[str, str, float], dict[str, Any]] = {}
+    for row in content["rows"]:
+        height, width = row["block"]
+        block = f"{height} x {width}"
+        key = row["matrix"], block, row["density"]
+        found = rows.setdefault(
+            key, {"row": block, "matrix": row["matrix"], "density": row["density"]}
+        )
+        found[f"{row['product']} traffic"] = row["hbm_traffic_bytes"]
+        found[f"{row['product']} time"] = row.get("time_over_dense")
+    return list(rows.values())
+
+
 def noise(content: Values) -> list[dict[str, Any]]:
     """Rows of bench.gradients with the bias and its interval."""
     return [

@@ -24,6 +24,7 @@ def test_cells_say_what_the_figures_bear():
     values = {"total_bytes": 3 * 2**20, "fits": False, "low": 0.0, "high": 0.004, "bias": 0.001}
     row = Row("fused:bits=2", values, {"total_bytes": 2 * 2**20}, {})
     assert name(row) == "`fused:bits=2` (biased)"
+    assert name(Row("fit:0.9", {"chosen": "plan 1"}, {}, {})) == "`fit:0.9` (`plan 1`)"
     assert needed(row) == "3 (does not fit)"
     assert (ratio("total_bytes")(row), ratio("estimated_seconds")(row)) == ("1.50", "")
     assert bias(row) == "0.001 (to 0.004)"
