@@ -71,10 +71,8 @@ def of_way(way: str) -> Strategy:
     return strategy if spec == way else dataclasses.replace(strategy, remat=True)
 
 
-def fitted(network: str, where: Target, way: str, batch: int) -> FittedPlan:
-    """Returns what `jc.fit` chooses for a step, of a part of the device's memory."""
-    assert where.capacity_bytes is not None
-    budget = int(float(way.removeprefix(_FIT)) * where.capacity_bytes)
+def fitted(network: str, where: Target, budget: int, batch: int) -> FittedPlan:
+    """Returns what `jc.fit` chooses for a step, of so many bytes of the device's memory."""
     actions = [action for action in ACTIONS if action != "accumulate"]
     make_step = STEPS[network].make_step
     return fit(make_step, batch=batch, budget=budget, target=where.name, actions=actions)
@@ -84,7 +82,11 @@ def measure(network: str, target: str, way: str, batch: int) -> dict[str, Any]:
     """Compiles a step, and returns its figures and the seconds of each stage."""
     jax.config.update("jax_enable_compilation_cache", False)
     where = resolve(target)
-    plan = fitted(network, where, way, batch) if way.startswith(_FIT) else None
+    budget = plan = None
+    if way.startswith(_FIT):
+        assert where.capacity_bytes is not None
+        budget = int(float(way.removeprefix(_FIT)) * where.capacity_bytes)
+        plan = fitted(network, where, budget, batch)
     strategy = of_way(way) if plan is None else plan.strategy
     start = time.perf_counter()
     step, arguments = STEPS[network].make_step(strategy, batch)
@@ -95,7 +97,7 @@ def measure(network: str, target: str, way: str, batch: int) -> dict[str, Any]:
         "trace_seconds": traced_at - start,
         "lower_seconds": time.perf_counter() - traced_at,
     }
-    report = analyze_step(traced, where, None, xla_remat=True).report
+    report = analyze_step(traced, where, budget, xla_remat=True).report
     figures = dataclasses.asdict(report)
     total, given = report.total_bytes, report.argument_bytes
     figures["activation_bytes"] = None if total is None or given is None else total - given
