@@ -93,7 +93,6 @@ BLOCKS: Columns = {
     "HBM traffic, MiB": mib("hbm_traffic_bytes"),
 }
 COMPILE: Columns = {
-    "step": text("network"),
     "row": name,
     "tracing": number("trace", 1, ".1f"),
     "lowering": number("lower", 1, ".1f"),
@@ -126,11 +125,12 @@ BUDGETS: Columns = {
 
 
 FITTED: Columns = {
-    "step": text("network"),
-    "device": text("target"),
-    **BUDGETS,
+    "step": lambda row: f"{row.values['network']}, {row.values['target']}",
+    "budget / plain": number("fraction", 1, ".2f"),
+    "chosen": text("chosen_plan"),
+    "estimate, ms": number("milliseconds", 1, ".1f"),
+    "/ by hand": number("over", 1, ".3f"),
     "fastest by hand": text("hand"),
-    "/ its estimate": number("over", 1, ".3f"),
 }
 GATES: Columns = {
     "operation": text("operation"),
@@ -393,13 +393,10 @@ TABLES: dict[str, Table] = {
     "adapters-v5e": Table(
         ADAPTERS, (Source("lora/lora.json", where={"target": "v5e"}, reader=adapters),)
     ),
-    "compile-time": Table(
-        COMPILE,
-        (
-            Source("compile_time/compile_time.json", reader=compile_times),
-            Source("compile_time-lm/compile_time.json", reader=compile_times),
-        ),
-    ),
+    **{
+        case: Table(COMPILE, (Source(f"{case}/compile_time.json", reader=compile_times),))
+        for case in ("compile_time", "compile_time-lm")
+    },
     "accuracy": Table(ACCURACY, (Source("accuracy/runs.json", reader=seeds),)),
     "accuracy-resmlp": Table(ACCURACY, (Source("accuracy-resmlp/runs.json", reader=seeds),)),
     "lm-short": Table(TEMP, (Source(MEMORY("transformers-h100/lm"), SHORT),)),
