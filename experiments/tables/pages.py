@@ -44,12 +44,12 @@ class Source:
             ValueError: If one of `rows` or `without` is not in the record, or no row is left.
         """
         rows = read(self.record, self.reader, self.where)
-        left = [row for row in rows if row.name not in self.without]
-        if not left or (self.without and len(left) == len(rows)):
-            raise ValueError(f"{self.record}: no row has {dict(self.where)}, or {self.without}")
-        chosen = named(left, self.rows) if self.rows else left
-        step = {"step": self.step, "how": how(load(self.record), rows)}
-        return [dataclasses.replace(row, values={**row.values, **step}) for row in chosen]
+        named(rows, self.without)
+        chosen = named(rows, self.rows) if self.rows else rows
+        left = [row for row in chosen if row.name not in self.without]
+        if not left:
+            raise ValueError(f"{self.record}: expected a row of {dict(self.where)}")
+        return [dataclasses.replace(row, values={**row.values, "step": self.step}) for row in left]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,13 +28,11 @@ class Row:
         name: The strategy, as the record names it.
         values: The figures of the record.
         plain: Those of the plain row of the same step. Empty if there is none.
-        record: What the record says of itself.
     """
 
     name: str
     values: Values
     plain: Values
-    record: Values
 
 
 @functools.cache
@@ -46,8 +44,7 @@ def load(record: str) -> Values:
 
 def read(record: str, reader: Reader, where: Values) -> list[Row]:
     """Returns the rows of a record whose figures include those of `where`."""
-    content = load(record)
-    found = reader(content)
+    found = reader(load(record))
 
     def name(values: Values) -> str:
         return str(values["row"] if "row" in values else values["strategy"])
@@ -59,7 +56,7 @@ def read(record: str, reader: Reader, where: Values) -> list[Row]:
                 return other
         return {}
 
-    rows = [Row(name(values), values, plain_of(values), content) for values in found]
+    rows = [Row(name(values), values, plain_of(values)) for values in found]
     networks = list(dict.fromkeys(row.values.get("network") for row in rows))
     rows.sort(key=lambda row: networks.index(row.values.get("network")))  # added rows are last
     return [row for row in rows if where.items() <= row.values.items()]
