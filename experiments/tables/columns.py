@@ -35,6 +35,7 @@ LABELS: Mapping[str, tuple[str, str]] = {
         "`boundary:offload:quantize:bits=4`",
         "boundary:offload:quantize:bits=4",
     ),
+    "plain, another seed": ("`plain`, another seed", "plain"),
     "each": ("`jc.checkpoint` of each block", "quantize:bits=4"),
     "whole": ("`jc.checkpoint` of the stack", "quantize:bits=4"),
     "boundary, 8 bits": ("`recipes.boundary(Quantize(bits=8))`", "boundary:quantize:bits=8"),

@@ -21,6 +21,7 @@ from experiments.tables.rows import (
     adapters,
     budgets,
     compile_times,
+    features,
     fitted,
     heads,
     largest_batches,
@@ -146,6 +147,13 @@ TRAINED: Columns = {
     "declared, MiB": number("declared_residual_bytes", 2**20, ".1f"),
     "temp, MiB": number("temp_bytes", 2**20, ".1f"),
     "step / plain": number("step_time_ratio", 1, ".2f"),
+}
+FEATURES: Columns = {
+    "row": name,
+    "stem": text("stem"),
+    "middle": text("middle"),
+    "last block": text("last"),
+    "Grad-CAM overlap": text("overlap"),
 }
 HEAD: Columns = {
     "loss": lambda row: row.name,
@@ -469,6 +477,12 @@ TABLES: dict[str, Table] = {
             "resnet18-2": "pooling/resnet18-2/comparison.json",
             "resnet18-3": "pooling/resnet18-3/comparison.json",
         }.items()
+    },
+    **{
+        f"features-{case}": Table(
+            FEATURES, (Source(f"pooling/{case}/features.json", reader=features),)
+        )
+        for case in ("resnet20-3", "resnet20-6", "resnet18-3")
     },
     "demo": Table(
         {"row": name}

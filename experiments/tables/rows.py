@@ -209,6 +209,17 @@ def budgets(content: Values) -> list[dict[str, Any]]:
     ]
 
 
+def features(content: Values) -> list[dict[str, Any]]:
+    """Rows of reproduce.pooling: networks beside the exact one of the same seed."""
+    rows = []
+    for name, runs in content["against_plain"].items():
+        layers = {"stem": 0, "middle": len(runs[0]["alignment"]) // 2, "last": -1}
+        row = {key: spread([r["alignment"][i] for r in runs], 3) for key, i in layers.items()}
+        overlap = spread([run["grad_cam_overlap"] for run in runs], 3)
+        rows.append({"row": name, **row, "overlap": overlap})
+    return rows
+
+
 def heads(content: Values) -> list[dict[str, Any]]:
     """Rows of bench.head: ways to compute the loss from the last hidden states."""
     return [{"row": name, **figures} for name, figures in content["rows"].items()]
