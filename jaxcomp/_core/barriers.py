@@ -280,14 +280,19 @@ class Hold(NamedTuple):
     Attributes:
         first: One element per sample of the cotangent.
         never: False.
+        in_values: Whether each value uses it on every number of devices, as copies from the host
+            have to: XLA for GPUs copies more of them at once if a sum uses it.
     """
 
     first: Array
     never: Array
+    in_values: bool
 
     def use(self, decoded: Array) -> Array:
         """Uses the element in each value, in a program for several devices."""
-        return on_one(None, lambda *a: a[0], _using)(decoded, *self)
+        if self.in_values:
+            return _using(decoded, self.first, self.never)
+        return on_one(None, lambda *a: a[0], _using)(decoded, self.first, self.never)
 
     def use_in_sum(self, total: Array) -> Array:
         """Uses the element in what is summed over the batch, in a program for one device.
@@ -299,7 +304,9 @@ class Hold(NamedTuple):
             one = first.ravel()[:1].sum(dtype=total.dtype)  # a sum of all would be a kernel
             return jnp.where(never, one, total)
 
-        return on_one(None, using, lambda *a: a[0])(total, *self)
+        if self.in_values:
+            return total
+        return on_one(None, using, lambda *a: a[0])(total, self.first, self.never)
 
 
 def hold_until(cotangent: Array, residual: C, codec: SavedBy | None = None) -> tuple[C, Hold]:
@@ -314,8 +321,8 @@ def hold_until(cotangent: Array, residual: C, codec: SavedBy | None = None) -> t
         The residual, and what has to be used in the values that it is decoded to, and in a sum over
         the batch that all results depend on.
     """
-    residual, *hold = _until(cotangent, residual, codec)
-    return residual, Hold(*hold)
+    residual, first, never = _until(cotangent, residual, codec)
+    return residual, Hold(first, never, in_values=codec is not None and codec.on_host)
 
 
 def _until(cotangent: Array, residual: C, codec: SavedBy | None) -> tuple[C, Array, Array]:
