@@ -66,15 +66,23 @@ class Program:
         """The program in the class that JAX has for a jaxpr with constants."""
         return ClosedJaxpr(self.jaxpr, self.consts)
 
+    @functools.cached_property
+    def _inputs(self) -> list[Variable]:
+        """The variables of the constants and of the arguments.
+
+        From JAX 0.12 on, those of constants are arguments of a jaxpr without their values.
+        """
+        return cast(list[Variable], [*self.jaxpr.constvars, *self.jaxpr.invars])
+
     @property
     def arguments(self) -> list[Variable]:
         """The variables of the arguments."""
-        return cast(list[Variable], self.jaxpr.invars)
+        return self._inputs[len(self.consts) :]
 
     @property
     def constants(self) -> list[Variable]:
         """The variables of the constants."""
-        return cast(list[Variable], self.jaxpr.constvars)
+        return self._inputs[: len(self.consts)]
 
     @property
     def equations(self) -> list[Equation]:
