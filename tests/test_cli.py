@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 import jaxcomp
+from experiments.checks.failing_rows import LONG_STEP
 from jaxcomp import planning
 from jaxcomp.__main__ import main
 from jaxcomp.cli import _doctor, app
@@ -153,21 +154,8 @@ def test_doctor_says_what_is_missing(monkeypatch):
     assert ("removes optimization barriers" in output) == (jax.__version_info__ < (0, 12))
 
 
-LONG = """
-import jax, jax.numpy as jnp
-
-def make_step(transform, batch):
-    def total(w, x):
-        for i in range(400):
-            x = jnp.sin(x @ w) + jnp.cos(x @ w.T) * i
-        return x.sum()
-    square = jax.ShapeDtypeStruct((64, 64), jnp.float32)
-    return jax.jit(jax.grad(transform(total))), (square, square)
-"""
-
-
 def test_ctrl_c_while_a_cpu_step_compiles_ends_with_130(tmp_path):
-    (tmp_path / "long.py").write_text(LONG)
+    (tmp_path / "long.py").write_text(LONG_STEP)
     command = [sys.executable, "-m", "jaxcomp", "memory", "long:make_step", "plain"]
     path = str(pathlib.Path(__file__).parent.parent)
     with subprocess.Popen(

@@ -134,7 +134,7 @@ def run() -> list[dict[str, str]]:
     return [_row(name) for name in FACTORIES]
 
 
-_LONG = """
+LONG_STEP = """
 import jax, jax.numpy as jnp
 
 def make_step(transform, batch):
@@ -162,7 +162,7 @@ def killed_commands(count: int) -> list[dict[str, str]]:
 
 def _ended(number: signal.Signals) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "long.py").write_text(_LONG)
+        (Path(folder) / "long.py").write_text(LONG_STEP)
         command = [sys.executable, "-m", "jaxcomp", "memory", "long:make_step", "plain"]
         path = os.pathsep.join([str(Path(jc.__file__).parents[1]), *sys.path])
         process = subprocess.Popen(

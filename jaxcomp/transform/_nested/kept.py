@@ -59,7 +59,7 @@ class Kept(Differentiable[ScheduledProgram]):
         """Returns the results, and the operands."""
         operands = self._in_row_major(arguments)
         if self._encodes:
-            return self._body(*arguments), (noise.folded(seed, self._number), operands)
+            return self.evaluate(seed, arguments), (noise.folded(seed, self._number), operands)
         results, _ = choice.forward(None, arguments)
         return results, (None, operands)
 

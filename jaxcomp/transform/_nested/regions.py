@@ -280,16 +280,18 @@ def _found(
     context.notes.in_regions.update(aside.notes.matched, aside.notes.in_regions)
     in_slices = is_sliced(equation, reached, context.limits)
     all_inside = [*inside, *opened.regions_inside]
-    is_encoded = not in_slices and has_parameters and _is_all_again(equation)
-    is_encoded = is_encoded and any(r.is_open or r.encodes_again for r in all_inside)
+    encoded = opened.waiting_bytes + _largest_again(r for r in all_inside if not r.is_open)
     if in_slices:
         recomputed = schedule(closed, active, (), context.of_region()).waiting_bytes
     else:
         recomputed = plain_bytes(closed, active, coded) + _largest_again(all_inside)
-    if is_encoded:
-        closed_inside = [each for each in all_inside if not each.is_open]
-        encoded = opened.waiting_bytes + _largest_again(closed_inside)
-        is_encoded, recomputed = encoded < recomputed, min(encoded, recomputed)
+    is_encoded = (
+        not in_slices
+        and has_parameters
+        and _is_all_again(equation)
+        and any(r.is_open or r.encodes_again for r in all_inside)
+        and encoded < recomputed
+    )
     region = Region(
         path,
         source_line(equation),
@@ -299,7 +301,7 @@ def _found(
         context.iterations,
         plain_bytes(region_alone(equation), active, coded),
         opened.waiting_bytes,
-        recomputed,
+        encoded if is_encoded else recomputed,
         in_slices,
         is_encoded,
     )
