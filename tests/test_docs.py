@@ -4,8 +4,10 @@ import ast
 import contextlib
 import doctest
 import io
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
@@ -15,6 +17,17 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 FENCED = re.compile(r"^```.*?^```$|`[^`\n]*`", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+# Small sizes for the cells of notebooks that are tagged "parameters".
+NOTEBOOKS = {
+    "resnet50_t4": """
+BATCH, IMAGE, WIDTH, BLOCKS = 4, 32, 8, (1, 1)
+ROWS, TRAIN, CARD = ["plain", "automatic"], True, "cpu"
+""",
+    "lora_v5e": """
+WIDTH, HEADS, DEPTH, TOKENS, LENGTH, BATCH, RANK = 32, 2, 1, 64, 16, 4, 2
+ROWS, TRAIN, CHIP = ["plain", "automatic"], True, "cpu"
+""",
+}
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 # What JAX keeps without jaxcomp, which the pages show for JAX before 0.12.
 PLAIN = re.compile(r"(?<= of )[\d,]+(?= bytes)|[\d,]+(?= without compression)")
@@ -71,6 +84,37 @@ def test_python_blocks_run_and_print_what_they_show(page, tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     with jax.numpy_rank_promotion("allow"):  # as users have it
         run(page)
+
+
+def cells(notebook: str) -> list[dict[str, Any]]:
+    """The cells of code."""
+    found = json.loads((ROOT / "docs" / "notebooks" / f"{notebook}.ipynb").read_text())["cells"]
+    return [cell for cell in found if cell["cell_type"] == "code"]
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS)
+def test_notebooks_run_in_small_sizes(notebook, capsys):
+    names: dict[str, Any] = {}
+    with jax.numpy_rank_promotion("allow"):
+        for cell in cells(notebook):
+            is_sizes = "parameters" in cell["metadata"].get("tags", ())
+            exec(NOTEBOOKS[notebook] if is_sizes else "".join(cell["source"]), names)
+    assert [row.error for row in names["table"].rows] == [None, None]
+    first, last = re.findall(r"\d+\.\d+", capsys.readouterr().out)[-2:]
+    assert float(last) < float(first)
+
+
+def test_tutorials_and_notebooks_need_the_package_alone():
+    """They import no `experiments`, and notebooks hold nothing of who ran them."""
+    folder = ROOT / "docs"
+    assert {path.stem for path in folder.rglob("*.ipynb")} == NOTEBOOKS.keys()
+    codes = [path.read_text() for path in (folder / "tutorials").glob("*.py")]
+    for cell in [cell for notebook in NOTEBOOKS for cell in cells(notebook)]:
+        assert (cell["outputs"], cell["execution_count"]) == ([], None)
+        codes.append("".join(cell["source"]))
+    imports = r"^(?:import|from) (\w+)"
+    found = {name for code in codes for name in re.findall(imports, code, re.MULTILINE)}
+    assert found == {"flax", "functools", "jax", "jaxcomp", "matplotlib", "optax", "time"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
