@@ -39,12 +39,55 @@ def broken(transform, batch):
 
 number = 1
 """
+OWN_STEPS = """
+import functools
+import jax, jax.numpy as jnp, optax
+from flax import linen, nnx
+from flax.training.train_state import TrainState
+
+x = jnp.ones((64, 32))
+
+@nnx.jit
+def nnx_step(state, x):
+    def loss(model):
+        return jnp.square(model(x)).mean()
+
+    state["optimizer"].update(state["model"], nnx.grad(loss)(state["model"]))
+
+def nnx_arguments():
+    linear, rngs = nnx.Linear, nnx.Rngs(0)
+    model = nnx.Sequential(linear(32, 64, rngs=rngs), nnx.gelu, linear(64, 32, rngs=rngs))
+    return {"model": model, "optimizer": nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)}, x
+
+@jax.jit
+def linen_step(state, x):
+    def loss(params):
+        return jnp.square(state.apply_fn({"params": params}, x)).mean()
+
+    return state.apply_gradients(grads=jax.grad(loss)(state.params))
+
+def linen_arguments():
+    net = linen.Sequential([linen.Dense(64), linen.gelu, linen.Dense(32)])
+    params = net.init(jax.random.key(0), x)["params"]
+    assert float(params["layers_0"]["kernel"].sum()) != 0  # which needs its value
+    return TrainState.create(apply_fn=net.apply, params=params, tx=optax.sgd(0.1)), x
+
+@functools.partial(jax.jit, static_argnums=2)
+def tree_step(params, x, power):
+    return jax.grad(lambda params: jnp.sum((x @ params["w"]) ** power))(params)
+
+def tree_arguments():
+    return {"w": jnp.ones((32, 32))}, x, 3
+
+tree = tree_arguments()
+"""
 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my_factory.py").write_text(FACTORY)
+    (tmp_path / "own.py").write_text(OWN_STEPS)
     return lambda *args, command="memory": CliRunner().invoke(app, [command, *args])
 
 
@@ -60,6 +103,25 @@ def test_a_factory_of_ones_own(run, tmp_path):
     assert [row["row"] for row in rows] == ["plain", "remat"]
     page = (tmp_path / "page.html").read_text()
     assert "plain" in page and "remat" in page
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows"),
+    [
+        ("nnx_step --args own:nnx_arguments", ["plain", "quantize:bits=4"]),
+        ("linen_step --args own:linen_arguments", ["plain", "quantize:bits=4"]),
+        ("tree_step --args own:tree_arguments", ["plain"]),
+        ("tree_step --args own:tree", ["plain"]),
+    ],
+)
+def test_a_step_of_ones_own(run, tmp_path, kind, rows):
+    step, *arguments = kind.split()
+    result = run(f"own:{step}", *rows, *arguments, "--target", "cpu", "--json", "table.json")
+    assert result.exit_code == 0, result.output
+    plain, *others = json.loads((tmp_path / "table.json").read_text())["rows"]
+    assert plain["batch"] is None and plain["error"] is None
+    for row in others:
+        assert 3 * row["declared_residual_bytes"] < plain["declared_residual_bytes"]
 
 
 def test_default_rows_of_a_factory_of_ones_own(run, tmp_path):
@@ -242,6 +304,10 @@ def test_a_model_by_name(run):
         (["resnet20", "plain", "--batch", "0"], "batch=0"),
         (["resnet20", "plain", "--fsdp"], "fsdp=True: expected a mesh"),
         (["my_factory:make_step", "plain", "--fsdp"], "expected a model by name"),
+        (["own:tree_step"], "is jitted: expected a step factory, or the step's arguments by"),
+        (["own:tree_step", "--args", "own:tree", "--batch", "8"], "--batch: expected a step fact"),
+        (["own:tree_step", "--args", "own:x"], "x is a value of type ArrayImpl, expected the"),
+        (["own:tree_step", "--args", "own"], "--args='own': expected MODULE:NAME"),
     ],
 )
 def test_bad_input(run, arguments, error):

@@ -26,8 +26,8 @@ def fit(
         ),
     ] = None,
     allowance: options.Allowance = None,
-    image: options.Image = 224,
-    dtype: options.Dtype = "bfloat16",
+    image: options.Image = None,
+    dtype: options.Dtype = None,
     target: options.Target = None,
     fsdp: options.Fsdp = False,
     action: Annotated[

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from jaxcomp import memory as analysis
 from jaxcomp import planning
+from jaxcomp.cli import _named as named
 from jaxcomp.cli import _options as options
 from jaxcomp.cli._errors import told
 from jaxcomp.cli._progress import Compilations
@@ -21,7 +22,12 @@ ROWS_OF_ANY_MODEL = ("plain", "remat", "remat:dots", "quantize:bits=4")
 
 
 def memory(
-    model: options.Model,
+    model: Annotated[
+        str,
+        typer.Argument(
+            help=f"{options.MODEL} With --args it is the step itself: your own jitted function."
+        ),
+    ],
     rows: Annotated[
         list[str] | None,
         typer.Argument(
@@ -29,12 +35,22 @@ def memory(
             help="A strategy: plain, open, remat, remat:dots, remat:weights, remat:N, offload, "
             "accumulate:N or accumulate:N:SPEC; or the spec of a policy, such as fused:bits=4, "
             "transformer:bits=4 or quantize:bits=2, which means jc.compress(model, spec). "
-            f"Default: {' '.join(ROWS)}; for your own step factory {' '.join(ROWS_OF_ANY_MODEL)}.",
+            f"Default: {' '.join(ROWS)}; for your own step {' '.join(ROWS_OF_ANY_MODEL)}.",
         ),
     ] = None,
-    batch: options.Batch = 128,
-    image: options.Image = 224,
-    dtype: options.Dtype = "bfloat16",
+    args: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:NAME",
+            help="A function that returns the arguments of your step, or a tuple of them, such as "
+            "train:make_args. No step factory is needed then.",
+        ),
+    ] = None,
+    batch: Annotated[
+        int | None, typer.Option(help="Examples in a batch. Default: 128, or as --args has it.")
+    ] = None,
+    image: options.Image = None,
+    dtype: options.Dtype = None,
     target: options.Target = None,
     fsdp: options.Fsdp = False,
     capacity: Annotated[
@@ -90,7 +106,8 @@ def memory(
             csv.write_text(table.to_csv())
         timelines = {row.name: row.timeline for row in table.rows if row.timeline}
         if html is not None and timelines:
-            _draw(html, timelines, table, f"{model}, batch {batch}, for {table.target}")
+            size = "" if table.rows[0].batch is None else f", batch {table.rows[0].batch}"
+            _draw(html, timelines, table, f"{model}{size}, for {table.target}")
         if interrupted.is_set():
             raise KeyboardInterrupt
 
@@ -101,8 +118,19 @@ def memory(
             raise ValueError("--open: expected --html FILE, which it opens")
         if target is not None:
             options.use_the_cpu()
+        if args is None:
+            step, arguments = options.make_step(model, image, dtype, target, fsdp), []
+            batch = 128 if batch is None else batch
+        else:
+            options.check_not_given(
+                "a step factory or a model by name, and no --args",
+                **{"batch": batch, "image": image, "dtype": dtype, "fsdp": fsdp},
+                max_batch=max_batch,
+            )
+            step, arguments = named.function(model), [named.arguments(args)]
         planning.compare(
-            options.make_step(model, image, dtype, target, fsdp),
+            step,
+            *arguments,
             rows,
             batch=batch,
             target=target,

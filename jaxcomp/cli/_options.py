@@ -1,16 +1,15 @@
 """Options that several commands share, and what they stand for."""
 
-import importlib
 import importlib.util
 import os
-import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Literal, cast
 
 import jax
 import typer
 
 from jaxcomp import memory
+from jaxcomp.cli import _named as named
 from jaxcomp.memory._gpus import GPUS
 from jaxcomp.memory._live_bytes import format_bytes
 from jaxcomp.memory._targets import TPUS, resolve
@@ -34,19 +33,20 @@ def _print_targets(asked: bool) -> None:
         raise typer.Exit
 
 
-Model = Annotated[
-    str,
-    typer.Argument(
-        help="A built-in model (--list-models), or MODULE:FUNCTION, such as train:make_step for "
-        "the function make_step in train.py. It takes (transform, batch) and returns the training "
-        "step and its arguments."
-    ),
-]
+MODEL = (
+    "A built-in model (--list-models), or MODULE:FUNCTION, such as train:make_step for the step "
+    "factory make_step in train.py. It takes (transform, batch) and returns the training step and "
+    "its arguments."
+)
+Model = Annotated[str, typer.Argument(help=MODEL)]
 Batch = Annotated[int, typer.Option(help="Examples in a batch.")]
-Image = Annotated[int, typer.Option(help="Height and width of the images, for a model by name.")]
+Image = Annotated[
+    int | None,
+    typer.Option(help="Height and width of the images, for a model by name. Default: 224."),
+]
 Dtype = Annotated[
-    Literal["float32", "bfloat16", "float16"],
-    typer.Option(help="Dtype of the computation, for a model by name."),
+    Literal["float32", "bfloat16", "float16"] | None,
+    typer.Option(help="Dtype of the computation, for a model by name. Default: bfloat16."),
 ]
 Fsdp = Annotated[
     bool,
@@ -98,39 +98,34 @@ def use_the_cpu() -> None:
         jax.config.update("jax_platforms", "cpu")
 
 
-def make_step(model: str, image: int, dtype: str, target: str | None, fsdp: bool) -> MakeStep:
+def make_step(
+    model: str, image: int | None, dtype: str | None, target: str | None, fsdp: bool
+) -> MakeStep:
     """Returns the step factory of a model by name, or the user's own.
 
     Raises:
-        ValueError: If there is no such model, module or function.
+        ValueError: If there is no such model, module or function, or an option is not for it.
     """
-    module, colon, function = model.partition(":")
-    if not colon:
-        count = 1 if target is None else resolve(target).devices
-        mesh = None if count == 1 else memory.mesh(str(target), (count,), ("data",))
-        return steps.classifier(model, image, dtype, mesh, fsdp=fsdp)
-    if fsdp:
-        raise ValueError("--fsdp: expected a model by name; a step factory has its own shardings")
-    if module.endswith(".py"):
-        raise ValueError(f"MODEL={model!r}: expected a module's name, without .py")
-    sys.path.insert(0, "")
-    try:
-        found = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise  # of an import in the module
-        file = Path(*module.split(".")).with_suffix(".py")
-        raise ValueError(
-            f"MODEL={model!r}: No module named {module!r}: there is no {file} in {Path.cwd()}, and "
-            "no such package is installed"
-        ) from None
-    if not hasattr(found, function):
-        raise ValueError(f"MODEL={model!r}: {module} has no function {function!r}")
-    factory: Any = getattr(found, function)
-    if not callable(factory):
-        kind = type(factory).__name__
-        raise ValueError(f"MODEL={model!r}: {function} is of type {kind}, expected a function")
-    return cast(MakeStep, factory)
+    if ":" in model:
+        check_not_given("a model by name", image=image, dtype=dtype, fsdp=fsdp)
+        found = named.function(model)
+        if isinstance(found, jax.stages.Wrapped):
+            raise ValueError(
+                f"MODEL={model!r} is jitted: expected a step factory, or the step's arguments by "
+                "--args MODULE:FUNCTION of jaxcomp memory"
+            )
+        return cast(MakeStep, found)
+    count = 1 if target is None else resolve(target).devices
+    mesh = None if count == 1 else memory.mesh(str(target), (count,), ("data",))
+    size = 224 if image is None else image
+    return steps.classifier(model, size, dtype or "bfloat16", mesh, fsdp=fsdp)
+
+
+def check_not_given(expected: str, **given: object) -> None:
+    """Raises a ValueError for the first option that was given, which is for something else."""
+    for name, value in given.items():
+        if value not in (None, False):
+            raise ValueError(f"--{name.replace('_', '-')}: expected {expected}")
 
 
 def check_writable(file: Path | None) -> None:

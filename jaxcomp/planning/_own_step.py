@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from flax import nnx
 
+from jaxcomp.memory._argument_names import is_object
 from jaxcomp.planning._strategies import Strategy
 from jaxcomp.planning._watched import MakeStep
 
@@ -15,8 +16,9 @@ from jaxcomp.planning._watched import MakeStep
 def factory_of(step: Callable[..., Any], arguments: tuple[Any, ...]) -> MakeStep:
     """Returns a step factory that applies a strategy to the models among the arguments.
 
-    Models are Flax NNX modules, also in an `nnx.ModelAndOptimizer`, and the `apply_fn` of a Linen
-    `TrainState`. The factory changes copies of them, which hold shapes in place of arrays.
+    Models are Flax NNX modules, also in an `nnx.ModelAndOptimizer` or in a pytree, and the
+    `apply_fn` of a Linen `TrainState`. The factory changes copies of them, which hold shapes in
+    place of arrays. A step without models has the plain strategy alone.
 
     Args:
         step: The step, which may be jitted.
@@ -33,11 +35,11 @@ def factory_of(step: Callable[..., Any], arguments: tuple[Any, ...]) -> MakeStep
                 "jaxcomp.compare(make_step, rows, batch=...)"
             )
         made = _copied(arguments)
-        models = [m for argument in made for m in _models_in(argument)]
+        models = _models_in(made)
         for model in models:
             transform(model)
         has_function = [_has_function(argument) for argument in made]
-        if not models and not any(has_function):
+        if not models and not any(has_function) and (transform.remat or transform.policy):
             raise ValueError(
                 "arguments: expected a Flax NNX model or a Linen TrainState among them, to apply a "
                 "strategy to; for other steps pass a step factory: "
@@ -71,12 +73,13 @@ def _shape(leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=placed)
 
 
-def _models_in(argument: Any) -> list[nnx.Module]:
-    """Returns the outermost modules of an argument that can be called."""
-    if isinstance(argument, nnx.Module):
-        return [argument]
-    inner = vars(argument).values() if isinstance(argument, nnx.Pytree) else ()
-    return [value for value in inner if isinstance(value, nnx.Module)]
+def _models_in(arguments: Any) -> list[nnx.Module]:
+    """Returns the outermost modules of arguments, each once."""
+    found: list[nnx.Module] = []
+    for leaf in jax.tree.leaves(arguments, is_leaf=is_object):
+        inside = vars(leaf).values() if is_object(leaf) and not isinstance(leaf, nnx.Module) else ()
+        found += [value for value in (leaf, *inside) if isinstance(value, nnx.Module)]
+    return list({id(module): module for module in found}.values())
 
 
 def _has_function(argument: Any) -> bool:

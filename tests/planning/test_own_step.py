@@ -93,7 +93,8 @@ def test_the_function_of_a_linen_state_is_compressed():
 
 
 def test_other_steps_need_a_factory():
-    (row,) = jc.compare(jnp.sin, (X,), ["plain"], target="cpu").rows
+    plain, row = jc.compare(jnp.sin, (X,), ["plain", "exact"], target="cpu").rows
+    assert plain.error is None
     assert "expected a Flax NNX model or a Linen TrainState among them" in row.error
     for arguments in ((["plain"],), (X, ["plain"]), ((X,),), ()):
         with pytest.raises(TypeError, match=r"expected compare\(make_step, rows, batch=...\)"):
