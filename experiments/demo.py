@@ -1,4 +1,4 @@
-"""Trains a small ResNet on real images by six strategies, then compiles a large one for a GPU.
+"""Compiles a large ResNet for a GPU, then trains a small one on real images by five strategies.
 
 python -m experiments.demo
 """
@@ -12,11 +12,14 @@ from experiments.common.cache import compilation_cache
 from experiments.common.options import Out, usage_errors
 from experiments.common.record import make_folder
 from experiments.comparison import before_after
-from experiments.comparison.compare import STRATEGIES, compare, report
+from experiments.comparison.compare import compare, report
 from experiments.training.config import TrainConfig
 from experiments.zoo.steps import NETWORKS
 from jaxcomp import memory
 
+STEP, BATCH, TARGET = NETWORKS["resnet50_nnx"].make_step, 320, "rtx3060-12gb"
+TITLE = "A training step of a stock ResNet-50 with 320 images"
+CAPACITY = "all bytes of a 12 GB card", 12 * 2**30
 CONFIG = TrainConfig(
     model="resnet20",
     dataset="fashion_mnist_embedded",
@@ -26,17 +29,23 @@ CONFIG = TrainConfig(
     warmup_epochs=0.2,
     augment=False,
 )
-STEP, BATCH, TARGET = NETWORKS["resnet50_nnx"].make_step, 320, "rtx3060-12gb"
-TITLE = "A training step of a stock ResNet-50 with 320 images"
-CAPACITY = "all bytes of a 12 GB card", 12 * 2**30
+STRATEGIES = "plain", "remat", "accumulate:2", "automatic", "quantize:bits=2"  # for CONFIG
+NOTE = """automatic is what jaxcomp.compress(model) does. 48 steps of one seed say nothing about accuracy;
+docs/benchmarks/measured.md has 20 seeds."""
+NEXT = "next, a table of a model's memory: jaxcomp memory resnet50 --batch 128 --target rtx3060-12gb"
 
 
 @usage_errors()
 def main(
     out: Out = Path("build/demo"),
 ) -> None:
-    """Train a ResNet by six strategies, compile a large one twice; write tables and figures."""
+    """Compile a ResNet twice, train a small one by five strategies; write figures and tables."""
     make_folder(out)
+    timelines = before_after.compile_both(STEP, BATCH, TARGET)
+    before_after.draw(out / "memory.png", TITLE, timelines, CAPACITY)
+    memory.draw_html(out / "memory.html", timelines, limit=CAPACITY[1])
+    typer.echo(before_after.sentence(TITLE, TARGET, timelines))
+    typer.echo(f"written: {out}/memory.png and .html\n")
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         with compilation_cache(scratch / "compiled"):
@@ -45,16 +54,7 @@ def main(
         typer.echo("stopped")
         raise typer.Exit(130)
     report(CONFIG, [CONFIG.seed], rows, out)
-    typer.echo(
-        "plain and remat compute the same function up to rounding. Differences as small as "
-        "theirs are noise in such a short run.\n\n"
-        f"compiling a ResNet-50 twice for {TARGET}, about a minute"
-    )
-    timelines = before_after.compile_both(STEP, BATCH, TARGET)
-    before_after.draw(out / "memory.png", TITLE, timelines, CAPACITY)
-    memory.draw_html(out / "memory.html", timelines, limit=CAPACITY[1])
-    typer.echo(before_after.sentence(TITLE, TARGET, timelines))
-    typer.echo(f"written: {out}/memory.png and .html")
+    typer.echo(f"{NOTE}\n{NEXT}")
 
 
 if __name__ == "__main__":

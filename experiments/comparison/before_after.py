@@ -1,9 +1,11 @@
 """The memory of a stock training step, before and after `jaxcomp.compress`, as a figure."""
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import matplotlib as mpl
 import numpy as np
+import typer
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -22,8 +24,19 @@ def compile_both(make_step: MakeStep, batch: int, target: str) -> dict[str, Time
     Raises:
         RuntimeError: If one of them does not compile.
     """
+
+    def progress(name: str) -> AbstractContextManager[None]:
+        typer.echo(f"compiling {name} for {target}")
+        return nullcontext()
+
     rows = compare(
-        make_step, [*STRATEGIES], batch=batch, target=target, timelines=True, xla_remat=False
+        make_step,
+        [*STRATEGIES],
+        batch=batch,
+        target=target,
+        timelines=True,
+        xla_remat=False,
+        progress=progress,
     ).rows
     timelines = {}
     for row in rows:

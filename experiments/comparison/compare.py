@@ -88,6 +88,7 @@ def compare(
             f"plan_steps={config.plan_steps}: expected a strategy that quantizes in {strategies}"
         )
     dataset = load(config.dataset, config.data_dir)
+    typer.echo(f"compiling and timing the steps of {', '.join(strategies)}")
     measured = measure(config, strategies, dataset, rounds)
     rows = []
     for strategy in strategies:
@@ -124,9 +125,13 @@ def _finish(config: TrainConfig, out: Path, tensorboard: bool) -> dict[str, Any]
 
 
 def report(config: TrainConfig, seeds: Sequence[int], rows: Sequence[Row], out: Path) -> None:
-    """Prints the comparison and writes comparison.json, comparison.md and comparison.png."""
+    """Prints the comparison and writes comparison.json, comparison.md and comparison.png.
+
+    The accuracy of one seed is in comparison.json alone.
+    """
     table = Table(title=f"{config.model} on {config.dataset}, batch {config.batch}")
-    for name in HEADER:
+    header = [name for name in HEADER if name != "test accuracy" or len(seeds) > 1]
+    for name in header:
         table.add_column(
             name, justify="left" if name == "strategy" else "right", no_wrap=name == "strategy"
         )
@@ -140,7 +145,7 @@ def report(config: TrainConfig, seeds: Sequence[int], rows: Sequence[Row], out: 
     content = {"config": config.to_json(), "seeds": list(seeds)} | describe_environment()
     content |= {"rows": [asdict(row) for row in rows]}
     write_json(out / "comparison.json", content)
-    lines = [HEADER, ["---"] * len(HEADER), *(row.cells() for row in rows)]
+    lines = [header, ["---"] * len(header), *(row.cells() for row in rows)]
     markdown = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     text = "\n\n".join([markdown, *notes(rows), f"    {content['command']}"])
     (out / "comparison.md").write_text(text + "\n")

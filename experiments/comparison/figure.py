@@ -26,7 +26,10 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         lines = _loss_curves(left, rows)
         _memory_bars(right, rows)
         figure.legend(
-            handles=lines, title="strategy: test accuracy", frameon=False, loc="outside lower left"
+            handles=lines,
+            title="strategy" if rows[0].accuracy() is None else "strategy: test accuracy",
+            frameon=False,
+            loc="outside lower left",
         )
         figure.savefig(path, dpi=150)
 
@@ -34,7 +37,9 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 def _loss_curves(axes: Axes, rows: Sequence[Row]) -> list[Line2D]:
     lines = []
     for row, color in zip(rows, COLORS, strict=False):
-        label = f"{row.strategy}: {np.mean(row.test_accuracy):.1%}"
+        label = row.strategy
+        if row.accuracy() is not None:
+            label += f": {np.mean(row.test_accuracy):.1%}"
         steps = np.arange(1, len(row.loss) + 1)
         lines += axes.plot(steps, _smooth(row.loss), color=color, label=label)
     axes.set(title="Training loss (moving average)", xlabel="step", ylabel="cross-entropy")

@@ -22,15 +22,20 @@ class Row:
     loss: list[float]
     measurement: Measurement
 
+    def accuracy(self) -> str | None:
+        """Returns mean ± standard deviation; None for one seed, which bears no comparison."""
+        if len(self.test_accuracy) == 1:
+            return None
+        mean, deviation = statistics.mean(self.test_accuracy), statistics.stdev(self.test_accuracy)
+        return f"{mean:.2%} ± {deviation:.2%}"
+
     def cells(self) -> tuple[str, ...]:
-        """Returns the cells of a table; several seeds as mean ± standard deviation."""
-        accuracy = f"{statistics.mean(self.test_accuracy):.2%}"
-        if len(self.test_accuracy) > 1:
-            accuracy += f" ± {statistics.stdev(self.test_accuracy):.2%}"
+        """Returns the cells of a table; the accuracy only if there are several seeds."""
         cost = self.measurement
+        accuracy = self.accuracy()
         return (
             self.strategy,
-            accuracy,
+            *([] if accuracy is None else [accuracy]),
             mebibytes(cost.declared_residual_bytes),
             f"{cost.bits_per_element:.2f}",
             mebibytes(cost.temp_bytes),

@@ -34,7 +34,7 @@ class Monitor:
     """Shows the progress of a run on the first process and writes its TensorBoard scalars.
 
     Args:
-        title: the text before the progress bar.
+        title: the name of the run, which each line begins with.
         step: the number of completed steps.
         num_steps: the number of steps of the whole run.
         batch: the number of images in a step.
@@ -44,7 +44,7 @@ class Monitor:
     def __init__(
         self, title: str, step: int, num_steps: int, batch: int, writer: "SummaryWriter | None"
     ) -> None:
-        self._writer, self._batch, self._step = writer, batch, step
+        self._title, self._writer, self._batch, self._step = title, writer, batch, step
         self._time = time.perf_counter()
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -87,7 +87,9 @@ class Monitor:
 
     def report_epoch(self, epoch: int, test_accuracy: float) -> None:
         """Reports the test accuracy after ``epoch`` epochs."""
-        self._progress.console.print(f"epoch {epoch}: test accuracy {test_accuracy:.4f}")
+        self._progress.console.print(
+            f"{self._title}, epoch {epoch}: test accuracy {test_accuracy:.4f}"
+        )
         if self._writer is not None:
             self._writer.add_scalar("test/accuracy", test_accuracy, self._step)
         self._time = time.perf_counter()
