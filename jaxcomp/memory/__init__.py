@@ -18,3 +18,5 @@ from jaxcomp.memory._report import MemoryReport as MemoryReport
 from jaxcomp.memory._targets import mesh as mesh
 from jaxcomp.memory._targets import targets as targets
 from jaxcomp.memory._timeline_draw import draw_html as draw_html
+from jaxcomp.memory._watch import Watch as Watch
+from jaxcomp.memory._watch import watch as watch
