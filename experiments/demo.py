@@ -30,9 +30,11 @@ CONFIG = TrainConfig(
     augment=False,
 )
 STRATEGIES = "plain", "remat", "accumulate:2", "automatic", "quantize:bits=2"  # for CONFIG
-NOTE = """automatic is what jaxcomp.compress(model) does. 48 steps of one seed say nothing about accuracy;
-docs/benchmarks/measured.md has 20 seeds."""
-NEXT = "next, a table of a model's memory: jaxcomp memory resnet50 --batch 128 --target rtx3060-12gb"
+NOTE = (
+    "automatic is what jaxcomp.compress(model) does. 48 steps of one seed say nothing about "
+    "accuracy; docs/benchmarks/measured.md has 20 seeds."
+)
+NEXT = "next: jaxcomp memory resnet50 --batch 128 --target rtx3060-12gb"
 
 
 @usage_errors()
