@@ -184,6 +184,8 @@ def test_a_device_s_own_dropout_of_what_all_devices_have():
 
 def test_the_kernel_of_blocks_is_lowered():
     """Of a device that is there; elsewhere Pallas interprets it, which checks no types."""
+    if jax.__version_info__ < (0, 10, 2):
+        pytest.skip("JAX before 0.10.2 has no devices of a platform that is not there")
     codec = BlockSparse((8, 8), 0.5, product="tpu")
     device = AbstractDevice("TPU v5e", None, "tpu")
     mesh = AbstractMesh(MESH.axis_sizes, MESH.axis_names, abstract_device=device)
