@@ -136,29 +136,44 @@ def write(
     out: Path, rows: Mapping[str, list[Kernel]], content: dict[str, Any], bandwidth: float
 ) -> str:
     """Writes the slowest kernels and the table of all kinds, and returns the table."""
-    described = {n: [*map(dataclasses.asdict, found[:SLOWEST])] for n, found in rows.items()}
-    write_json(out / "kernels.json", content | {"bandwidth": bandwidth, "rows": described})
-    header = ["row", "kind", "kernels", "ms", "MiB", "ms of the bytes", "ms / ms of the bytes"]
-    table = [header, *_table(rows, bandwidth)]
+    slowest = {n: [*map(dataclasses.asdict, found[:SLOWEST])] for n, found in rows.items()}
+    found = [*totals(rows, bandwidth)]
+    described = {"bandwidth": bandwidth, "totals": found, "rows": slowest}
+    write_json(out / "kernels.json", content | described)
+    header = ["row", "kind", "kernels", "ms", "ms of the bytes", "ms / ms of the bytes"]
+    table = [header, *map(_cells, found)]
     title = f"{content['model']}, kernels of one step on one {content['devices'][0]}:"
     return write_table(out / "kernels.md", title, table, content["command"])
 
 
-def _table(rows: Mapping[str, list[Kernel]], bandwidth: float) -> Iterator[list[str]]:
+def totals(rows: Mapping[str, list[Kernel]], bandwidth: float) -> Iterator[dict[str, Any]]:
+    """Yields the kernels of each kind: their number, their time, and that of their bytes."""
     for name, found in rows.items():
         for kind in KINDS:
             of_kind = [kernel for kernel in found if kernel.kind == kind]
             if not of_kind:
                 continue
-            milliseconds = sum(kernel.milliseconds for kernel in of_kind)
             nbytes = sum(kernel.nbytes for kernel in of_kind)
-            least = nbytes / bandwidth / 1e9
-            runs = f"{sum(kernel.runs for kernel in of_kind):,.0f}"
-            bound = ["", "", ""]
-            if kind != KINDS[0]:
-                ratio = f"{milliseconds / least:.2f}" if least else ""
-                bound = [f"{nbytes / 2**20:,.0f}", f"{least:.2f}", ratio]
-            yield [name, kind, runs, f"{milliseconds:.2f}", *bound]
+            yield {
+                "row": name,
+                "kind": kind,
+                "kernels": sum(kernel.runs for kernel in of_kind),
+                "milliseconds": sum(kernel.milliseconds for kernel in of_kind),
+                # The bytes of a library's kernels are not known.
+                "milliseconds_of_bytes": None if kind == KINDS[0] else nbytes / bandwidth / 1e9,
+            }
+
+
+def _cells(total: dict[str, Any]) -> list[str]:
+    milliseconds, least = total["milliseconds"], total["milliseconds_of_bytes"]
+    return [
+        total["row"],
+        total["kind"],
+        f"{total['kernels']:,.0f}",
+        f"{milliseconds:.2f}",
+        "" if least is None else f"{least:.2f}",
+        f"{milliseconds / least:.2f}" if least else "",
+    ]
 
 
 def _multiplies(computations: Mapping[str, Computation], instruction: Instruction) -> bool:

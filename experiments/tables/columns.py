@@ -1,9 +1,10 @@
 """Cells of a table: how a figure of a record is written."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from experiments.tables.rows import Row, as_they_are, noise, read
+from experiments.tables.rows import Reader, Row, as_they_are, noise, read
 from jaxcomp.codecs import Codec
 from jaxcomp.codecs._offload import inner_codec
 from jaxcomp.planning import Strategy
@@ -94,7 +95,7 @@ def number(key: str, unit: float = 1.0, form: str = ",.0f") -> Cell:
 
     def cell(row: Row) -> str:
         figure = row.values.get(key)
-        return "" if figure is None else format(figure / unit, form)
+        return "" if figure is None or math.isnan(figure) else format(figure / unit, form)
 
     return cell
 
@@ -120,11 +121,11 @@ def ratio(key: str) -> Cell:
     return cell
 
 
-def of(record: str, cell: Cell) -> Cell:
+def of(record: str, cell: Cell, reader: Reader = as_they_are) -> Cell:
     """The cell of the row of the same name of another record. Empty if it has none."""
 
     def other(row: Row) -> str:
-        found = [r for r in read(record, as_they_are, {}) if r.name == row.name]
+        found = [r for r in read(record, reader, {}) if r.name == row.name]
         return cell(found[0]) if found else ""
 
     return other

@@ -21,9 +21,12 @@ from experiments.tables.rows import (
     adapters,
     budgets,
     compile_times,
+    faults,
     features,
     fitted,
     heads,
+    instructions_of,
+    kinds_of_kernels,
     largest_batches,
     networks,
     noise,
@@ -155,6 +158,21 @@ FEATURES: Columns = {
     "last block": text("last"),
     "Grad-CAM overlap": text("overlap"),
 }
+KERNELS: Columns = {
+    "network": text("model"),
+    "row": name,
+    "kernels": text("kernel"),
+    "ms": number("milliseconds", 1, ".1f"),
+    "bytes, ms": number("milliseconds_of_bytes", 1, ".1f"),
+    "ratio": number("over", 1, ".2f"),
+}
+MODELLED: Columns = {
+    "codes": text("step"),
+    "row": name,
+    "kernels": number("runs"),
+    "modelled, ms": number("seconds", 1e-3, ".2f"),
+    "/ plain": ratio("seconds"),
+}
 HEAD: Columns = {
     "loss": lambda row: row.name,
     "temp, MiB": mib("temp_bytes"),
@@ -203,6 +221,19 @@ WHEN: Mapping[str, str] = {
 }
 
 
+FAULTS: Mapping[str, str] = {
+    "bad inputs": "bad inputs of public functions: the error names the argument",
+    "damaged files": "damaged checkpoints, cached compilations, policies and plans",
+    "failing rows": "rows of `jc.compare` that fail, of whatever error: the other rows stay",
+    "commands ended by a signal": (
+        "`jaxcomp memory` ended by SIGKILL, SIGTERM or Ctrl-C: its compiler ends, too"
+    ),
+    "kills of a training run": (
+        "a training run killed by SIGKILL: the resumed history is bit-equal"
+    ),
+}
+
+
 def cheat_sheet(record: str, rows: tuple[str, ...], gradients: Mapping[str, int]) -> Table:
     """Bytes, time and bias of strategies, and when to use each."""
     columns = {
@@ -235,6 +266,20 @@ def time_over_plain(row: Row) -> str:
     return TIME(row) or f"{ratio('estimated_seconds')(row)} (estimated)"
 
 
+def instructions(before: Mapping[str, str], now: Mapping[str, str]) -> Table:
+    """Instructions of kernels, by XLA's names of them before and now."""
+    counted = number("instructions", 1, ".1f")
+    others = Source(INSTRUCTIONS("bottlenecks-h200"), reader=instructions_of(now))
+    columns = {
+        "kernel": text("row"),
+        "before": counted,
+        "now": of(others.record, counted, others.reader),
+    }
+    source = Source(INSTRUCTIONS("bottlenecks-h200-before"), reader=instructions_of(before))
+    return Table(columns, (source,), (others,))
+
+
+INSTRUCTIONS = "instructions/{}/instructions.json".format
 H200 = "device/{}-h200/device.json".format
 MEMORY = "{}/memory.json".format
 ZOO, CODES, SHARDING = "zoo/zoo.json", "scenarios/zoo.json", "sharding/sharding.json"
@@ -335,7 +380,7 @@ TABLES: dict[str, Table] = {
     "lm-h200": measured(MEMORY("transformers-h200/lm"), Source(H200("lm"))),
     "vit_b16-h200": measured(MEMORY("transformers-h200/vit_b16"), Source(H200("vit_b16"))),
     **folded(MEMORY("resnet50-h100"), STEP, RESNET50_MAIN, "resnet50-h100"),
-    "resnet50-a100": Table({**NEEDS, **TRAFFIC}, (Source(MEMORY("resnet50-a100")),)),
+    "resnet50-a100": Table(STEP, (Source(MEMORY("resnet50-a100")),)),
     "resnet50-v5e": Table(CYCLES, (Source(MEMORY("resnet50-v5e")),)),
     "pooling": Table(FLOPS, (Source(MEMORY("resnet50-h100"), POOLING),)),
     "fused": Table(PEAK, (Source(MEMORY("resnet50-h100"), FUSED),)),
@@ -488,6 +533,46 @@ TABLES: dict[str, Table] = {
         {"row": name}
         | {key: TRAINED[key] for key in ("declared, MiB", "temp, MiB", "step / plain")},
         (Source("demo/comparison.json", reader=trained),),
+    ),
+    "kernels-h200": Table(
+        KERNELS,
+        tuple(
+            Source(f"device/kernels-{network}-h200/kernels.json", reader=kinds_of_kernels)
+            for network in ("resnet50", "lm", "vit_b16")
+        ),
+    ),
+    "kernels-h200-3bits": Table(
+        KERNELS,
+        (Source("device/kernels-resnet50-h200-3bits/kernels.json", reader=kinds_of_kernels),),
+    ),
+    "instructions": instructions(
+        before={
+            "loop_convert_maximum_fusion_4": "norm and ReLU, one code",
+            "loop_convert_maximum_fusion": "norm, sum and ReLU, two codes",
+            "loop_convert_fusion_15": "decoding for the gradient of a 3x3 kernel, with dither",
+            "input_reduce_fusion_3": "sums of a norm's backward pass",
+            "loop_convert_fusion_8": "the rest of it, code of a pre-activation",
+            "loop_convert_fusion_7": "the rest of it, code of normalised values",
+        },
+        now={
+            "loop_convert_maximum_fusion_4": "norm and ReLU, one code",
+            "loop_convert_maximum_fusion": "norm, sum and ReLU, two codes",
+            "loop_convert_fusion_9": "decoding for the gradient of a 3x3 kernel, with dither",
+            "input_reduce_fusion_3": "sums of a norm's backward pass",
+            "loop_convert_fusion_2": "the rest of it, code of a pre-activation",
+            "loop_convert_fusion": "the rest of it, code of normalised values",
+        },
+    ),
+    "modelled": Table(
+        MODELLED,
+        (
+            Source(INSTRUCTIONS("bottlenecks-h200-before"), step="before"),
+            Source(INSTRUCTIONS("bottlenecks-h200"), ("fused:bits=4",), step="now"),
+        ),
+    ),
+    "faults": Table(
+        {"fault": lambda row: FAULTS[row.name], "tried": number("tried")},
+        (Source("faults/faults.json", reader=faults),),
     ),
     "fit": Table(FITTED, (Source("fit/fit.json", reader=fitted),)),
     **{

@@ -1,6 +1,8 @@
-"""Writes tables between the markers of a page.
+"""Writes tables and single figures between the markers of a page.
 
-A page has `<!-- table: NAME -->` and `<!-- end of table -->`. What is between them is generated.
+A page has `<!-- table: NAME -->` and `<!-- end of table -->`, and in a sentence
+`<!-- figure: NAME | ROW | COLUMN -->` and `<!-- end -->`. What is between them is generated. ROW is
+the name of a row, after the network and a comma if the table has several networks.
 """
 
 import dataclasses
@@ -14,6 +16,7 @@ from experiments.tables.columns import Cell
 from experiments.tables.rows import Reader, Row, as_they_are, load, named, read
 
 ROOT = Path(experiments.__file__).parents[1]
+_FIGURE = re.compile(r"(<!-- figure: (.+?) \| (.+?) \| (.+?) -->).*?<!-- end -->", re.DOTALL)
 _MARKED = re.compile(r"<!-- table: (\S+) -->\n(.*?)<!-- end of table -->", re.DOTALL)
 
 
@@ -106,6 +109,23 @@ def render(table: Table) -> str:
     return f"{text}\n\n*{origin(table.sources + table.others)}*"
 
 
+def figure(table: Table, name: str, column: str) -> str:
+    """Returns the cell of one row.
+
+    Raises:
+        ValueError: If there is no such row, or several.
+    """
+    rows = [
+        row
+        for source in table.sources
+        for row in source.read()
+        if name in (row.name, f"{row.values.get('network')}, {row.name}")
+    ]
+    if len(rows) != 1:
+        raise ValueError(f"{name!r}: expected the name of one row, found {len(rows)}")
+    return table.columns[column](rows[0])
+
+
 def pages() -> Iterator[Path]:
     """Yields the pages that may have tables."""
     yield ROOT / "README.md"
@@ -118,7 +138,7 @@ def names(page: Path) -> list[str]:
 
 
 def written(page: Path, tables: Mapping[str, Table]) -> str:
-    """Returns the text of a page with its tables as they are to be.
+    """Returns the text of a page with its tables and figures as they are to be.
 
     Raises:
         KeyError: If a table is not declared.
@@ -128,4 +148,8 @@ def written(page: Path, tables: Mapping[str, Table]) -> str:
         name = match.group(1)
         return f"<!-- table: {name} -->\n\n{render(tables[name])}\n\n<!-- end of table -->"
 
-    return _MARKED.sub(replace, page.read_text())
+    def replace_figure(match: re.Match[str]) -> str:
+        marker, name, row, column = match.groups()
+        return f"{marker}{figure(tables[name], row, column)}<!-- end -->"
+
+    return _FIGURE.sub(replace_figure, _MARKED.sub(replace, page.read_text()))

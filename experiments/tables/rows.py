@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -218,6 +219,41 @@ def features(content: Values) -> list[dict[str, Any]]:
         overlap = spread([run["grad_cam_overlap"] for run in runs], 3)
         rows.append({"row": name, **row, "overlap": overlap})
     return rows
+
+
+def kinds_of_kernels(content: Values) -> list[dict[str, Any]]:
+    """Rows of bench.kernels: all kernels of a kind."""
+    return [
+        total
+        | {"model": content["model"], "kernel": total["kind"]}
+        | {"over": total["milliseconds"] / (total["milliseconds_of_bytes"] or math.nan)}
+        for total in content["totals"]
+    ]
+
+
+def instructions_of(kernels: Mapping[str, str]) -> Reader:
+    """Returns a reader of bench.instructions: instructions for each element of some kernels.
+
+    Args:
+        kernels: XLA's names of kernels of the last step, each with what the kernel does.
+    """
+
+    def read(content: Values) -> list[dict[str, Any]]:
+        found = {kernel["name"]: kernel for kernel in content["rows"][-1]["kernels"]}
+        return [
+            {"row": does, "instructions": sum(found[kernel]["classes"].values())}
+            for kernel, does in kernels.items()
+        ]
+
+    return read
+
+
+def faults(content: Values) -> list[dict[str, Any]]:
+    """Rows of checks.faults: how often a fault was tried. The command fails if one is not told."""
+    tried = {key: found for key, found in content.items() if isinstance(found, list)}
+    return [
+        {"row": fault, "tried": len(found)} for fault, found in tried.items() if fault != "devices"
+    ]
 
 
 def heads(content: Values) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ import pytest
 
 from experiments.tables.columns import bias, is_biased, name, needed, ratio
 from experiments.tables.declared import TABLES
-from experiments.tables.pages import ROOT, Source, names, pages, written
+from experiments.tables.pages import ROOT, Source, figure, names, pages, written
 from experiments.tables.rows import Row
 
 
@@ -19,7 +19,9 @@ def test_every_declared_table_is_on_a_page():
 
 def test_every_marker_has_an_end():
     for page in pages():
-        assert page.read_text().count("<!-- table: ") == len(names(page)), page
+        text = page.read_text()
+        assert text.count("<!-- table: ") == len(names(page)), page
+        assert text.count("<!-- figure: ") == text.count("<!-- end -->"), page
 
 
 def test_a_row_that_the_record_lacks_is_named():
@@ -27,6 +29,13 @@ def test_a_row_that_the_record_lacks_is_named():
         Source("resnet50-h100/memory.json", ("plain", "fused:bits=5")).read()
     with pytest.raises(ValueError, match="a100"):
         Source("zoo/zoo.json", where={"target": "a100"}).read()
+
+
+def test_a_figure_of_a_sentence_is_one_cell():
+    cell = figure(TABLES["zoo-h100"], "resnet50_nnx, plain", "needs, MiB")
+    assert cell in written(ROOT / "docs" / "choose.md", TABLES)
+    with pytest.raises(ValueError, match="'plain': expected the name of one row, found 1"):
+        figure(TABLES["zoo-h100"], "plain", "needs, MiB")
 
 
 def test_cells_say_what_the_figures_bear():
