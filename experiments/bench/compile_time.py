@@ -19,18 +19,17 @@ from rich.progress import track
 
 from experiments.common.options import Out, usage_errors
 from experiments.common.record import describe_environment, make_folder, write_json, write_table
-from experiments.zoo import transformers
 from jaxcomp.memory._buffer_assignment import no_compilation_cache
 from jaxcomp.memory._compiling import compile_step
 from jaxcomp.memory._targets import resolve
-from jaxcomp.models import steps
+from jaxcomp.models import _lm, steps
 from jaxcomp.planning import MakeStep, Strategy
 from jaxcomp.planning._watched import trace_step
 
 ROWS = ("plain", "remat", "automatic:bits=4", "fused:bits=4", "quantize:bits=4")
 NETWORKS: dict[str, tuple[MakeStep, int, tuple[str, ...]]] = {
     "resnet50": (steps.classifier("resnet50"), 128, ROWS),
-    "lm": (transformers.lm, 8, tuple(row for row in ROWS if not row.startswith("fused"))),
+    "lm": (_lm.lm, 8, tuple(row for row in ROWS if not row.startswith("fused"))),
 }
 TARGETS = ("h100", "v5e")
 _PARTS = ("trace", "lower", "xla")

@@ -31,7 +31,7 @@ from jaxcomp.memory._analyze import analyze_step
 from jaxcomp.memory._compiling import CompileError
 from jaxcomp.memory._report import MemoryReport
 from jaxcomp.memory._targets import resolve
-from jaxcomp.models import steps
+from jaxcomp.models import _lm, steps
 from jaxcomp.planning import DoesNotFitError, FittedPlan, MakeStep, Strategy, fit
 from jaxcomp.planning._probe import seconds_of
 from jaxcomp.planning._watched import trace_step
@@ -53,7 +53,7 @@ OWN: dict[str, tuple[MakeStep, int]] = {
     "resnet50": (steps.classifier("resnet50"), 256),
     "resnet152": (steps.classifier("resnet152"), 128),
     "resmlp_s24": (steps.classifier("resmlp_s24"), 128),
-    "lm": (transformers.lm, 8),
+    "lm": (_lm.lm, 8),
     "long_lm": (transformers.long_lm, 1),
 }
 STOCK = ("vit_b16", "resnet50_nnx")

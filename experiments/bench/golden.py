@@ -18,7 +18,7 @@ import jaxcomp as jc
 from experiments.common.options import TARGET_HELP, Out, usage_errors
 from experiments.common.record import describe_environment, write_json
 from experiments.zoo import transformers
-from jaxcomp.models import steps
+from jaxcomp.models import _lm, steps
 
 ROWS: dict[str, tuple[str, ...]] = {
     "resnet50": (
@@ -35,7 +35,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "lm": ("transformer:bits=4",),
     "long_lm": ("transformer:bits=4",),
 }
-LANGUAGE_MODELS = {"lm": (transformers.lm, 8), "long_lm": (transformers.long_lm, 1)}
+LANGUAGE_MODELS = {"lm": (_lm.lm, 8), "long_lm": (transformers.long_lm, 1)}
 FIGURES = ("temp_bytes", "peak_bytes", "hbm_traffic_bytes")
 
 

@@ -18,12 +18,13 @@ from experiments.bench.memory import tabulate
 from experiments.common.options import Add, Out, Strategies, Target, usage_errors
 from experiments.common.palette import style
 from experiments.zoo import transformers
+from jaxcomp.models import _lm
 from jaxcomp.planning import MakeStep, Strategy
 
 CASES: dict[str, tuple[MakeStep, int, str]] = {
-    "lm": (transformers.lm, 8, "Language model, 6 x 768, 1024 tokens, bfloat16, AdamW step"),
+    "lm": (_lm.lm, 8, "Language model, 6 x 768, 1024 tokens, bfloat16, AdamW step"),
     "scanned_lm": (
-        transformers.scanned_lm,
+        _lm.scanned_lm,
         8,
         "Language model, 6 x 768 under scan, 1024 tokens, bfloat16, AdamW step",
     ),

@@ -34,10 +34,11 @@ from experiments.common.record import (
 )
 from experiments.zoo.scenarios.all import SCENARIOS
 from experiments.zoo.scenarios.scenario import Scenario
-from experiments.zoo.steps import NETWORKS, Network
+from experiments.zoo.steps import NETWORKS
 from jaxcomp.memory._analyze import analyze_step
 from jaxcomp.memory._targets import Target, resolve
 from jaxcomp.memory._tracing import trace
+from jaxcomp.models._network import Network
 from jaxcomp.planning import FittedPlan, Strategy, fit
 from jaxcomp.planning._fit import ACTIONS
 

@@ -34,9 +34,10 @@ from experiments.common.record import describe_environment, make_folder, write_j
 from experiments.comparison.paired import difference
 from experiments.comparison.rows import mebibytes
 from experiments.data.datasets import Dataset, load
-from experiments.zoo.transformers import LM, Shape, ViT
+from experiments.zoo.transformers import ViT
 from jaxcomp import memory
 from jaxcomp.models import training
+from jaxcomp.models._lm import LM, Shape
 from jaxcomp.planning import Strategy
 
 STRATEGIES = ("plain", "remat", "transformer:bits=4", "transformer:bits=2")

@@ -14,7 +14,7 @@ import optax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from experiments.zoo.transformers import attend
+from jaxcomp.models._lm import attend
 
 Weights = dict[str, Any]
 Layer = Callable[[Weights, jax.Array], jax.Array]

@@ -13,13 +13,13 @@ from jaxcomp.cli import _named as named
 from jaxcomp.memory._gpus import GPUS
 from jaxcomp.memory._live_bytes import format_bytes
 from jaxcomp.memory._targets import TPUS, resolve
-from jaxcomp.models import catalog, steps
+from jaxcomp.models import steps
 from jaxcomp.planning import MakeStep
 
 
 def _print_models(asked: bool) -> None:
     if asked:
-        print("\n".join(catalog.names()))
+        print("\n".join(steps.names()))
         raise typer.Exit
 
 
@@ -117,8 +117,7 @@ def make_step(
         return cast(MakeStep, found)
     count = 1 if target is None else resolve(target).devices
     mesh = None if count == 1 else memory.mesh(str(target), (count,), ("data",))
-    size = 224 if image is None else image
-    return steps.classifier(model, size, dtype or "bfloat16", mesh, fsdp=fsdp)
+    return steps.by_name(model, image, dtype or "bfloat16", mesh, fsdp=fsdp)
 
 
 def check_not_given(expected: str, **given: object) -> None:

@@ -10,8 +10,8 @@ from flax import nnx
 import jaxcomp as jc
 from experiments.bench import gradients as module
 from experiments.reproduce.transformers import Task
-from experiments.zoo.transformers import LM, Shape
 from jaxcomp._core.modules import split_model
+from jaxcomp.models._lm import LM, Shape
 from jaxcomp.models.training import TrainState
 from jaxcomp.planning import Strategy
 from tests.helpers import normal

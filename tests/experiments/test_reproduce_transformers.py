@@ -6,7 +6,7 @@ import pytest
 import typer
 
 from experiments.reproduce import transformers as module
-from experiments.zoo.transformers import LM, Shape
+from jaxcomp.models._lm import LM, Shape
 
 
 def run(loss, accuracy):

@@ -12,15 +12,16 @@ from flax import nnx
 import jaxcomp as jc
 from experiments.bench import transformers as bench
 from experiments.zoo import transformers
+from jaxcomp.models import _lm
 from jaxcomp.planning import Strategy
 from tests.helpers import assert_close, assert_same_bits, assert_unbiased, normal, only, slow
 
-SHAPE = transformers.Shape(width=32, depth=2, heads=4)
+SHAPE = _lm.Shape(width=32, depth=2, heads=4)
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 17, (8, 64)))
 
 
 @nnx.jit(static_argnames="kind")
-def stock(kind=transformers.LM):
+def stock(kind=_lm.LM):
     return kind(17, 64, SHAPE, dtype=jnp.float32, rngs=nnx.Rngs(0))
 
 
@@ -36,14 +37,14 @@ def loss(model):
 def test_queries_that_take_turns_see_the_same(causal):
     q, k, v = (normal((2, 12, 3, 8), seed=i) for i in range(3))
     whole = jax.nn.dot_product_attention(q, k, v, is_causal=causal)
-    assert_close(transformers.attend(q, k, v, causal, 12), whole, 1e-6)
-    assert_close(transformers.attend(q, k, v, causal, 4), whole, 1e-6)
+    assert_close(_lm.attend(q, k, v, causal, 12), whole, 1e-6)
+    assert_close(_lm.attend(q, k, v, causal, 4), whole, 1e-6)
     with pytest.raises(ValueError, match="queries=5: expected a divisor of the length, 12"):
-        transformers.attend(q, k, v, causal, 5)
+        _lm.attend(q, k, v, causal, 5)
 
 
 def test_blocks_under_a_scan_compute_the_same_and_are_compressed():
-    model = stock(transformers.ScannedLM)
+    model = stock(_lm.ScannedLM)
     unrolled = create()
     unrolled.embed, unrolled.position, unrolled.norm = model.embed, model.position, model.norm
     for number, block in enumerate(unrolled.blocks):
@@ -62,12 +63,12 @@ def test_blocks_under_a_scan_compute_the_same_and_are_compressed():
 
 def test_blocks_under_a_scan_take_no_coded_inputs():
     with pytest.raises(ValueError, match="expected none that encodes blocks' inputs"):
-        transformers.scanned_lm(Strategy.parse("boundary:quantize:bits=8"), 1)
+        _lm.scanned_lm(Strategy.parse("boundary:quantize:bits=8"), 1)
 
 
 def test_blocks_under_a_scan_are_recomputed():
     def recomputed(spec):  # in plain, the scores of the attentions
-        step, args = transformers.scanned_lm(Strategy.parse(spec), 1)
+        step, args = _lm.scanned_lm(Strategy.parse(spec), 1)
         return str(step.trace(*args).jaxpr).count("prevent_cse")
 
     assert recomputed("remat") > recomputed("plain")
@@ -117,7 +118,7 @@ def test_the_gradient_is_unbiased():
 @pytest.mark.parametrize(
     "steps",
     [
-        [(transformers.lm, 8), (transformers.vit_b16, 4)],
+        [(_lm.lm, 8), (transformers.vit_b16, 4)],
         slow([(transformers.long_lm, 1)]),
     ],
 )

@@ -13,7 +13,6 @@ from experiments.zoo import (
     convnext,
     densenet,
     diffusion,
-    efficientnet,
     gpt2,
     llama,
     mobilenet,
@@ -27,9 +26,9 @@ from experiments.zoo import (
     unet,
     unet3d,
     vgg,
-    vit,
 )
 from jaxcomp import memory
+from jaxcomp.models import _efficientnet, _vit
 from jaxcomp.planning import Strategy
 from tests.helpers import slow
 
@@ -80,7 +79,7 @@ SMALL = {
         linen, partial(resnet_linen.ResNet, (1, 1), resnet_linen.ResNetBlock, 10)
     ),
     "convnext": small(nnx, partial(convnext.ConvNeXt, (1, 1), (16, 32), 10)),
-    "efficientnet": small(linen, partial(efficientnet.EfficientNet, STAGES, 10)),
+    "efficientnet": small(linen, partial(_efficientnet.EfficientNet, STAGES, 10)),
     "mobilenet": small(nnx, partial(mobilenet.MobileNetV3, mobilenet.LARGE[3:5], 16, 10)),
     "densenet": small(nnx, partial(densenet.DenseNet, (1, 1, 1, 1), 8, 10)),
     "unet3d": small(
@@ -99,7 +98,7 @@ SMALL = {
     "swin": small(nnx, partial(swin.Swin, 16, (2, 2), (2, 2), image=32, window=4, classes=10)),
     "unet": small(linen, partial(unet.UNet, (8, 16)), labels=(32, 32)),
     "vgg": small(linen, partial(vgg.VGG, ((8, 1), (16, 2)), True, 32, 10)),
-    "vit": small(nnx, partial(vit.VisionTransformer, 32, 1, 2, 10, image=32)),
+    "vit": small(nnx, partial(_vit.VisionTransformer, 32, 1, 2, 10, image=32)),
     "gpt2": words(nnx, partial(gpt2.GPT2, 32, 16, 32, 1, 2)),
     "llama": words(linen, partial(llama.Llama, 32, 32, 1, 4, 2, 64)),
     "resmlp": small(nnx, partial(resmlp.ResMLP, 1, 16, patch=8, size=32, classes=10)),

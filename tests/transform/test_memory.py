@@ -8,8 +8,8 @@ import pytest
 
 import jaxcomp as jc
 from experiments.bench.checkpoint import measure
-from experiments.zoo.transformers import attend
 from jaxcomp.memory import analyze
+from jaxcomp.models._lm import attend
 
 
 def _print(capsys, what, declared, compiled):

@@ -10,9 +10,9 @@ from jax.flatten_util import ravel_pytree
 
 import jaxcomp as jc
 from experiments.zoo.scenarios import pair_stack
-from experiments.zoo.transformers import attend
 from jaxcomp.memory import analyze
 from jaxcomp.memory._flops import flops
+from jaxcomp.models._lm import attend
 from jaxcomp.policies import Policy, Rule
 from jaxcomp.transform._nested.kept import Kept
 from jaxcomp.transform._pieces.limits import limits_of
