@@ -51,7 +51,7 @@ class Attention(nnx.Module):
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, causal: bool, queries: int) -> jax.Array:
-    """Returns an attention of shape (batch, length, heads, features), in chunks of `queries` queries."""
+    """Returns an attention of (batch, length, heads, features), in chunks of `queries`."""
     length = q.shape[1]
     if length <= queries:
         return jax.nn.dot_product_attention(q, k, v, is_causal=causal)
