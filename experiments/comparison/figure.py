@@ -7,7 +7,6 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from experiments.common.palette import COLORS
@@ -20,31 +19,24 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     """Writes the figure of at most seven strategies as a PNG and creates its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with mpl.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
-        height = 4.2 + 0.3 * len(rows)
-        figure = Figure(figsize=(12, height), layout="constrained")
+        figure = Figure(figsize=(12, 3 + 0.4 * len(rows)), layout="constrained")
         left, right = figure.subplots(1, 2)
-        lines = _loss_curves(left, rows)
+        _loss_curves(left, rows)
         _memory_bars(right, rows)
-        figure.legend(
-            handles=lines,
-            title="strategy" if rows[0].accuracy() is None else "strategy: test accuracy",
-            frameon=False,
-            loc="outside lower left",
-        )
         figure.savefig(path, dpi=150)
 
 
-def _loss_curves(axes: Axes, rows: Sequence[Row]) -> list[Line2D]:
-    lines = []
+def _loss_curves(axes: Axes, rows: Sequence[Row]) -> None:
     for row, color in zip(rows, COLORS, strict=False):
         label = row.strategy
         if row.accuracy() is not None:
             label += f": {np.mean(row.test_accuracy):.1%}"
         steps = np.arange(1, len(row.loss) + 1)
-        lines += axes.plot(steps, _smooth(row.loss), color=color, label=label)
+        axes.plot(steps, _smooth(row.loss), color=color, label=label)
     axes.set(title="Training loss (moving average)", xlabel="step", ylabel="cross-entropy")
     axes.grid(alpha=0.25)
-    return lines
+    with_accuracy = rows[0].accuracy() is not None
+    axes.legend(title="strategy: test accuracy" if with_accuracy else None, frameon=False)
 
 
 def _smooth(values: Sequence[float]) -> list[float]:
@@ -67,7 +59,8 @@ def _memory_bars(axes: Axes, rows: Sequence[Row]) -> None:
     ):
         bars = axes.barh(positions + offset, values, height=0.34, **style)
         axes.bar_label(bars, fmt="%.1f", padding=3)
-    axes.set(title="Memory of one training step", xlabel="MiB", yticks=[])
+    axes.set(title="Memory of one training step", xlabel="MiB")
+    axes.set_yticks(positions, [row.strategy for row in rows])
     axes.invert_yaxis()
     axes.margins(x=0.12)
     grey = "#666666"

@@ -530,8 +530,7 @@ TABLES: dict[str, Table] = {
         for case in ("resnet20-3", "resnet20-6", "resnet18-3")
     },
     "demo": Table(
-        {"row": name}
-        | {key: TRAINED[key] for key in ("declared, MiB", "temp, MiB", "step / plain")},
+        {"row": name} | {key: TRAINED[key] for key in ("declared, MiB", "temp, MiB")},
         (Source("demo/comparison.json", reader=trained),),
     ),
     "kernels-h200": Table(
