@@ -57,14 +57,19 @@ golden: $(STAMP)
 	$(BIN)/python -m experiments.bench.golden --out experiments/results/golden-h100
 
 # The newest JAX and all other dependencies, without the pinned versions, also with JAX's next form of
-# jax.checkpoint; then what `make test` leaves out, kills of a training run, and random programs.
+# jax.checkpoint; the lowest versions that pyproject.toml names; then what `make test` leaves out, kills
+# of a training run, and random programs.
 NIGHTLY_VENV ?= .venv-nightly
+LOWEST_VENV ?= .venv-lowest
 
 nightly: $(STAMP)
 	$(PYTHON) -m venv --clear $(NIGHTLY_VENV)
 	$(NIGHTLY_VENV)/bin/python -m pip install -e ".[dev]"
 	$(OPTIMIZED) $(NIGHTLY_VENV)/bin/python -m pytest -n 2 -m "not zoo and not aot"
 	JAX_REMAT3=1 $(OPTIMIZED) $(NIGHTLY_VENV)/bin/python -m pytest -n 2 tests/policies tests/sharding tests/transform
+	$(PYTHON) -m venv --clear $(LOWEST_VENV)
+	$(BIN)/uv pip install --python $(LOWEST_VENV) --resolution lowest-direct -e ".[dev]"
+	$(OPTIMIZED) $(LOWEST_VENV)/bin/python -m pytest -n 2 -m "not zoo and not aot"
 	$(MAKE) test-aot zoo docs
 	$(BIN)/python -m experiments.checks.faults --out build/faults
 	$(BIN)/python -m experiments.checks.fuzz --programs 2000 --seed 0 --out build/fuzz
@@ -107,5 +112,5 @@ constraints: $(STAMP)
 	  --no-annotate --custom-compile-command "make constraints" --output-file constraints.txt
 
 clean:
-	rm -rf $(VENV) $(ZOO_VENV) $(NIGHTLY_VENV) site .cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(ZOO_VENV) $(NIGHTLY_VENV) $(LOWEST_VENV) site .cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
