@@ -1,4 +1,4 @@
-"""The picture in the README: memory against the estimated time of one training step.
+"""The picture of the documentation: memory against the estimated time of one training step.
 
 It reads what `experiments.bench.memory` recorded; nothing is compiled.
 
@@ -13,6 +13,8 @@ import matplotlib as mpl
 import typer
 from matplotlib.figure import Figure
 
+from experiments.common.labels import label
+
 RESULTS = Path("experiments/results/resnet50-h100/memory.json")
 OUT = Path("docs/resnet50.png")
 
@@ -22,17 +24,16 @@ EXACT = ("#0072B2", "o", "exact")
 QUANTIZE = ("#D55E00", "^", "quantized, op by op")
 FUSED = ("#009E73", "D", "quantized, fused")
 
-# Kind of each strategy, and where its label is: offset in points, horizontal alignment.
 STRATEGIES = {
-    "plain": (PLAIN, (10, 0), "left"),
-    "remat": (EXACT, (0, 16), "center"),
-    "remat:dots": (EXACT, (10, 0), "left"),
-    "accumulate:4": (EXACT, (0, -15), "center"),
-    "quantize:bits=4": (QUANTIZE, (0, 15), "center"),
-    "quantize:bits=2": (QUANTIZE, (0, -15), "center"),
-    "fused:bits=4": (FUSED, (0, 15), "center"),
-    "fused:bits=3": (FUSED, (0, 15), "center"),
-    "fused:bits=2": (FUSED, (-11, 0), "right"),
+    "plain": PLAIN,
+    "remat": EXACT,
+    "remat:dots": EXACT,
+    "accumulate:4": EXACT,
+    "quantize:bits=4": QUANTIZE,
+    "quantize:bits=2": QUANTIZE,
+    "fused:bits=4": FUSED,
+    "fused:bits=3": FUSED,
+    "fused:bits=2": FUSED,
 }
 
 
@@ -41,15 +42,13 @@ def draw(rows: dict[str, dict[str, Any]], path: Path) -> None:
     with mpl.rc_context({"font.size": 13, "axes.spines.top": False, "axes.spines.right": False}):
         figure = Figure(figsize=(9, 5.6), layout="constrained")
         axes = figure.subplots()
-        for strategy, (kind, offset, side) in STRATEGIES.items():
+        points = []
+        for strategy, (color, marker, kind) in STRATEGIES.items():
             row = rows[strategy]
-            color, marker, label = kind
             time = row["estimated_seconds"] / rows["plain"]["estimated_seconds"]
             at = time, row["total_bytes"] / 2**30
-            axes.plot(*at, marker, color=color, markersize=10, label=label)
-            axes.annotate(
-                strategy, at, offset, textcoords="offset points", ha=side, va="center", color=color
-            )
+            axes.plot(*at, marker, color=color, markersize=10, label=kind)
+            points.append((strategy, at, color))
         axes.set(
             xlabel="estimated time of one step / plain",
             ylabel="device memory needed, GiB",
@@ -81,6 +80,7 @@ def draw(rows: dict[str, dict[str, Any]], path: Path) -> None:
             ha="center",
             arrowprops={"arrowstyle": "->", "color": "#666666"},
         )
+        label(axes, points)
         figure.savefig(path, dpi=150)
 
 
