@@ -17,6 +17,7 @@ from experiments.checks.failing_rows import LONG_STEP
 from jaxcomp import planning
 from jaxcomp.__main__ import main
 from jaxcomp.cli import _doctor, app
+from jaxcomp.memory import _answers as answers
 
 FACTORY = """
 import jax, jax.numpy as jnp
@@ -142,6 +143,15 @@ def test_a_named_target_needs_no_device(run, monkeypatch, options, platforms):
         assert (result.exit_code, jax.config.jax_platforms) == (0, platforms)
     finally:
         jax.config.update("jax_platforms", before)
+
+
+def test_the_cache_can_be_turned_off(run):
+    assert answers.folder() is not None
+    try:
+        assert run("my_factory:make_step", "plane", "--target", "cpu", "--no-cache").exit_code == 2
+        assert answers.folder() is None
+    finally:
+        jax.config.update("jax_enable_compilation_cache", True)
 
 
 @pytest.mark.parametrize("at", ["remat", "plain, dropped"])

@@ -112,7 +112,7 @@ def by_hand(network: str, target: str) -> dict[str, tuple[int, float]]:
 
 def again(network: str, target: str, plan: str) -> int | None:
     """The bytes of a plan, compiled from its JSON text and not read from a cache."""
-    jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_enable_compilation_cache", False)
     make_step, batch = factory(network)
     return FittedPlan.from_json(plan).verify(make_step, batch=batch, target=target).total_bytes
 

@@ -4,10 +4,11 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-from pathlib import Path
 
 import jax
 
+from jaxcomp.memory import _answers as answers
+from jaxcomp.memory._live_bytes import format_bytes
 from jaxcomp.memory._options import removed_barriers
 from jaxcomp.memory._targets import is_installed
 
@@ -45,9 +46,10 @@ def doctor() -> None:
 
 
 def _cache() -> str:
-    folder = jax.config.values["jax_compilation_cache_dir"]
+    folder = answers.folder()
     if folder is None:
-        return "none: set JAX_COMPILATION_CACHE_DIR to a folder, and a second look takes seconds"
-    if Path(folder).is_dir() and not os.access(folder, os.W_OK):
+        return "off (JAX_ENABLE_COMPILATION_CACHE)"
+    if folder.is_dir() and not os.access(folder, os.W_OK):
         return f"{folder}, which cannot be written"
-    return str(folder)
+    size = sum(file.stat().st_size for file in folder.glob("jaxcomp-*"))
+    return f"{folder}, {format_bytes(size)} (JAX_COMPILATION_CACHE_DIR sets another one)"

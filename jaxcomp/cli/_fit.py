@@ -76,6 +76,7 @@ def fit(
     png: Annotated[
         Path | None, typer.Option(help="Draw what was compiled: bytes against estimated time.")
     ] = None,
+    no_cache: options.NoCache = False,
     traceback: options.Traceback = False,
     list_models: options.ListModels = False,
     list_targets: options.ListTargets = False,
@@ -110,6 +111,8 @@ def fit(
         }
         if target is not None and not calibrate:
             options.use_the_cpu()
+        if no_cache:
+            options.turn_off_the_cache()
         factory = options.make_step(model, image, dtype, target, fsdp)
         if max_batch:
             batch = planning.largest_batch(factory, **allowed)

@@ -82,6 +82,7 @@ def memory(
     open_page: Annotated[
         bool, typer.Option("--open", help="Open the page of --html in a browser at the end.")
     ] = False,
+    no_cache: options.NoCache = False,
     traceback: options.Traceback = False,
     list_models: options.ListModels = False,
     list_targets: options.ListTargets = False,
@@ -118,6 +119,8 @@ def memory(
             raise ValueError("--open: expected --html FILE, which it opens")
         if target is not None:
             options.use_the_cpu()
+        if no_cache:
+            options.turn_off_the_cache()
         if args is None:
             step, arguments = options.make_step(model, image, dtype, target, fsdp), []
             batch = 128 if batch is None else batch

@@ -71,6 +71,10 @@ Allowance = Annotated[
         "of a GPU, nothing elsewhere."
     ),
 ]
+NoCache = Annotated[
+    bool,
+    typer.Option("--no-cache", help="Compile anew what an earlier command compiled."),
+]
 ListModels = Annotated[
     bool,
     typer.Option(
@@ -86,6 +90,11 @@ ListTargets = Annotated[
 Traceback = Annotated[
     bool, typer.Option("--traceback", help="Show the whole traceback of an error.")
 ]
+
+
+def turn_off_the_cache() -> None:
+    """Makes JAX and jaxcomp compile all anew."""
+    jax.config.update("jax_enable_compilation_cache", False)
 
 
 def use_the_cpu() -> None:

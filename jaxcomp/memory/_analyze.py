@@ -50,6 +50,10 @@ def analyze(
     exclude constants from its byte counts, so pass parameters as arguments instead. The size of
     the constants is `constant_bytes`.
 
+    What was compiled for an absent device is kept in `~/.cache/jaxcomp`, or in the folder of JAX's
+    compilation cache if that is set, up to 1 GiB. JAX's `jax_enable_compilation_cache=False` turns
+    it off.
+
     Args:
         fn: a function of arrays. It may already be jitted by `jax.jit` or `nnx.jit`. Its jit's
             `compiler_options` are passed to the target's compiler. For an absent device, the
@@ -120,6 +124,7 @@ def analyze_step(
     capacity: int | str | None,
     xla_remat: bool,
     with_timeline: bool = False,
+    with_lines: bool = True,
 ) -> Analysis:
     """Analyzes a traced function, and reads its timeline from the same compilation.
 
@@ -129,6 +134,7 @@ def analyze_step(
         capacity: bytes per device that the program may use; `None` for the target's default.
         xla_remat: whether XLA may recompute values on its own to save memory.
         with_timeline: whether to read the timeline.
+        with_lines: whether the source lines of the timeline are needed.
 
     Returns:
         The report, the timeline and the text of the compiled module.
@@ -153,7 +159,9 @@ def analyze_step(
     timeline, hlo_text = None, ""
     try:
         if with_timeline:
-            compiled, timeline = compile_with_timeline(step, where, xla_remat=xla_remat)
+            compiled, timeline = compile_with_timeline(
+                step, where, xla_remat=xla_remat, with_lines=with_lines
+            )
         else:
             compiled = compile_step(step, where, xla_remat=xla_remat)
         hlo_text = compiled.hlo_text

@@ -101,6 +101,7 @@ def compile_step(
     *,
     xla_remat: bool = True,
     dump_dir: str | os.PathLike[str] | None = None,
+    with_lines: bool = False,
 ) -> CompiledStep:
     """Compiles a traced function for a target.
 
@@ -109,6 +110,8 @@ def compile_step(
         target: the target to compile for.
         xla_remat: whether XLA may recompute values on its own to save memory.
         dump_dir: folder to which XLA dumps the buffer assignment and the live ranges.
+        with_lines: whether the source lines of the HLO text are needed. Else a cached result of an
+            equal program may have those of other lines.
 
     Returns:
         The compiled program's HLO text and byte counts.
@@ -127,7 +130,7 @@ def compile_step(
         _check_places(step, target)
     if target.attached and not (target.platform == "cpu" and _apart.get()):
         return _compile_here(step, target, xla_remat, folder)
-    return _compile_in_child(step, target, xla_remat, folder)
+    return _compile_in_child(step, target, xla_remat, folder, with_lines)
 
 
 @contextlib.contextmanager
@@ -177,7 +180,7 @@ def _compile_here(
 
 
 def _compile_in_child(
-    step: TracedStep, target: Target, xla_remat: bool, dump_dir: str | None
+    step: TracedStep, target: Target, xla_remat: bool, dump_dir: str | None, with_lines: bool
 ) -> CompiledStep:
     exported = _export(step, target.platform)
     for_this_device = {} if target.attached else compiler_options()
@@ -193,7 +196,9 @@ def _compile_in_child(
         "xla_remat": xla_remat,
     }
     rest = {name: part for name, part in request.items() if name != "exported"}
-    kept = answers.answer_file(exported.mlir_module_serialized, rest, dump_dir is not None)
+    program = exported.mlir_module()
+    program = program if with_lines else answers.without_lines(program)
+    kept = answers.answer_file(program, rest, dump_dir is not None)
     answer = answers.read(kept) if kept else None
     if answer is None:
         dump = {} if dump_dir is None else dump_options(dump_dir)

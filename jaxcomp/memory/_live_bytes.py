@@ -241,15 +241,17 @@ def timeline(
         static_argnums=static_argnums,
         target=where,
     )
-    return compile_with_timeline(step, where, xla_remat=xla_remat)[1]
+    return compile_with_timeline(step, where, xla_remat=xla_remat, with_lines=True)[1]
 
 
 def compile_with_timeline(
-    step: TracedStep, target: Target, *, xla_remat: bool
+    step: TracedStep, target: Target, *, xla_remat: bool, with_lines: bool
 ) -> tuple[CompiledStep, Timeline]:
     """Compiles a traced function, as `compile_step`, and reads the timeline of the program."""
     with tempfile.TemporaryDirectory() as directory:
-        compiled = compile_step(step, target, xla_remat=xla_remat, dump_dir=directory)
+        compiled = compile_step(
+            step, target, xla_remat=xla_remat, dump_dir=directory, with_lines=with_lines
+        )
         return compiled, read_timeline(directory, compiled.hlo_text, step.argument_names)
 
 

@@ -68,8 +68,7 @@ def fit(
     (11%), and of strategies that differ by less than 2% the one of the least memory.
 
     Compiled steps are remembered, so that further budgets for the same step take less time. Those
-    for absent targets are also kept in the folder of JAX's compilation cache, if there is one
-    (`JAX_COMPILATION_CACHE_DIR`).
+    for absent targets are also kept on disk, as by `jaxcomp.memory.analyze`.
 
     The time is `memory.MemoryReport.estimated_seconds`. It ranks strategies.
 

@@ -103,7 +103,9 @@ def probe(
     Raises:
         CompileError: If the compilation fails for another reason than lack of memory.
     """
-    report, timeline, hlo_text = analyze_step(traced, target, capacity, xla_remat, True)
+    report, timeline, hlo_text = analyze_step(
+        traced, target, capacity, xla_remat, with_timeline=True, with_lines=False
+    )
     found = list(_with_groups(hlo_text, groups)) if hlo_text else []
     saved: dict[str, int] = {}
     moments: tuple[Moment, ...] = ()

@@ -2,8 +2,11 @@
 
 import gzip
 import json
+import os
+import pathlib
 import warnings
 
+import jax
 import pytest
 
 from jaxcomp.memory import _answers as answers
@@ -73,3 +76,29 @@ def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path, monkeypatch):
     with warnings.catch_warnings():
         assert answers.read(tmp_path / "answer") is None
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_files_that_were_not_read_for_the_longest_time_make_room(tmp_path, monkeypatch):
+    files = [tmp_path / f"jaxcomp-{number}" for number in range(3)]
+    for age, file in enumerate(files[:2]):
+        answers.write(file, ANSWER)
+        os.utime(file, (100 - age, 100 - age))
+    (tmp_path / "of JAX").write_bytes(b" " * 10**4)
+    assert answers.read(files[1]) == ANSWER
+    monkeypatch.setattr(answers, "_MOST_BYTES", 2 * files[0].stat().st_size)
+    answers.write(files[2], ANSWER)
+    assert {path.name for path in tmp_path.iterdir()} == {"of JAX", "jaxcomp-1", "jaxcomp-2"}
+
+
+def test_the_folder_is_that_of_jax_or_of_the_user(tmp_path, monkeypatch):
+    before = jax.config.values["jax_compilation_cache_dir"]
+    assert answers.folder() == pathlib.Path(before)
+    jax.config.update("jax_compilation_cache_dir", None)
+    try:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        assert answers.folder() == tmp_path / "jaxcomp"
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setenv("HOME", str(tmp_path))
+        assert answers.folder() == tmp_path / ".cache" / "jaxcomp"
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)

@@ -76,33 +76,74 @@ def test_a_jits_compiler_options_are_the_targets_but_for_what_this_device_needs(
     compile_step(sine, resolve("h100"))
 
 
-@needs_gpu_compiler
-def test_a_second_look_is_not_compiled(tmp_path, monkeypatch):
+@pytest.fixture
+def asked(tmp_path, monkeypatch):
+    """The programs that a compiler was asked for, beside an empty cache in the user's folder."""
     asked, ask = [], compiling._ask_child
 
     def counting(request, target):
-        asked.append(request["xla_remat"])
+        asked.append(request)
         return ask(request, target)
 
     monkeypatch.setattr(compiling, "_ask_child", counting)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     before = jax.config.values["jax_compilation_cache_dir"]
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield asked
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+# The same program, and others. A name of a scope decides about groups of modules.
+SAME = """
+def f(x):
+    with jax.named_scope("net"):
+        return jnp.sin(x @ x) * 2
+"""
+MOVED = "\n\n\n" + SAME.replace("    with", "    # moved\n    with") + "\n"
+OTHERS = {
+    "a number": SAME.replace("* 2", "* 3"),
+    "a name": SAME.replace("net", "other"),
+    "an operation": SAME.replace("sin", "cos"),
+    "an order": SAME.replace("jnp.sin(x @ x)", "(jnp.sin(x) @ x)"),
+}
+
+
+def compiled(source, **options):
+    space = {"jax": jax, "jnp": jnp}
+    exec(source, space)
+    with compiling.apart():
+        return compile_step(trace(space["f"], jnp.ones((4, 4))), resolve("cpu"), **options)
+
+
+def test_a_second_look_is_not_compiled_wherever_its_lines_are(asked, tmp_path):
+    first = compiled(SAME)
+    assert [path.parent.name for path in tmp_path.rglob("jaxcomp-*")] == ["jaxcomp"]
+    assert compiled(SAME) == compiled(MOVED) == first
+    assert len(asked) == 1
+    for number, other in enumerate(OTHERS.values()):
+        found = compiled(other)
+        assert found != first and len(asked) == 2 + number
+    compiled(SAME, xla_remat=False)
+    assert len(asked) == 2 + len(OTHERS)
+    jax.config.update("jax_enable_compilation_cache", False)
     try:
-        looks = [
-            compile_step(trace(lambda x: jnp.sin(x @ x), X), resolve("h100"), xla_remat=xla_remat)
-            for xla_remat in (True, True, False)
-        ]
-        assert asked == [True, False]
-        assert looks[0] == looks[1]
-        product = jax.jit(lambda x: jnp.cos(x @ x))
-        first, second = (timeline(product, X, target="h100") for _ in range(2))
-        assert first == second
-        assert asked == [True, False, True]
-        jax.config.update("jax_compilation_cache_dir", None)
-        compile_step(trace(jnp.sin, X), resolve("h100"))
-        assert asked == [True, False, True, True]
+        compiled(SAME)
     finally:
-        jax.config.update("jax_compilation_cache_dir", before)
+        jax.config.update("jax_enable_compilation_cache", True)
+    assert len(asked) == 3 + len(OTHERS)
+
+
+def test_a_timeline_has_the_lines_of_its_step(asked):
+    def sources(source):
+        space = {"jax": jax, "jnp": jnp}
+        exec(compile(source, "my.py", "exec"), space)
+        with compiling.apart():
+            found = timeline(space["f"], jnp.ones((4, 4)), target="cpu")
+        return {buffer.origin.source for buffer in found.buffers}
+
+    first, moved, again = [sources(source) for source in (SAME, MOVED, SAME)]
+    assert "my.py:4" in first and "my.py:8" in moved
+    assert again == first and len(asked) == 2
 
 
 def test_a_cpu_apart_gives_the_same_figures_and_timeline():
@@ -111,7 +152,9 @@ def test_a_cpu_apart_gives_the_same_figures_and_timeline():
     for found, where in ((here, contextlib.nullcontext()), (there, compiling.apart())):
         with where:
             traced = trace(gradient, {"kernel": X}, X)
-            compiled, live = compile_with_timeline(traced, resolve("cpu"), xla_remat=True)
+            compiled, live = compile_with_timeline(
+                traced, resolve("cpu"), xla_remat=True, with_lines=True
+            )
             found += [compiled.memory, live.live_bytes, live.phases, live.table()]
     assert here == there
 
