@@ -30,7 +30,10 @@ ROWS, TRAIN, CHIP = ["plain", "automatic"], True, "cpu"
 }
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 # What JAX keeps without jaxcomp, which the pages show for JAX before 0.12.
-PLAIN = re.compile(r"(?<= of )[\d,]+(?= bytes)|[\d,]+(?= without compression)")
+PLAIN = re.compile(
+    r"(?<= of )[\d,]+(?= bytes)|[\d,]+(?= without compression)|\d+(?= MiB of temporary memory)"
+    r"|[\d.]+(?= MiB while one is evaluated again)|one_minus_square|(?<=tanh )sub"
+)
 
 # Pages whose examples compile many programs, of `fit`, of memory and of transformers.
 LONG = ("docs/howto/budget.md", "docs/howto/memory.md", "docs/howto/transformers.md")

@@ -86,7 +86,7 @@ class GradientReport:
         if self.coded.noise <= rounding and self.coded.bias <= rounding:
             return "the gradient is the exact one, to rounding"
         low, ratio, biased = self.coded.bias_interval[0], self.noise_over_sgd, self.biased
-        is_biased = low > self.control.noise
+        is_biased = low > rounding
         bias = "biased" if is_biased or biased else "no bias was found"
         if is_biased:
             bias += f" by {low:.1%} of the gradient or more"
