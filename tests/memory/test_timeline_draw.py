@@ -1,6 +1,8 @@
 """The page holds what the timelines say, stands alone, and works in a browser."""
 
+import csv
 import html
+import io
 import json
 import pathlib
 import re
@@ -11,8 +13,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxcomp.memory._live_bytes import timeline
-from jaxcomp.memory._timeline_draw import bytes_by_module, bytes_by_phase, draw_html
+from jaxcomp.memory._areas import (
+    bytes_by_buffer,
+    bytes_by_kind,
+    bytes_by_module,
+    bytes_by_phase,
+)
+from jaxcomp.memory._buffer import Buffer
+from jaxcomp.memory._live_bytes import Timeline, format_bytes, timeline
+from jaxcomp.memory._origin import Origin
+from jaxcomp.memory._timeline_draw import draw_html
 
 
 @pytest.fixture(scope="module")
@@ -24,11 +34,29 @@ def timelines():
     return {"plain": large, "half</script>": small}
 
 
-@pytest.mark.parametrize("by", [bytes_by_phase, bytes_by_module])
+@pytest.mark.parametrize("by", [bytes_by_phase, bytes_by_kind, bytes_by_module, bytes_by_buffer])
 def test_the_colors_add_up_to_the_live_bytes(timelines, by):
     t = timelines["plain"]
     sums = [sum(values) for values in zip(*by(t).values(), strict=True)]
     assert sums == list(t.live_bytes)
+
+
+def test_kinds_tell_parameters_from_the_optimizer_and_what_is_saved_from_the_rest():
+    def buffer(scope, phase, start, end, reads=()):
+        origin = Origin(scope, "argument" if phase == "argument" else "mul", phase, "")
+        return Buffer(scope, 2**start, "f32[1]", origin, start, end, reads, start, 0)
+
+    buffers = (
+        buffer("model/head/kernel", "argument", 0, 5),
+        buffer("state.opt_state[0].mu['w']", "argument", 1, 5),
+        buffer("images", "argument", 2, 5),
+        buffer("blocks/1", "forward", 3, 5, reads=(3, 5)),
+        buffer("blocks/2", "forward", 4, 5, reads=(4,)),
+    )
+    timeline = Timeline(("p",) * 6, ("other",) * 6, (False,) * 6, (1, 3, 7, 15, 31, 31), buffers, 5)
+    kinds = {name: values[-1] for name, values in bytes_by_kind(timeline).items()}
+    assert kinds == {"parameters": 1, "optimizer": 2, "other": 4, "saved": 8, "temporary": 16}
+    assert bytes_by_buffer(timeline)["blocks/2 · mul f32[1]"] == [0, 0, 0, 0, 16, 16]
 
 
 def test_modules_are_named_below_the_outermost_and_the_smallest_are_summed():
@@ -85,17 +113,25 @@ def test_html_holds_the_data_and_loads_nothing(tmp_path, timelines):
 SCRIPT = """<script>
 const [first] = document.querySelectorAll("svg");
 const press = key => first.dispatchEvent(new KeyboardEvent("keydown", { key }));
+const table = document.querySelector("main tbody");
 const state = () => [first.getAttribute("aria-valuetext"), first.querySelectorAll("polygon").length,
-                     document.querySelector("tbody").rows.length];
+                     table.rows.length];
 const seen = [state()];
 press("Home"); seen.push(state());
 press("ArrowRight"); press("+"); press("p"); seen.push(state());
 const choice = document.getElementById("colors");
-choice.value = "byModule"; choice.dispatchEvent(new Event("change")); seen.push(state());
-document.querySelector("tbody tr").click();
+const areas = ["byKind", "byModule", "byBuffer"].map(by => {
+  choice.value = by; choice.dispatchEvent(new Event("change"));
+  return state()[1];
+});
+seen.push(areas);
+table.rows[0].click();
 const differences = [...document.querySelectorAll("#differences tbody")].map(b => b.rows.length);
 const field = document.getElementById("find");
 seen.push([document.querySelector("h3").textContent, differences]);
+document.querySelector("main th:nth-child(4) button").click();
+seen.push([...table.rows].map(row => row.cells[3].textContent), csv(charts[0].listed()));
+seen.push([...document.querySelectorAll("#summary tbody tr")].map(row => row.innerText));
 field.value = "no such buffer"; field.dispatchEvent(new Event("input")); seen.push(state());
 document.title = JSON.stringify(seen);
 </script>"""
@@ -117,11 +153,18 @@ def test_the_page_works_in_a_browser(tmp_path, timelines):
         timeout=120,
     ).stdout
     (title,) = re.findall("<title>(.*?)</title>", shown, re.DOTALL)
-    start, home, peak, modules, (life, differences), found = json.loads(html.unescape(title))
+    start, home, peak, areas, (life, differences), *lists, found = json.loads(html.unescape(title))
+    shapes, saved, sums = lists
     t = timelines["plain"]
     assert start == peak and start[0].startswith(f"instruction {t.peak_point}:")
     assert home[0].startswith("instruction 0:") and home[2] == len(t.alive(0))
-    assert start[1] == len(bytes_by_phase(t)) and modules[1] == len(bytes_by_module(t))
+    assert start[1] == len(bytes_by_phase(t))
+    assert areas == [len(by(t)) for by in (bytes_by_kind, bytes_by_module, bytes_by_buffer)]
+    assert shapes == sorted(shapes) and len(shapes) == peak[2]
+    header, *rows = csv.reader(io.StringIO(saved))
+    assert header[:3] == ["bytes", "number", "pass"] and [row[5] for row in rows] == shapes
+    assert sum(int(row[0]) * int(row[1]) for row in rows) == t.peak_bytes
+    assert len(sums) == 2 and sums[0].startswith(f"plain\t{format_bytes(t.peak_bytes)}\t")
     assert shown.count("<svg") == 2
     assert re.search(r": alive from \S+ \(\d+\) to \d+, (and|read) ", life)
     assert differences[0] == 5 and differences[1] > 0
