@@ -8,7 +8,7 @@ Nothing is run. A multiprocessor starts four instructions of 32 threads in each 
 instructions of a kernel take at least the "issue" time. Its bytes at the device's bandwidth take
 the "bytes" time. The model of a kernel's time is the larger of both, each times a factor. Factors,
 the rate of products and the time between kernels are those of a profile of ResNet-50 on an H200
-(`experiments/results/device/kernels-resnet50-h200`). Elements are those of the largest array of a
+(`results/archive/device/kernels-resnet50-h200`). Elements are those of the largest array of a
 kernel. All paths through a kernel are counted, so one with many branches, such as the backward pass
 of a max pool, takes less time than the model's.
 """

@@ -5,7 +5,6 @@ It reads what `experiments.bench.memory` recorded; nothing is compiled.
     python -m experiments.bench.picture
 """
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,8 +13,9 @@ import typer
 from matplotlib.figure import Figure
 
 from experiments.common.labels import label
+from experiments.tables.rows import load
 
-RESULTS = Path("experiments/results/resnet50-h100/memory.json")
+RECORD = "resnet50-h100/memory.json"
 OUT = Path("docs/resnet50.png")
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart, and a marker for each kind.
@@ -85,11 +85,11 @@ def draw(rows: dict[str, dict[str, Any]], path: Path) -> None:
 
 
 def main(
-    results: Annotated[Path, typer.Option(help="What experiments.bench.memory wrote.")] = RESULTS,
+    record: Annotated[str, typer.Option(help="What experiments.bench.memory wrote.")] = RECORD,
     out: Annotated[Path, typer.Option(help="The PNG.")] = OUT,
 ) -> None:
     """Draws memory against estimated time of strategies for ResNet-50's training step."""
-    rows = {row["row"]: row for row in json.loads(results.read_text())["rows"]}
+    rows = {row["row"]: row for row in load(record)["rows"]}
     draw(rows, out)
 
 

@@ -86,7 +86,8 @@ def origin(sources: tuple[Source, ...]) -> str:
         content = load(source.record)
         taken = how(content, read(source.record, source.reader, source.where))
         found = records.setdefault(taken, [])
-        record = f"`{source.record}` ({content['date']})"
+        day = f"{content['date']}, earlier code" if content["earlier"] else content["date"]
+        record = f"`{source.record}` ({day})"
         found += [] if record in found else [record]
     return " ".join(
         f"{taken[0].upper()}{taken[1:]}{', not run' if taken.startswith('compiled') else ''}: "

@@ -39,13 +39,27 @@ def test_a_record_names_the_version_and_the_day():
     assert len(described["date"]) == len("2026-01-31")
 
 
+RESULTS = Path(experiments.__file__).parent / "results"
+ARCHIVE = RESULTS / "archive"
+
+
 def test_every_record_names_its_command_code_date_and_versions():
-    """A commit with `clean: null` is that which added the record: it was made with earlier code."""
-    records = sorted(Path(experiments.__file__).parent.glob("results/**/*.json"))
+    """Those that are not in the archive are of a clean checkout."""
+    records = sorted(RESULTS.rglob("*.json"))
     assert records
     for path in records:
         record = json.loads(path.read_text())
         assert re.fullmatch("[0-9a-f]{40}", record["code"]["commit"]), path
         assert record["code"].keys() == {"version", "commit", "clean"}, path
+        assert record["code"]["clean"] or path.is_relative_to(ARCHIVE), path
         assert record["command"] and record["versions"], path
+        assert not re.search(r"[\s=]['\"]?/", record["command"]), path  # no paths of a machine
         datetime.date.fromisoformat(record["date"])
+
+
+def test_the_archive_says_why_and_holds_nothing_that_was_made_again():
+    patterns = set(re.findall(r"`([^`\s]*)`", (ARCHIVE / "README.md").read_text())) - {"clean"}
+    folders = {path.parent.relative_to(ARCHIVE) for path in ARCHIVE.rglob("*.json")}
+    assert {p for p in patterns if not any(f.match(p) for f in folders)} == set()
+    assert {f for f in folders if not any(f.match(p) for p in patterns)} == set()
+    assert not [f for f in folders if (RESULTS / f).exists() and list((RESULTS / f).glob("*.json"))]
