@@ -8,6 +8,7 @@ from typing import Any, cast
 from flax import nnx
 
 State = nnx.State[Any, Any]
+_WHERE = "call jaxcomp.compress and uncompress outside of nnx.jit, nnx.grad and the like"
 
 
 def split_model(model: nnx.Module) -> tuple[nnx.GraphDef[Any], State, State]:
@@ -17,6 +18,10 @@ def split_model(model: nnx.Module) -> tuple[nnx.GraphDef[Any], State, State]:
 
 class _DerivedMeta(type(nnx.Module)):  # type: ignore[misc] # the type of modules
     """Type of the classes that `derived` makes; they are pickled by the arguments of `derived`."""
+
+    def __repr__(cls) -> str:
+        """Returns what Flax's error has for the class of a model that changed inside `nnx.jit`."""
+        return f"{cls.stock_class!r} of jaxcomp ({_WHERE})"
 
 
 def derived(

@@ -358,3 +358,15 @@ def test_an_argument_that_gets_new_variables() -> None:
     model = jc.compress(Growing(nnx.Rngs(0)))
     with pytest.raises(ValueError, match=r"argument of type Cache: the call .* adds or removes"):
         model(jnp.ones((256, 8)), Cache(), rngs=nnx.Rngs(1))
+
+
+@pytest.mark.parametrize("transform", [nnx.jit, nnx.grad])
+def test_compressed_in_a_transformation_of_nnx(transform) -> None:
+    """A transformation of NNX compares the classes before and after it."""
+    model, x = nnx.Linear(4, 4, rngs=nnx.Rngs(0)), jnp.ones((2, 4))
+    outside = (
+        r"Linear'> of jaxcomp \(call jaxcomp.compress and uncompress outside of nnx.jit, nnx.gra"
+    )
+    with pytest.raises(ValueError, match=outside):
+        transform(lambda model: jc.compress(model)(x).sum())(model)
+    transform(lambda model: jc.compress(nnx.clone(model))(x).sum())(model)
