@@ -48,7 +48,7 @@ def test_groups_of_a_linen_model_are_its_scopes():
     plan = fit(of_linen, actions=("keep", "quantize"), **given)
     actions = {part.group: part.action for part in plan.parts}
     assert {"LinenNet", "LinenNet/up_0", "LinenNet/norm_2"} <= actions.keys()
-    assert set(actions.values()) == {"keep", "bits=8"}
+    assert "bits=8" in actions.values() and set(actions.values()) <= {"keep", "bits=8"}
     assert plan.verify(of_linen).total_bytes == plan.total_bytes
 
 
