@@ -67,4 +67,4 @@ def __dir__() -> tuple[str, ...]:
     return __all__
 
 
-__version__ = "1.0.0rc1"
+__version__ = "1.0.0"
