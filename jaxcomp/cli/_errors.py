@@ -21,6 +21,7 @@ _OPTIONS = (
     "batch",
     "bits",
     "budget",
+    "calibrate",
     "capacity",
     "compiles",
     "image",

@@ -83,8 +83,9 @@ def fit(
 ) -> None:
     """Find the fastest way to fit a training step into a budget of memory.
 
-    Steps are compiled ahead of time. Nothing is run without --calibrate. After Ctrl-C the best that
-    was compiled until then is shown.
+    Steps are compiled ahead of time. Nothing is run without --calibrate.
+
+    After Ctrl-C the best that was compiled until then is shown.
     """
     progress = Compilations(compiles, is_exact=False)
     interrupted = threading.Event()
@@ -132,7 +133,9 @@ def fit(
         if png is not None:
             plan.draw(png)
     for plan in plans:
-        print(plan.text(json))
+        print(plan.text(json or "plan.json"))
+        if json is None and plan.policy is not None:
+            print("--json plan.json saves the plan.")
     if interrupted.is_set():
         raise typer.Exit(130)
 

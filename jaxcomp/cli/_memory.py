@@ -25,7 +25,8 @@ def memory(
     model: Annotated[
         str,
         typer.Argument(
-            help=f"{options.MODEL} With --args it is the step itself: your own jitted function."
+            metavar="MODEL",
+            help=f"{options.MODEL} With --args it is the step itself: your own jitted function.",
         ),
     ],
     rows: Annotated[
@@ -60,9 +61,12 @@ def memory(
         ),
     ] = None,
     allowance: options.Allowance = None,
-    xla_remat: Annotated[
-        bool, typer.Option(help="Whether XLA may recompute values itself if memory is short.")
-    ] = True,
+    no_xla_remat: Annotated[
+        bool,
+        typer.Option(
+            "--no-xla-remat", help="XLA may not recompute values itself where memory is short."
+        ),
+    ] = False,
     max_batch: Annotated[
         bool, typer.Option("--max-batch", help="Also find the largest batch that fits.")
     ] = False,
@@ -139,7 +143,7 @@ def memory(
             target=target,
             capacity=capacity,
             allowance=allowance,
-            xla_remat=xla_remat,
+            xla_remat=not no_xla_remat,
             largest_batch=max_batch,
             timelines=html is not None,
             progress=progress,

@@ -13,6 +13,7 @@ from jaxcomp.cli import _named as named
 from jaxcomp.memory._gpus import GPUS
 from jaxcomp.memory._live_bytes import format_bytes
 from jaxcomp.memory._targets import TPUS, resolve
+from jaxcomp.memory._words import did_you_mean
 from jaxcomp.models import steps
 from jaxcomp.planning import MakeStep
 
@@ -38,7 +39,7 @@ MODEL = (
     "factory make_step in train.py. It takes (transform, batch) and returns the training step and "
     "its arguments."
 )
-Model = Annotated[str, typer.Argument(help=MODEL)]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help=MODEL)]
 Batch = Annotated[int, typer.Option(help="Examples in a batch.")]
 Image = Annotated[
     int | None,
@@ -46,7 +47,11 @@ Image = Annotated[
 ]
 Dtype = Annotated[
     Literal["float32", "bfloat16", "float16"] | None,
-    typer.Option(help="Dtype of the computation, for a model by name. Default: bfloat16."),
+    typer.Option(
+        metavar="DTYPE",
+        help="Dtype of the computation, for a model by name: float32, float16 or bfloat16, which "
+        "is the default.",
+    ),
 ]
 Fsdp = Annotated[
     bool,
@@ -124,6 +129,11 @@ def make_step(
                 "--args MODULE:FUNCTION of jaxcomp memory"
             )
         return cast(MakeStep, found)
+    if model not in steps.names():
+        raise ValueError(
+            f"MODEL={model!r}: expected a built-in model (--list-models) or MODULE:FUNCTION"
+            f"{did_you_mean(model, steps.names())}"
+        )
     count = 1 if target is None else resolve(target).devices
     mesh = None if count == 1 else memory.mesh(str(target), (count,), ("data",))
     return steps.by_name(model, image, dtype or "bfloat16", mesh, fsdp=fsdp)
