@@ -4,6 +4,8 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import shutil
+import textwrap
 
 import jax
 
@@ -40,9 +42,15 @@ def doctor() -> None:
         is_there = importlib.util.find_spec(package) is not None
         missing = f"not installed: pip install 'jaxcomp[{extra}]'"
         lines.append((f"extra {extra}", "installed" if is_there else missing))
-    width = max(len(name) for name, _ in lines)
+    width = max(len(name) for name, _ in lines) + 2
+    wrap = textwrap.TextWrapper(
+        shutil.get_terminal_size().columns,
+        subsequent_indent=" " * width,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
     for name, text in lines:
-        print(f"{name:<{width}}  {text}")
+        print(wrap.fill(f"{name:<{width}}{text}"))
 
 
 def _cache() -> str:

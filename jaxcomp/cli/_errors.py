@@ -64,7 +64,7 @@ def told(interrupted: threading.Event, *, whole: bool) -> Iterator[None]:
 
 def _own_names(message: str) -> str:
     """Returns a message with the command line's name of the argument that it is about."""
-    found = re.match(r"(\w+)(?==)", message)
+    found = re.match(r"(\w+)(?=[=[])", message)
     own = _ARGUMENTS.get(found[1]) if found else None
     return message if found is None or own is None else own + message[found.end() :]
 

@@ -354,9 +354,9 @@ def _mesh(step: TracedStep, devices: int, target: Target) -> AbstractMesh | None
     if target.attached and len(meshes) == 1:  # of which the target has no number
         return meshes.pop()
     if len(meshes) != 1 or next(iter(meshes)).size != target.devices:
+        found = ", ".join(str(dict(mesh.shape)) for mesh in meshes) or "none"
         raise ValueError(
-            f"target={target.name!r} has {target.devices} devices, but the arguments' shardings "
-            f"have the meshes {[dict(mesh.shape) for mesh in meshes]}; expected NamedShardings "
-            "over jaxcomp.memory.mesh(target, ...)"
+            f"target={target.name!r} has {target.devices} devices; the arguments' shardings have "
+            f"these meshes: {found}; expected NamedShardings over jaxcomp.memory.mesh(target, ...)"
         )
     return meshes.pop()

@@ -54,8 +54,7 @@ def by_name(
         A function of a strategy and a batch size, which returns the jitted step and its arguments.
 
     Raises:
-        ValueError: If `name` is unknown, `image` is not positive or of a language model, or `fsdp`
-            has no mesh.
+        ValueError: If `name` is unknown, `image` does not fit the model, or `fsdp` has no mesh.
 
     Example:
         >>> step, (state, tokens, labels) = by_name("lm")(Strategy.parse("plain"), 8)
@@ -70,6 +69,8 @@ def by_name(
     if name in catalog.names():
         return classifier(name, size, dtype, mesh, fsdp=fsdp)
     _check(size, mesh, fsdp)
+    if name == "vit_b16" and size % 16:
+        raise ValueError(f"image={size}: expected a multiple of 16, as vit_b16 has such patches")
     factory: MakeStep
     of_images: dict[str, Any] = dict(shape=(size, size, 3), dtype=dtype, optimizer=ADAMW)
     if name in _LANGUAGE_MODELS:

@@ -34,6 +34,7 @@ def test_stock_models_take_strategies(name, image, row):
         (("vit_b1",), "name='vit_b1': expected one of .*; did you mean 'vit_b16'?"),
         (("lm", 224), "image=224: lm takes no images"),
         (("vit_b16", 0), "image=0: expected a positive number of pixels"),
+        (("vit_b16", 100), "image=100: expected a multiple of 16"),
     ],
 )
 def test_other_models_are_errors(arguments, error):
