@@ -25,6 +25,7 @@ from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 from rich.progress import track
 
 import jaxcomp as jc
+from experiments.common.labels import label
 from experiments.common.options import Add, Out, Strategies, usage_errors
 from experiments.common.palette import style
 from experiments.common.record import describe_environment, read_table, write_json, write_table
@@ -231,21 +232,30 @@ def by_layer(rows: Sequence[dict[str, Any]], steps: int) -> list[list[str]]:
 
 
 def draw(rows: Sequence[dict[str, Any]], steps: int, path: Path) -> None:
-    """Draws the noise of the trained model's gradient over saved bits; hollow points are biased."""
+    """Draws the noise of the trained model's gradient over saved bits; hollow points are biased.
+
+    The number at a point is the first of its strategy's options, such as the bits of a code.
+    """
     figure = Figure(figsize=(8, 5.5), layout="constrained")
     axes = figure.subplots()
     points: dict[str, list[tuple[float, float, bool]]] = {}
+    options = {}
     for row in rows:
         if row["steps"] == steps:
             variance = row["noise_over_sgd"] ** 2
             biased = row["coded"]["bias_interval"][0] > 0
             points.setdefault(family(row["row"]), []).append((row["bits"], variance, biased))
+            options[row["bits"], variance] = re.sub(
+                r".*?(bits|window|density)=([\d.]+).*", r"\2", row["row"]
+            )
+    labels = []
     for number, (name, found) in enumerate(points.items()):
         bits, variance, biased = zip(*sorted(found), strict=True)
         color, marker = style(number)
         axes.plot(bits, variance, color=color, linewidth=1)
         fill = ["white" if b else color for b in biased]
         axes.scatter(bits, variance, c=fill, edgecolors=color, marker=marker, label=name, zorder=3)
+        labels += [(options[at], at, color) for at in zip(bits, variance, strict=True)]
     axes.set(
         xlabel="saved bits for each float that the exact model saves (hollow: biased)",
         ylabel="variance of the gradient / SGD's own",
@@ -258,6 +268,7 @@ def draw(rows: Sequence[dict[str, Any]], steps: int, path: Path) -> None:
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.legend(frameon=False)
     axes.grid(alpha=0.25)
+    label(axes, labels)
     figure.savefig(path, dpi=150)
 
 
