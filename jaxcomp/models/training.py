@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Float, Int, PyTree, Shaped
 
 from jaxcomp._core.modules import State, split_model
 from jaxcomp.memory import compiler_options
@@ -71,7 +71,7 @@ def adamw(schedule: optax.Schedule, *, weight_decay: float) -> optax.GradientTra
     return optax.adamw(schedule, weight_decay=weight_decay, mask=_has_axes)
 
 
-def _has_axes(params: optax.Params) -> optax.Params:
+def _has_axes(params: PyTree) -> PyTree:
     return jax.tree.map(lambda p: p.ndim > 1, params)
 
 

@@ -64,6 +64,8 @@ def test_gradient_is_that_without_checkpoint() -> None:
 
 
 def test_an_option_of_jax_that_ignores_names_is_told() -> None:
+    if "jax_remat3" not in jax.config.values:
+        pytest.skip("JAX before 0.10.2 has no such option")
     before = jax.config.values["jax_remat3"]
     jax.config.update("jax_remat3", True)
     try:
