@@ -407,6 +407,8 @@ TABLES: dict[str, Table] = {
     "zoo-rtx4090": zoo("rtx4090"),
     "zoo-rtx3060": zoo("rtx3060-12gb"),
     "zoo-v5e": zoo("v5e"),
+    "zoo-t4": zoo("t4"),
+    "zoo-l4": zoo("l4"),
     "training-codes": Table(CODE, (Source(CODES),)),
     "training-codes-long": Table(CODE, (Source("scenarios-long/zoo.json"),)),
     "pair-stack": Table(
