@@ -41,7 +41,7 @@ from jaxcomp.planning._watched import trace_step
 
 BUDGETS = 9  # of each step
 SMALL = 4  # steps of which all choices are compiled
-TARGETS = ("cpu", "cpu", "h100", "rtx4090")
+TARGETS = ("cpu", "cpu", "h100")
 OF_BUDGET = 0.05  # a group outside of the blocks that saves less of all is kept
 CLOSE = 1.02
 CODE = "bits=4"
@@ -80,7 +80,7 @@ def drawn(number: int, seed: int) -> dict[str, Any]:
     return {
         "number": number,
         "network": names[number % len(names)],
-        "depth": 2 if small else draw.randint(2, 3),
+        "depth": 2,
         "width": draw.choice([64, 128, 256]),
         "batch": draw.choice([64, 128, 256]),
         "target": ("h100" if number == 2 else "cpu") if small else draw.choice(TARGETS),

@@ -19,6 +19,7 @@ from experiments.tables.pages import Source, Table
 from experiments.tables.rows import (
     Row,
     adapters,
+    audits,
     budgets,
     compile_times,
     faults,
@@ -135,6 +136,16 @@ FITTED: Columns = {
     "estimate, ms": number("milliseconds", 1, ".1f"),
     "/ by hand": number("over", 1, ".3f"),
     "fastest by hand": text("hand"),
+}
+AUDIT: Columns = {
+    "step": lambda row: row.name,
+    "device": text("target"),
+    "budgets": text("budgets"),
+    "plans": text("plans"),
+    "fit": text("fit"),
+    "higher peak at a smaller budget": text("rises"),
+    "all choices": text("choices"),
+    "fastest found / fastest of all choices": number("slowest", 1, ".3f"),
 }
 GATES: Columns = {
     "operation": text("operation"),
@@ -575,6 +586,7 @@ TABLES: dict[str, Table] = {
         {"fault": lambda row: FAULTS[row.name], "tried": number("tried")},
         (Source("faults/faults.json", reader=faults),),
     ),
+    "fit-audit": Table(AUDIT, (Source("fit-audit/fit_audit.json", reader=audits),)),
     "fit": Table(FITTED, (Source("fit/fit.json", reader=fitted),)),
     **{
         f"budgets-{case}": Table(BUDGETS, (Source(f"budgets-{case}/budgets.json", reader=budgets),))

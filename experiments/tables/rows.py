@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import statistics
@@ -256,6 +257,31 @@ def faults(content: Values) -> list[dict[str, Any]]:
     return [
         {"row": fault, "tried": len(found)} for fault, found in tried.items() if fault != "devices"
     ]
+
+
+def audits(content: Values) -> list[dict[str, Any]]:
+    """Rows of checks.fit_audit: the plans of a step at all budgets, and how near they come."""
+    rows = []
+    for step in content["steps"]:
+        plans = [b for b in step["budgets"] if b["plan"] is not None]
+        peaks = [b["bytes_again"] for b in plans]
+        slowest = [
+            plan["fastest_ms"] / min(within)
+            for plan in plans
+            if (within := _milliseconds_within(plan["budget_bytes"], step["all_choices"]))
+        ]
+        rows.append(
+            {"row": f"{step['network']}, {step['depth']} blocks", "target": step["target"]}
+            | {"budgets": len(step["budgets"]), "plans": len(plans)}
+            | {"fit": sum(b["bytes_again"] <= b["budget_bytes"] for b in plans)}
+            | {"rises": sum(after > before for before, after in itertools.pairwise(peaks))}
+            | {"choices": len(step["all_choices"]) or "", "slowest": max(slowest, default=None)}
+        )
+    return rows
+
+
+def _milliseconds_within(budget: int, found: Sequence[Values]) -> list[float]:
+    return [values["milliseconds"] for values in found if values["total_bytes"] <= budget]
 
 
 def heads(content: Values) -> list[dict[str, Any]]:

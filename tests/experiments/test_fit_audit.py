@@ -1,0 +1,36 @@
+"""The audit of `fit` names each defect of a plan; the recorded one has none."""
+
+import pytest
+
+from experiments.checks.fit_audit import defects, drawn
+from experiments.tables.rows import load
+
+STEP = {"number": 0, "network": "vit", "target": "cpu", "all_choices": []}
+CHOICES = [{"total_bytes": 80, "milliseconds": 1.0}]
+
+
+def budget(budget, again, took=1.0):
+    plan = None if again is None else {}
+    return {"budget_bytes": budget, "bytes_again": again, "fastest_ms": took, "plan": plan}
+
+
+@pytest.mark.parametrize(
+    ("budgets", "choices", "defect"),
+    [
+        ([budget(90, 91)], [], "the plan needs 91"),
+        ([budget(90, 60), budget(80, None), budget(70, 61)], [], "the peak rises from 60 to 61"),
+        ([budget(90, 60, 1.03)], CHOICES, "1.030 ms, but 1.000 ms fit"),
+        ([budget(90, None)], CHOICES, "nothing found, but 1.000 ms fit"),
+        ([budget(90, 60, 1.01), budget(79, 60, 9.0), budget(40, None)], CHOICES, None),
+    ],
+)
+def test_each_defect_is_named(budgets, choices, defect):
+    found = defects(STEP | {"budgets": budgets, "all_choices": choices})
+    assert len(found) == (defect is not None)
+    assert all(defect in text for text in found)
+
+
+def test_the_record_has_no_defects_and_is_of_the_steps_that_are_drawn():
+    for step in load("fit-audit/fit_audit.json")["steps"]:
+        assert defects(step) == []
+        assert drawn(step["number"], seed=0).items() <= step.items()
