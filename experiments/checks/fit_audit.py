@@ -41,7 +41,7 @@ from jaxcomp.planning._watched import trace_step
 
 BUDGETS = 9  # of each step
 SMALL = 4  # steps of which all choices are compiled
-TARGETS = ("cpu", "cpu", "h100")
+TARGETS = ("cpu", "cpu", "cpu", "h100")
 OF_BUDGET = 0.05  # a group outside of the blocks that saves less of all is kept
 CLOSE = 1.02
 CODE = "bits=4"
