@@ -177,10 +177,11 @@ def _cells(total: dict[str, Any]) -> list[str]:
 
 
 def _multiplies(computations: Mapping[str, Computation], instruction: Instruction) -> bool:
-    """Whether an instruction is a product or a call of a library."""
+    """Whether an instruction is a product or a call of a library, which Pallas kernels are not."""
     called = [computations[c] for names in instruction.called.values() for c in names]
-    inner = [i.opcode for c in called for i in c.instructions.values()]
-    return not {"dot", "convolution", "custom-call"}.isdisjoint([instruction.opcode, *inner])
+    inner = [i for c in called for i in c.instructions.values()]
+    opcodes = {i.opcode for i in (instruction, *inner) if "gpu.triton" not in i.attributes}
+    return not opcodes.isdisjoint(("dot", "convolution", "custom-call"))
 
 
 def _dtypes(computation: Computation, instruction: Instruction) -> Iterator[str]:

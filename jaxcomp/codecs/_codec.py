@@ -102,6 +102,8 @@ class Codec(abc.ABC):
             array, so that the decoded array is never written to memory. On a TPU no barrier is then
             placed before decoding. False for `Offload` of any codec, because its copies from the
             host need the barrier.
+        kernels: Whether programs for one NVIDIA GPU use Pallas kernels in place of XLA's, as far as
+            there are any.
     """
 
     name: ClassVar[str]
@@ -118,6 +120,7 @@ class Codec(abc.ABC):
     is_exact: ClassVar[bool] = False
     on_host: ClassVar[bool] = False
     fuses_decode_on_tpu: bool = False
+    kernels: bool = False
 
     @classmethod
     def stored_name(cls) -> str:

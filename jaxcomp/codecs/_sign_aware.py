@@ -108,6 +108,7 @@ class SignAware(Codec):
     bits: int = 4
     signed: bool = False
     scale_source: ScaleSource = "norm"
+    kernels: bool = False
     name: ClassVar[str] = "sign_aware"
     kinds = ("norm_act",)
 

@@ -13,6 +13,7 @@ from jaxcomp._core import barriers
 from jaxcomp._core.custom_derivative import Differentiable
 from jaxcomp._core.explicit import over_automatic_axes
 from jaxcomp._core.linear_map import ByPosition
+from jaxcomp._core.row_kernels import by_row_kernel
 from jaxcomp._core.shard_map import match_varying, type_like
 from jaxcomp.codecs import BlockSparse, Codec, Encoded, Offload
 from jaxcomp.codecs._codec import Seed
@@ -220,7 +221,8 @@ def bilinear(
             found: ByPosition = {}
             if choice:
                 code, cotangent = barriers.barrier_together(code, cotangent, codec)
-                decoded = codec.decode(code)
+                decode = by_row_kernel(codec.decode, exact=False) if codec.kernels else codec.decode
+                decoded = decode(code)
                 if travels and reads is not None:
                     decoded = part(
                         decoded

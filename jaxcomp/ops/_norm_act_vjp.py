@@ -1,6 +1,8 @@
 """Forward and backward rule of `norm_act`, and what it saves between them."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -9,6 +11,7 @@ from jax import lax
 from jaxtyping import Array
 
 from jaxcomp._core import barriers, platforms
+from jaxcomp._core.row_kernels import by_row_kernel
 from jaxcomp._core.shard_map import match_varying
 from jaxcomp.codecs import Codec, Encoded, Offload, noise, packing
 from jaxcomp.codecs._codec import Seed
@@ -138,8 +141,7 @@ class NormActVjp:
 
         def backward(saved: Any, cotangents: Any) -> tuple[Any, ...]:
             dy, _, dmeans, dvars = cotangents
-            found = self._transpose(saved, dy, dmeans, dvars, residual is not None)
-            return *jax.tree.map(lambda d, a: d.astype(a.dtype), found, like), None, None
+            return *self._transpose(saved, dy, dmeans, dvars, like), None, None
 
         op.defvjp(forward, backward)
         return op(inputs, residual, channel_scale, seed)
@@ -163,29 +165,51 @@ class NormActVjp:
         means, variances = zip(*found, strict=True)
         variances = tuple(norm.clip(var) for norm, var in zip(self.norms, variances, strict=True))
         salt = noise.salt(seed, *inputs[0])
-        normalized = [
-            norm.centre(x, mean, var)
-            for (x, _, _), mean, var in zip(inputs, means, variances, strict=True)
-        ]
-        own: tuple[Normalized, ...] = ()
-        if not codec.signed:
-            # The result's code may share noise with one of these: no gradient multiplies both.
-            random = noise.indexed_words(self.shape, salt)
-            own = tuple(
-                codec.encode_normalized(centred, noise.other_words(random, i), factor)
-                for i, (centred, factor) in enumerate(normalized)
-            )
         if not self.relu:
             ((x, scale, bias),) = inputs
-            x, own = barriers.save_residual(x, own, self.stored_by)
+            x, own = barriers.save_residual(
+                x, self._own_codes(inputs, means, variances, salt), self.stored_by
+            )
             y = norm.normalize(x, means[0], variances[0], scale, bias)
             return y, Kept(None, own, None), means, variances
+        encode = by_row_kernel(self._encode, exact=True) if self._by_row_kernels else self._encode
+        y, (packed, own, index), affine = encode(
+            inputs, residual, means, variances, channel_scale, salt
+        )
+        codes = packed, own, index
+        (y, affine, after), codes = barriers.save_residual(
+            (y, affine, (means, variances)), codes, self.stored_by
+        )
+        y = self._after_codes(inputs, residual, y, after)
+        packed, own, index = codes
+        arrays = *packed, *barriers.name_residual(barriers.undifferentiable(affine), self.stored_by)
+        return y, Kept(Encoded(arrays, y.shape, y.dtype, codec), own, index), means, variances
+
+    @property
+    def _by_row_kernels(self) -> bool:
+        """Whether programs for one GPU use kernels of rows of channels."""
+        return self.codec.kernels and self.window is None
+
+    def _encode(
+        self,
+        inputs: tuple[Input, ...],
+        residual: Array | None,
+        means: tuple[Array, ...],
+        variances: tuple[Array, ...],
+        channel_scale: Array,
+        salt: Array,
+    ) -> tuple[Array, tuple[Any, ...], tuple[Array, ...]]:
+        """Returns the result of a ReLU, the codes, and what the code of the result is scaled by."""
+        norm, codec = self.norm, self.codec
+        own: tuple[Normalized, ...] = ()
+        if not codec.signed:
+            own = self._own_codes(inputs, means, variances, salt)
         y = self._activation(inputs, residual, means, variances)
         unknown, index = self.unknown(variances), None
         if codec.signed:
-            ((_, scale, bias),) = inputs
+            ((x, scale, bias),) = inputs
             gain, offset = norm.wide(scale), norm.wide(bias)
-            centred, factor = normalized[0]
+            centred, factor = norm.centre(x, means[0], variances[0])
             packed: tuple[Any, ...] = codec.encode_preactivation(
                 centred, threshold(gain, offset), y > 0, salt, factor * sign(gain)
             )
@@ -196,14 +220,25 @@ class NormActVjp:
                 y = barriers.materialize(self.window.max(y))
             coded = codec.encode_activation(y, channel_scale + unknown, salt)
             packed, affine = coded.arrays[:-3], coded.arrays[-3:]
-        codes = packed, own, index
-        (y, affine, after), codes = barriers.save_residual(
-            (y, affine, (means, variances)), codes, self.stored_by
+        return y, (packed, own, index), affine
+
+    def _own_codes(
+        self,
+        inputs: tuple[Input, ...],
+        means: tuple[Array, ...],
+        variances: tuple[Array, ...],
+        salt: Array,
+    ) -> tuple[Normalized, ...]:
+        """Returns the codes of each norm's normalised values."""
+        # The result's code may share noise with one of these: no gradient multiplies both.
+        random = noise.indexed_words(self.shape, salt)
+        return tuple(
+            self.codec.encode_normalized(centred, noise.other_words(random, i), factor)
+            for i, (centred, factor) in enumerate(
+                self.norm.centre(x, mean, var)
+                for (x, _, _), mean, var in zip(inputs, means, variances, strict=True)
+            )
         )
-        y = self._after_codes(inputs, residual, y, after)
-        packed, own, index = codes
-        arrays = *packed, *barriers.name_residual(barriers.undifferentiable(affine), self.stored_by)
-        return y, Kept(Encoded(arrays, y.shape, y.dtype, codec), own, index), means, variances
 
     def _after_codes(
         self, inputs: tuple[Input, ...], residual: Array | None, made: Array, after: _Statistics
@@ -250,37 +285,53 @@ class NormActVjp:
         dy: Array,
         dmeans: tuple[Array, ...],
         dvars: tuple[Array, ...],
-        adds: bool,
+        like: tuple[tuple[Input, ...], jax.ShapeDtypeStruct | None],
     ) -> tuple[tuple[Input, ...], Array | None]:
-        """Returns the gradients of the inputs, and of the skip connection if `adds`."""
-        norm = self.norm
+        """Returns the gradients of the inputs and of the skip connection, in their dtypes."""
         kept, variances, scales = saved
         kept, hold = barriers.hold_until(dy, kept, self.stored_by)
-        positive, decoded, index = self._read(kept, scales[0])
-        normalized = [h._replace(values=hold.use(h.values)) for h in decoded]
-        dz = dy.astype(jnp.float32)
-        if positive is not None:
-            dz = jnp.where(positive, dz, 0)
-        masked = dz.astype(dy.dtype)
+        by_kernel = (
+            functools.partial(by_row_kernel, exact=False) if self._by_row_kernels else as_it_is
+        )
+
+        def read(kept: Kept, scale: Array) -> tuple[Array | None, list[Affine], Array | None]:
+            positive, decoded, index = self._read(kept, scale)
+            return positive, [h._replace(values=hold.use(h.values)) for h in decoded], index
+
+        def totals(kept: Kept, dy: Array, scale: Array) -> tuple[_Sums, Array | None]:
+            positive, normalized, _ = read(kept, scale)
+            dz = passed(dy, positive)
+            return self._totals(dz, normalized), dz.astype(dy.dtype) if adds else None
+
+        def gradients(
+            kept: Kept, dy: Array, scales: list[Array], *others: Any
+        ) -> tuple[Input, ...]:
+            positive, normalized, _ = read(kept, scales[0])
+            dz = dy.astype(jnp.float32) if is_masked else passed(dy, positive)
+            found = input_gradients(self.norm, dz, normalized, scales, *others)
+            return cast(tuple[Input, ...], jax.tree.map(_as, found, like[0]))
+
+        adds = like[1] is not None
+        is_masked = adds or self.window is not None
+        positive, normalized, index = read(kept, scales[0])
         if index is not None:
-            dz, (dbias, dscales) = platforms.pool_over_map_on_tpu(
+            masked = passed(dy, positive).astype(dy.dtype)
+            dy, (dbias, dscales) = platforms.pool_over_map_on_tpu(
                 (masked, index, normalized, variances), self._over_map, self._over_windows
             )
         else:
-            dbias, dscales = self._sums(dz, normalized, variances)
-        if adds:
-            # The masked cotangent is written to memory together with the sums; what follows reads
-            # it instead of its operands.
-            masked, (dscales, dbias) = barriers.barrier_together(masked, (dscales, dbias))
-            dz = masked.astype(jnp.float32)
+            found, masked = by_kernel(totals)(kept, dy, scales[0])
+            dbias, dscales = self._sums(found, normalized, variances)
+            if masked is not None:
+                # The masked cotangent is written to memory together with the sums; what follows
+                # reads it instead of its operands.
+                dy, (dscales, dbias) = barriers.barrier_together(masked, (dscales, dbias))
         dbias = hold.use_in_sum(dbias)
-        inputs = input_gradients(
-            norm, dz, normalized, variances, scales, (dbias, dscales), dmeans, dvars
-        )
-        return inputs, masked if adds else None
+        inputs = by_kernel(gradients)(kept, dy, scales, variances, (dbias, dscales), dmeans, dvars)
+        return inputs, _as(dy, like[1]) if adds else None
 
-    def _sums(self, dz: Array, normalized: list[Affine], variances: tuple[Array, ...]) -> _Sums:
-        """Returns the gradients of the bias and of every scale; NaN where a statistic is NaN."""
+    def _totals(self, dz: Array, normalized: list[Affine]) -> _Sums:
+        """Returns the sums of the cotangent, and of its product with each norm's values."""
         axes = self.norm.axes
         products = [dz * h.values for h in normalized]
         if isinstance(self.stored_by, Offload):
@@ -288,7 +339,16 @@ class NormActVjp:
             dbias, first = dz.sum(axes), products[0].sum(axes)
         else:
             dbias, first = sums_of(dz, products[0], axes)
-        sums = [first, *(product.sum(axes) for product in products[1:])]
+        return dbias, [first, *(product.sum(axes) for product in products[1:])]
+
+    def _sums(
+        self,
+        totals: _Sums,
+        normalized: list[Affine],
+        variances: tuple[Array, ...],
+    ) -> _Sums:
+        """Returns the gradients of the bias and of every scale; NaN where a statistic is NaN."""
+        dbias, sums = totals
         dscales = [h.times(total, dbias) for h, total in zip(normalized, sums, strict=True)]
         return dbias, [d + 0 * var for d, var in zip(dscales, variances, strict=True)]
 
@@ -308,7 +368,8 @@ class NormActVjp:
         """
         window = cast(Window, self.window)
         taken = [h._replace(values=window.gather(index, h.values)) for h in normalized]
-        sums = self._sums(masked.astype(jnp.float32), taken, variances)
+        totals = self._totals(masked.astype(jnp.float32), taken)
+        sums = self._sums(totals, taken, variances)
         masked, sums = barriers.barrier_together(masked, sums)
         return window.scatter(index, masked).astype(jnp.float32), sums
 
@@ -326,7 +387,7 @@ class NormActVjp:
         """
         window = cast(Window, self.window)
         dz = window.scatter(index, masked).astype(jnp.float32)
-        return dz, self._sums(dz, normalized, variances)
+        return dz, self._sums(self._totals(dz, normalized), normalized, variances)
 
     def _read(self, kept: Kept, scale: Array) -> tuple[Array | None, list[Affine], Array | None]:
         """Decodes the mask of the ReLU, the normalised values, and the indices of a pool."""
@@ -351,9 +412,9 @@ def input_gradients(
     norm: Norm,
     dz: Array,
     normalized: list[Affine],
-    variances: tuple[Array, ...],
     scales: list[Array],
-    sums: tuple[Array, list[Array]],
+    variances: tuple[Array, ...],
+    sums: _Sums,
     dmeans: tuple[Array, ...],
     dvars: tuple[Array, ...],
 ) -> tuple[Input, ...]:
@@ -363,8 +424,8 @@ def input_gradients(
         norm: Axes, epsilon and averages over devices, which all norms share.
         dz: Cotangent of the sum; float32.
         normalized: Normalised values of each norm.
-        variances: Variances of each norm's input.
         scales: Scale of each norm.
+        variances: Variances of each norm's input.
         sums: Gradients of the bias and of every scale.
         dmeans: Cotangents of the means.
         dvars: Cotangents of the variances.
@@ -388,6 +449,21 @@ def input_gradients(
         dx = factor * dz + h.plus(slope, constant)
         inputs.append(Input(dx, dscales[i], dbias))
     return tuple(inputs)
+
+
+def passed(dy: Array, positive: Array | None) -> Array:
+    """Returns the cotangent in float32, and 0 where the mask of a ReLU is False."""
+    dz = dy.astype(jnp.float32)
+    return dz if positive is None else jnp.where(positive, dz, 0)
+
+
+def as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that XLA compiles."""
+    return function
+
+
+def _as(gradient: Array, like: Any) -> Array:
+    return gradient.astype(like.dtype)
 
 
 def sums_of(one: Array, other: Array, axes: tuple[int, ...]) -> tuple[Array, Array]:

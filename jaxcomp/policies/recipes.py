@@ -75,7 +75,7 @@ def _rest(bits: int | None, kinds: str) -> tuple[Rule, ...]:
     return of_layers, Rule(codec, min_size=_MIN_SIZE, required=False)
 
 
-def fused(bits: int = 4, scale_source: ScaleSource = "norm") -> Policy:
+def fused(bits: int = 4, scale_source: ScaleSource = "norm", kernels: bool = False) -> Policy:
     """Returns one code for each norm, addition and ReLU, which the convolutions around them share.
 
     For `jaxcomp.nn.ConvNormAct` and `jaxcomp.nn.NormAct`, and for stock operations: a batch norm,
@@ -90,6 +90,8 @@ def fused(bits: int = 4, scale_source: ScaleSource = "norm") -> Policy:
             pass over the values. With 3 and 4 bits hardly any value is beyond the last level, and
             the gradient is unbiased; with 2 bits it is biased. "range" takes the extremes of each
             channel of each sample, which costs a pass and has less noise.
+        kernels: Whether programs for one NVIDIA GPU encode and decode by Pallas kernels
+            (`SignAware.kernels`).
 
     Returns:
         The policy.
@@ -101,7 +103,9 @@ def fused(bits: int = 4, scale_source: ScaleSource = "norm") -> Policy:
         >>> fused(bits=2).rules[0].action.bits
         2
     """
-    return Policy((Rule(SignAware(bits, scale_source=scale_source), op="norm_act"), *_PACKED))
+    return Policy(
+        (Rule(SignAware(bits, scale_source=scale_source, kernels=kernels), op="norm_act"), *_PACKED)
+    )
 
 
 def automatic(bits: int = 4) -> Policy:

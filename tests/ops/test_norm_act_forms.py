@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from jaxcomp import Offload, SignAware, ops
-from jaxcomp._core import barriers
+from jaxcomp._core import barriers, row_kernels
 from jaxcomp.ops._norm_act_vjp import NormActVjp
-from tests.helpers import DTYPES, as_float, assert_same_bits, normal, slow
+from tests.helpers import DTYPES, as_float, assert_close, assert_same_bits, normal, slow
 from tests.ops.norm_act_cases import NHWC, SCALE_SOURCES, SHAPE, norm_act, of_case
 
 
@@ -101,3 +101,39 @@ def test_sums_over_a_map_are_those_over_the_windows_of_its_pool(dtype, scale_sou
         gradients(),
         expected,
     )
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize("shape", [(4, 8, 8, 64), (3, 9, 5, 48)])
+@pytest.mark.parametrize("case", ["relu", "added", "normed"])
+def test_kernels_make_the_same_codes_and_gradients(case, shape, dtype, monkeypatch):
+    """Up to the rounding of a CPU, which fuses products and sums as it likes."""
+    x, residual = normal(shape, dtype), normal(shape, dtype, 1)
+    scale, bias = normal((2, shape[-1]), dtype, 2)
+    kernel = normal((3, 3, shape[-1], 16), dtype, 3)
+    more = {"residual": residual} if case != "relu" else {}
+    if case == "normed":
+        more["residual_norm"] = (bias, scale)
+
+    def loss(x, scale, bias, kernel, more, codec):
+        coded, *_ = ops.norm_act(x, scale, bias, codec=codec, **more)
+        y = ops.conv_general_dilated(coded, kernel, (1, 1), "SAME", dimension_numbers=NHWC)
+        return (y.astype(jnp.float32) ** 2).sum(), (coded.value, coded.code)
+
+    def found(codec):
+        step = jax.value_and_grad(functools.partial(loss, codec=codec), range(5), has_aux=True)
+        options = {"xla_allow_excess_precision": False}
+        (_, made), gradients = jax.jit(step, compiler_options=options)(x, scale, bias, kernel, more)
+        return jax.tree.leaves(made), gradients
+
+    expected, gradients = found(SignAware())
+    launched = []
+    monkeypatch.setattr(row_kernels, "INTERPRET", True)
+    monkeypatch.setattr(row_kernels, "on_one", lambda _, form, __: launched.append(1) or form)
+    made, by_kernels = found(SignAware(kernels=True))
+    assert len(launched) == 4  # codes, sums, gradients, and what the convolution decodes
+    for array, like in zip(made, expected, strict=True):
+        differ = np.mean(as_float(array) != as_float(like))
+        assert differ < (1e-3 if array.dtype == jnp.uint4 else 0.1)
+    assert_close(made[0], expected[0], rtol=1e-6 if dtype == jnp.float32 else 1e-2)
+    assert_close(by_kernels, gradients, rtol=1e-4 if dtype == jnp.float32 else 2e-2)

@@ -1,0 +1,398 @@
+"""Kernels of NVIDIA GPUs for elementwise functions of rows of channels.
+
+XLA compiles an elementwise function to a kernel in which each thread computes four elements, and
+loads all parameters of its channels for them. Kernels with codes are bound by such instructions. In
+the kernels here a thread goes through many rows, keeps the parameters of its channels, moves 16
+bytes at once, and multiplies and adds by one instruction where no bit depends on it.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.extend import source_info_util
+from jaxtyping import Array, PyTree
+
+from jaxcomp._core.one_device import on_one
+from jaxcomp._core.rows import (
+    ALL,
+    NONE,
+    SHAPING,
+    UINT4,
+    NotOfRows,
+    Rows,
+    Sum,
+    Value,
+    with_operands,
+)
+
+THREADS = 128  # of a program
+ELEMENTS = 32  # of a thread, in one step
+PROGRAMS = 132 * 8  # a multiprocessor of an H100 runs up to eight of them at a time
+# Kernels that differ in source lines alone would be compiled for each of them.
+_SOURCE = source_info_util.current().traceback
+_NO_SCOPE = source_info_util.NameStack()
+INTERPRET = False  # whether Pallas interprets kernels, on any platform; for tests
+LEAST_WIDTH = 16  # channels of a tile; with fewer, memory is read in short pieces
+LEAST_ELEMENTS = 8  # of a thread in one step; with fewer, XLA's kernels are as good
+
+
+def by_row_kernel(function: Callable[..., Any], *, exact: bool) -> Callable[..., Any]:
+    """Computes a function of rows of channels by one kernel, in a program for one NVIDIA GPU.
+
+    The function is left to XLA in other programs, if it is not of rows, or if threads cannot share
+    its elements evenly.
+
+    Args:
+        function: Function of pytrees of arrays; elementwise, but for sums over all axes but the
+            last.
+        exact: Whether results in floating point have to have the bits of XLA.
+
+    Returns:
+        A function with the same results. Without `exact`, and in sums, they differ by rounding.
+
+    Example:
+        >>> scaled = by_row_kernel(lambda x, scale: x * scale, exact=True)
+        >>> scaled(jnp.ones((2, 4)), jnp.arange(4.0))[1].tolist()
+        [0.0, 1.0, 2.0, 3.0]
+    """
+
+    def by_kernel(*arguments: Any) -> Any:
+        kernel, shapes = _kernel(function, exact, *arguments)
+        return kernel.results(jax.tree.leaves(arguments), shapes)
+
+    def run(*arguments: Any) -> Any:
+        try:
+            jax.eval_shape(lambda *a: _kernel(function, exact, *a) and None, *arguments)
+        except NotOfRows:
+            return function(*arguments)
+        return on_one("cuda", by_kernel, function)(*arguments)
+
+    return run
+
+
+def _kernel(
+    function: Callable[..., Any], exact: bool, *arguments: Any
+) -> tuple["Kernel", PyTree[jax.ShapeDtypeStruct]]:
+    """Returns the kernel of a function, and the shapes of the function's results.
+
+    Raises:
+        NotOfRows: If there is no kernel for it.
+    """
+    program, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    rows = Rows.of(program, jax.tree.leaves(arguments), exact=exact)
+    kernel = Kernel(rows)
+    if kernel.width < LEAST_WIDTH or kernel.width * kernel.height < LEAST_ELEMENTS * THREADS:
+        raise NotOfRows(f"{rows.shape}: few rows or channels")
+    if math.prod(rows.shape) >= 2**31:
+        raise NotOfRows(f"{rows.shape}: 32-bit indices are too short")
+    return kernel, shapes
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """The kernel of a function of rows.
+
+    Attributes:
+        rows: The function.
+    """
+
+    rows: Rows
+
+    @property
+    def parts(self) -> tuple[int, int, int]:
+        """Number of groups of rows, rows of a group, and channels: no tile is of two groups."""
+        samples, rows, channels = self.rows.shape
+        return (samples, rows, channels) if self.rows.by_sample else (1, samples * rows, channels)
+
+    @property
+    def width(self) -> int:
+        """Channels of a tile: a power of two that divides their number."""
+        channels = self.rows.shape[-1]
+        return min(channels & -channels, THREADS)
+
+    @property
+    def height(self) -> int:
+        """Rows of a tile: a power of two."""
+        _, count, _ = self.parts
+        return min(1 << count.bit_length() - 1, ELEMENTS * THREADS // self.width)
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Programs of a group one below the other, beside each other, and number of groups."""
+        groups, _, channels = self.parts
+        return -(-self.tiles // self.steps), channels // self.width, groups
+
+    @property
+    def tiles(self) -> int:
+        """Number of tiles of a group one below the other."""
+        _, count, _ = self.parts
+        return -(-count // self.height)
+
+    @property
+    def steps(self) -> int:
+        """Number of tiles one below the other that a program computes."""
+        groups, _, channels = self.parts
+        wanted = max(1, self.tiles * (channels // self.width) * groups // PROGRAMS)
+        divisors = [n for n in range(wanted // 2 + 1, wanted + 1) if self.tiles % n == 0]
+        return max(divisors, default=min(self.tiles, wanted))
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the last tiles begin earlier, and compute some rows once more."""
+        return self.grid[0] * self.steps * self.height != self.parts[1]
+
+    def results(self, arguments: list[Array], shapes: PyTree[jax.ShapeDtypeStruct]) -> Any:
+        """Runs the kernel.
+
+        Args:
+            arguments: The arguments, as leaves.
+            shapes: Shapes of the results.
+        """
+        rows = self.rows
+        made = self._launch(dict(zip(rows.arguments, arguments, strict=True)))
+        leaves, tree = jax.tree.flatten(shapes)
+        small = (r for r in rows.results if isinstance(r, Value) and r not in made)
+        made |= {r: jnp.asarray(r.array) for r in small}
+        return jax.tree.unflatten(
+            tree, [made[r].reshape(s.shape) for r, s in zip(rows.results, leaves, strict=True)]
+        )
+
+    def _launch(self, given: dict[Value, Array]) -> dict[Value | Sum, Array]:
+        """Returns the results of rows, in two dimensions, and the sums."""
+        rows, channels = self.rows, self.rows.shape[-1]
+        count = math.prod(rows.shape[:-1])
+        arrays = [
+            _packed(given[v].reshape(count, channels)) if v.axes == ALL else self._small(v)
+            for v in rows.read
+        ]
+        results = [
+            jax.ShapeDtypeStruct((count, channels // 2), jnp.uint8)
+            if v.dtype == UINT4
+            else jax.ShapeDtypeStruct((count, channels), v.dtype)
+            for v in rows.made
+        ]
+        if rows.sums:
+            below, _, groups = self.grid
+            sums = (groups * below, len(rows.sums), channels)
+            results.append(jax.ShapeDtypeStruct(sums, jnp.float32))
+        made = pl.pallas_call(
+            self._run,
+            grid=self.grid,
+            in_specs=[_whole(a.shape) for a in arrays],
+            out_specs=[_whole(r.shape) for r in results],
+            out_shape=results,
+            compiler_params=_triton().CompilerParams(num_warps=THREADS // 32, num_stages=1),
+            interpret=INTERPRET,
+            name="rows",
+        )(*arrays)
+        found: dict[Value | Sum, Array] = {
+            v: _unpacked(a) if v.dtype == UINT4 else a
+            for v, a in zip(rows.made, made, strict=False)
+        }
+        if rows.sums:
+            found |= dict(zip(rows.sums, made[-1].sum(0), strict=True))
+        return found
+
+    def _small(self, value: Value) -> Array:
+        """Returns a small array in two dimensions: samples or rows, and channels or one."""
+        array, axes = jnp.asarray(value.array), value.axes or NONE
+        return array.reshape(-1, self.rows.shape[-1] if axes.channel else 1)
+
+    def _run(self, *refs: Any) -> None:
+        """The body of the kernel: one program."""
+        with source_info_util.user_context(_SOURCE, name_stack=_NO_SCOPE):
+            self._program(*refs)
+
+    def _program(self, *refs: Any) -> None:
+        rows, height, width = self.rows, self.height, self.width
+        _, count, channels = self.parts
+        reads = dict(zip(rows.read, refs, strict=False))
+        writes = refs[len(rows.read) :]
+        program, column, group = (pl.program_id(axis) for axis in range(3))
+        columns = pl.ds(column * width, width)
+        halves = pl.ds(column * (width // 2), width // 2)
+        fixed: dict[Value, Array] = {}
+        for value, ref in reads.items():
+            if not value.changes:
+                by_sample, _, by_channel = value.axes or NONE
+                sample = group if by_sample else 0
+                fixed[value] = ref[pl.ds(sample, 1), columns] if by_channel else ref[sample, 0]
+        needed = with_operands(rows.made_in_kernel)
+        for value in needed:
+            if not value.changes:
+                self._value(value, fixed)
+
+        def step(number: Array, totals: tuple[Array, ...]) -> tuple[Array, ...]:
+            begin = (program * self.steps + number) * height
+            first = jnp.minimum(begin, count - height) if self.overlaps else begin
+            below = pl.ds(group * count + first, height)
+            known = dict(fixed)
+            for value, ref in reads.items():
+                if value.axes == ALL and value.dtype == UINT4:
+                    known[value] = _codes(ref[below, halves])
+                elif value.axes == ALL:
+                    known[value] = ref[below, columns]
+                elif value.changes:
+                    of_sample = below if value.axes and value.axes.sample else pl.ds(first, height)
+                    known[value] = ref[of_sample, :]
+            pair = (group * count + first) * (channels // 2) + column * (width // 2)
+            known |= {v: self._index(pair) for v in needed if v.name == "index"}
+            for value, ref in zip(rows.made, writes, strict=False):
+                tile = self._value(value, known)
+                if value.dtype == UINT4:
+                    ref[below, halves] = _pairs(tile)
+                else:
+                    ref[below, columns] = tile
+            return tuple(
+                self._plus(total, s.of, known, begin - first)
+                for total, s in zip(totals, rows.sums, strict=True)
+            )
+
+        zeros = tuple(jnp.zeros((height, width), jnp.float32) for _ in rows.sums)
+        totals = lax.fori_loop(0, self.steps, step, zeros)
+        for number, total in enumerate(totals):
+            writes[-1][group * self.grid[0] + program, number, columns] = total.sum(0)
+
+    def _index(self, first: Array) -> Array:
+        """Returns the index of each element of a tile, as twice that of its pair, and a half.
+
+        The compiler then sees that two neighbours share what follows from their pair.
+
+        Args:
+            first: Index of the first pair.
+        """
+        pairs = self.height, self.width // 2
+        row, column = (lax.broadcasted_iota(jnp.int32, pairs, i) for i in range(2))
+        pair = (first + row * (self.rows.shape[-1] // 2) + column).astype(jnp.uint32)
+        both = jnp.broadcast_to(pair[:, :, None], (*pairs, 2))
+        index = (both << 1) | lax.broadcasted_iota(jnp.uint32, both.shape, 2)
+        return index.reshape(self.height, self.width)
+
+    def _value(self, value: Value, known: dict[Value, Array]) -> Array:
+        """Computes a value from those that are known, and adds it to them."""
+        if value in known:
+            return known[value]
+        if value.is_constant:
+            made = jnp.asarray(value.array)
+        elif value.name in ("add", "sub") and self._may_fuse(value):
+            made = self._fused(value, known)
+        else:
+            made = self._operation(value, [self._value(o, known) for o in value.operands])
+        known[value] = made
+        return made
+
+    def _may_fuse(self, value: Value) -> bool:
+        return (
+            value.changes
+            and value.dtype == jnp.float32
+            and value not in self.rows.exact
+            and any(o.name == "mul" and o.changes for o in value.operands)
+        )
+
+    def _fused(self, value: Value, known: dict[Value, Array]) -> Array:
+        """Computes a sum or difference with a product by one instruction."""
+        first, second = value.operands
+        is_first = first.name == "mul" and first.changes
+        product, other = (first, second) if is_first else (second, first)
+        one, factor = (self._value(o, known) for o in product.operands)
+        added = self._value(other, known)
+        if value.name == "sub":
+            one, added = (one, -added) if is_first else (-one, added)
+        return self._multiply_add(one, factor, added)
+
+    def _plus(self, total: Array, value: Value, known: dict[Value, Array], overlap: Array) -> Array:
+        """Adds the rows of a tile to a sum, but the first ones that another tile has, too."""
+        if self.overlaps:
+            is_own = lax.broadcasted_iota(jnp.int32, total.shape, 0) >= overlap
+            return total + jnp.where(is_own, self._value(value, known), 0.0)
+        if value.name == "mul":
+            one, factor = (self._value(o, known) for o in value.operands)
+            return self._multiply_add(one, factor, total)
+        return total + self._value(value, known)
+
+    def _multiply_add(self, one: Array, factor: Array, added: Array) -> Array:
+        operands = jnp.broadcast_arrays(one, factor, added)
+        if INTERPRET:
+            return operands[0] * operands[1] + operands[2]
+        return _assembly("fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", operands)
+
+    def _operation(self, value: Value, operands: list[Array]) -> Array:
+        if value.equation is None or value.name in SHAPING:  # a broadcast
+            return operands[0]
+        params = value.equation.params
+        if value.name == "convert_element_type":
+            new = jnp.dtype(params["new_dtype"])
+            return operands[0] & 15 if new == UINT4 else operands[0].astype(new)
+        operands = jnp.broadcast_arrays(*operands)
+        if value.name in ("max", "min") and value in self.rows.exact and not INTERPRET:
+            return _extreme(value.name, operands)
+        result: Array = value.equation.primitive.bind(*operands, **params)
+        return result
+
+
+def _extreme(name: str, operands: list[Array]) -> Array:
+    """Returns the maximum or minimum of two arrays; NaN where one is. Triton's drops NaNs."""
+    dtype = jnp.dtype(operands[0].dtype)
+    if dtype == jnp.float32:
+        return _assembly(f"{name}.NaN.f32 $0, $1, $2;", "=f,f,f", operands)
+    kind = {"bfloat16": "bf16x2", "float16": "f16x2"}[dtype.name]
+    return _assembly(f"{name}.NaN.{kind} $0, $1, $2;", "=r,r,r", operands, pack=2)
+
+
+def _assembly(code: str, constraints: str, operands: list[Array], pack: int = 1) -> Array:
+    """Applies an instruction to the elements of arrays of one shape and dtype."""
+    result = jax.ShapeDtypeStruct(operands[0].shape, operands[0].dtype)
+    (made,) = _triton().elementwise_inline_asm(
+        code,
+        args=operands,
+        constraints=constraints,
+        pack=pack,
+        result_shape_dtypes=[result],
+    )
+    return made
+
+
+def _triton() -> Any:
+    """Returns the backend of Pallas, which a later version of JAX will not have."""
+    from jax.experimental.pallas import triton  # not with `import jaxcomp`
+
+    return triton
+
+
+def _whole(shape: tuple[int, ...]) -> pl.BlockSpec:
+    """Gives each program the whole array."""
+    return pl.BlockSpec(shape, lambda *_: (0,) * len(shape))
+
+
+def _pairs(codes: Array) -> Array:
+    """Packs pairs of 4-bit codes to bytes, in a kernel."""
+    height, width = codes.shape
+    pairs = codes.astype(jnp.uint32).reshape(height, width // 2, 2)
+    places = lax.broadcasted_iota(jnp.uint32, pairs.shape, 2) * jnp.uint32(4)
+    return jnp.sum(pairs << places, 2, dtype=jnp.uint32).astype(jnp.uint8)
+
+
+def _codes(pairs: Array) -> Array:
+    """Returns the 4-bit codes of bytes, in a kernel, as int32."""
+    height, half = pairs.shape
+    both = jnp.broadcast_to(pairs.astype(jnp.int32)[:, :, None], (height, half, 2))
+    places = lax.broadcasted_iota(jnp.int32, both.shape, 2) * 4
+    return ((both >> places) & 15).reshape(height, 2 * half)
+
+
+def _packed(array: Array) -> Array:
+    """Returns 4-bit codes as bytes, and any other array as it is."""
+    if array.dtype != UINT4:
+        return array
+    return lax.bitcast_convert_type(array.reshape(array.shape[0], -1, 2), jnp.uint8)
+
+
+def _unpacked(array: Array) -> Array:
+    """Returns bytes as 4-bit codes."""
+    return lax.bitcast_convert_type(array, jnp.uint4).reshape(array.shape[0], -1)

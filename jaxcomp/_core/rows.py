@@ -1,0 +1,331 @@
+"""Reads a function as one of rows of channels, which a single kernel can compute.
+
+Such a function takes arrays of one size with their channels last, and small arrays that broadcast
+to them. It is elementwise, but for sums over all rows.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import Literal as Constant
+from jaxtyping import Array
+
+UINT4 = jnp.dtype(jnp.uint4)
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+}
+# Operations that kernels and XLA compute to the same bits.
+_EXACT = {
+    *("add", "sub", "mul", "max", "min", "neg", "abs", "sign", "square", "rsqrt", "clamp"),
+    *("lt", "le", "gt", "ge", "eq", "ne", "and", "or", "xor", "not", "select_n", "is_finite"),
+    *("shift_left", "shift_right_logical", "shift_right_arithmetic"),
+    *("convert_element_type", "bitcast_convert_type", "copy", "stop_gradient"),
+}
+# Operations that they compute to rounding.
+_CLOSE = {"div", "sqrt", "exp", "exp2", "log", "log1p", "logistic", "tanh", "integer_pow"}
+# Operations that change the shape of small arrays.
+SHAPING = {"reshape", "broadcast_in_dim", "squeeze", "expand_dims"}
+
+
+class NotOfRows(Exception):
+    """The function is not one of rows of channels."""
+
+
+class Axes(NamedTuple):
+    """The axes along which a value differs.
+
+    Attributes:
+        sample: Whether it differs from sample to sample.
+        row: Whether it differs along the rows of a sample, of which each has all channels.
+        channel: Whether it differs from channel to channel.
+    """
+
+    sample: bool
+    row: bool
+    channel: bool
+
+
+ALL, NONE = Axes(True, True, True), Axes(False, False, False)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Value:
+    """A value of a function of rows.
+
+    Attributes:
+        axes: The axes along which it differs; None if kernels do not read such a value.
+        dtype: Its dtype.
+        name: The operation that computes it from `operands`; "" if it is an argument, and "index"
+            if it is the index of each element.
+        operands: Values that it is computed from.
+        equation: The equation of the operation; None if there is none.
+        array: Its value as XLA computes it; None for values of `ALL` axes.
+    """
+
+    axes: Axes | None
+    dtype: Any
+    name: str = ""
+    operands: tuple["Value", ...] = ()
+    equation: JaxprEqn | None = None
+    array: Array | np.ndarray | None = None
+
+    @functools.cached_property
+    def is_exact(self) -> bool:
+        """Whether a kernel computes it to the bits of XLA."""
+        return self.name not in _CLOSE and all(o.is_exact for o in self.operands)
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether it is a number that is known when the kernel is compiled."""
+        return isinstance(self.array, np.ndarray)
+
+    @property
+    def changes(self) -> bool:
+        """Whether it differs from row to row."""
+        return self.axes is not None and self.axes.row
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Sum:
+    """The sum over all rows of a value."""
+
+    of: Value
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """A function of rows.
+
+    Attributes:
+        shape: Samples, rows of a sample, channels.
+        arguments: Values of its arguments.
+        results: Values and sums that it returns.
+        exact: Values that have to have the bits of XLA.
+    """
+
+    shape: tuple[int, int, int]
+    arguments: list[Value]
+    results: list[Value | Sum]
+    exact: set[Value]
+
+    @classmethod
+    def of(cls, program: ClosedJaxpr, arguments: Sequence[Array], *, exact: bool) -> "Rows":
+        """Reads a traced function.
+
+        Args:
+            program: The function.
+            arguments: Its arguments.
+            exact: Whether results in floating point have to have the bits of XLA.
+
+        Raises:
+            NotOfRows: If it is not a function of rows.
+        """
+        largest = max(arguments, key=lambda a: a.size)
+        reader = _Reader(largest.shape)
+        if largest.ndim < 2 or not largest.size or reader.axes(largest.shape) != ALL:
+            raise NotOfRows(f"arguments of shape {largest.shape}")
+        values = [reader.argument(a) for a in arguments]
+        results = reader.run(program.jaxpr, program.consts, values)
+        rows = cls(reader.sizes, values, results, set())
+        strict = {*with_operands([v for v in rows.made if exact and v.dtype != UINT4])}
+        if any(v.changes and v.name in _CLOSE for v in strict):
+            raise NotOfRows("a result is not to the bit")
+        rows = dataclasses.replace(rows, exact=strict)
+        read = rows.read
+        if not rows.made_in_kernel or any(v.axes is None for v in read):
+            raise NotOfRows("a value is not of rows")
+        if any(v.axes == ALL and v not in values for v in read):
+            raise NotOfRows("a constant is of rows")
+        return rows
+
+    @property
+    def by_sample(self) -> bool:
+        """Whether it reads values that differ from sample to sample, besides those of `ALL`."""
+        return any(v.axes not in (None, ALL) and (v.axes.sample or v.axes.row) for v in self.read)
+
+    @property
+    def made(self) -> list[Value]:
+        """The values of rows among the results."""
+        return [r for r in dict.fromkeys(self.results) if isinstance(r, Value) and r.axes == ALL]
+
+    @property
+    def sums(self) -> list[Sum]:
+        """The sums among the results."""
+        return [r for r in dict.fromkeys(self.results) if isinstance(r, Sum)]
+
+    @property
+    def made_in_kernel(self) -> list[Value]:
+        """The values of rows that are results or summed."""
+        return [*self.made, *(s.of for s in self.sums)]
+
+    @functools.cached_property
+    def read(self) -> list[Value]:
+        """The values that a kernel reads."""
+        needed = with_operands(self.made_in_kernel, until=self._is_read)
+        return [v for v in needed if self._is_read(v)]
+
+    def _is_read(self, value: Value) -> bool:
+        if value.is_constant or value.name == "index":
+            return False
+        has_array = value.array is not None
+        return not value.name or (has_array and value in self.exact and not value.is_exact)
+
+
+def with_operands(
+    values: Sequence[Value], until: Callable[[Value], bool] = lambda _: False
+) -> list[Value]:
+    """Returns values and all that they are computed from, except from those of `until`."""
+    found: dict[Value, None] = {}
+    stack = list(values)
+    while stack:
+        value = stack.pop()
+        if value not in found:
+            found[value] = None
+            if not until(value):
+                stack.extend(value.operands)
+    return list(found)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reader:
+    """Reads the equations of a function.
+
+    Attributes:
+        shape: Shape of the arrays of rows.
+    """
+
+    shape: tuple[int, ...]
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Samples, rows of a sample, channels."""
+        return self.shape[0], math.prod(self.shape[1:-1]), self.shape[-1]
+
+    @functools.cached_property
+    def index(self) -> Value:
+        """The index of each element."""
+        return Value(ALL, jnp.dtype(jnp.uint32), "index")
+
+    def argument(self, array: Array) -> Value:
+        """Returns an array as a value."""
+        axes = self.axes(array.shape)
+        return Value(axes, array.dtype, array=None if axes == ALL else jnp.asarray(array))
+
+    def axes(self, shape: Sequence[int]) -> Axes | None:
+        """Returns the axes along which a value of some shape differs."""
+        size, rank = math.prod(shape), len(self.shape)
+        if size == 1:
+            return NONE
+        if size == math.prod(self.shape):
+            return ALL  # whatever its shape: it is in the order of rows
+        if len(shape) == 1:
+            return Axes(False, False, True) if size == self.shape[-1] else None
+        if len(shape) != rank:
+            return None
+        sizes = shape[0], math.prod(shape[1:-1]), shape[-1]
+        if any(n not in (1, whole) for n, whole in zip(sizes, self.sizes, strict=True)):
+            return None
+        axes = Axes(*(n > 1 for n in sizes))
+        return None if axes.row and axes.channel else axes
+
+    def run(self, jaxpr: Jaxpr, consts: Sequence[Any], arguments: Sequence[Any]) -> list[Any]:
+        """Returns the results of a program for some values and sums."""
+        known: dict[Any, Any] = {}
+        inputs = [*jaxpr.constvars, *jaxpr.invars]
+        values = [*(self.argument(jnp.asarray(c)) for c in consts), *arguments]
+        known.update(zip(inputs, values, strict=True))
+
+        def read(atom: Any) -> Any:
+            if not isinstance(atom, Constant):
+                return known[atom]
+            aval: Any = atom.aval
+            number = np.asarray(atom.val, aval.dtype)
+            return Value(NONE, aval.dtype, array=number)
+
+        for equation in jaxpr.eqns:
+            made = self._equation(equation, [read(a) for a in equation.invars])
+            known.update(zip(equation.outvars, made, strict=True))
+        return [read(a) for a in jaxpr.outvars]
+
+    def _equation(self, equation: JaxprEqn, operands: list[Any]) -> list[Any]:
+        name = equation.primitive.name
+        aval: Any = equation.outvars[0].aval
+        if name in _CALLS:
+            return self._called(equation.params[_CALLS[name]], operands)
+        if name == "platform_index":
+            return [None]
+        if name == "cond":
+            return self._branch(equation, operands[1:])
+        if name == "on_one":
+            return self._branch(equation, operands)
+        if any(isinstance(o, Sum) for o in operands):
+            raise NotOfRows("a sum is used")
+        if all(o.axes != ALL for o in operands):
+            return self._of_small(equation, operands)
+        if name == "reduce_sum" and equation.params["axes"] == (*range(len(self.shape) - 1),):
+            if aval.dtype != jnp.float32:
+                raise NotOfRows(f"a sum in {aval.dtype}")
+            return [Sum(operands[0])]
+        if self.axes(aval.shape) != ALL or name not in {"reshape", *_EXACT, *_CLOSE}:
+            raise NotOfRows(name)
+        if name == "reshape":
+            return operands
+        return [Value(ALL, aval.dtype, name, tuple(operands), equation)]
+
+    def _called(self, program: Any, operands: list[Any]) -> list[Any]:
+        jaxpr = getattr(program, "jaxpr", program)
+        return self.run(jaxpr, getattr(program, "consts", ()), operands)
+
+    def _branch(self, equation: JaxprEqn, operands: list[Any]) -> list[Any]:
+        """Takes the branch for GPUs, or the one for all platforms if that is not of rows."""
+        platforms = equation.params.get("branches_platforms") or ()
+        branches = [*zip(equation.params["branches"], platforms, strict=bool(platforms))]
+        own = [b for b, names in branches if names and "cuda" in names]
+        others = [b for b, names in branches if not names]
+        for branch in (*own, *others):
+            try:
+                return self._called(branch, operands)
+            except NotOfRows:
+                continue
+        raise NotOfRows(equation.primitive.name)
+
+    def _of_small(self, equation: JaxprEqn, operands: list[Value]) -> list[Value]:
+        """Computes an equation of small arrays, and keeps what it is for a kernel."""
+        name, params = equation.primitive.name, equation.params
+        aval: Any = equation.outvars[0].aval
+        axes = self.axes(aval.shape)
+        if axes == ALL:
+            if name == "iota" and len(aval.shape) == 1 and aval.dtype == self.index.dtype:
+                return [self.index]
+            if name == "broadcast_in_dim" and self._spreads(params, operands[0]):
+                return [Value(ALL, aval.dtype, "copy", tuple(operands[:1]))]
+            if name in _EXACT | _CLOSE:
+                return [Value(ALL, aval.dtype, name, tuple(operands), equation)]
+            raise NotOfRows(name)
+        made = equation.primitive.bind(*(o.array for o in operands), **params)
+        if equation.primitive.multiple_results:
+            return [self.argument(a) for a in made]
+        same = name not in SHAPING or operands[0].axes in (NONE, axes)
+        if name not in _EXACT | _CLOSE | SHAPING or not same or None in {o.axes for o in operands}:
+            return [self.argument(made)]
+        return [Value(axes, aval.dtype, name, tuple(operands), equation, made)]
+
+    def _spreads(self, params: Any, operand: Value) -> bool:
+        """Returns whether a broadcast keeps each axis of a small array where it is in rows."""
+        if operand.axes is None or operand.array is None or params["shape"] != self.shape:
+            return operand.axes == NONE
+        sizes = zip(params["broadcast_dimensions"], operand.array.shape, strict=True)
+        wide = [1] * len(self.shape)
+        for axis, size in sizes:
+            wide[axis] = size
+        return self.axes(wide) == operand.axes

@@ -1,0 +1,132 @@
+"""Kernels of rows of channels compute what their functions do."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jaxcomp._core import row_kernels
+from jaxcomp._core.row_kernels import by_row_kernel
+from jaxcomp.codecs import packing
+from tests.helpers import AS_WRITTEN, DTYPES, assert_close, assert_same_bits, normal
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Interprets kernels on any platform, and returns those that were launched."""
+    found = []
+    launch = row_kernels.Kernel._launch
+
+    def counted(kernel, given):
+        found.append(kernel)
+        return launch(kernel, given)
+
+    monkeypatch.setattr(row_kernels, "INTERPRET", True)
+    monkeypatch.setattr(row_kernels, "on_one", lambda _, form, portable: form)
+    monkeypatch.setattr(row_kernels.Kernel, "_launch", counted)
+    return found
+
+
+def everything(x, other, codes, channel, sample, row, position, salt):
+    """Reads arrays of all kinds, and returns values, codes, a small array and sums."""
+    index = lax.iota(jnp.uint32, x.size).reshape(x.shape) ^ salt
+    wide = x.astype(jnp.float32) - channel
+    y = jnp.maximum((wide * sample + row).astype(x.dtype) + other, 0)
+    unpacked = packing.unpack((codes,), x.shape, 4)
+    mixed = jnp.where(unpacked > 3, wide, position) + (index >> 28).astype(jnp.float32)
+    made = packing.pack((unpacked + jnp.where(y > 0, 1, 2)) & 15, 4)
+    return {"y": y, "codes": made, "small": channel * 2, "sums": (mixed.sum((0, 1)),)}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(4, 64, 64), (3, 77, 48), (2, 2100, 16)])
+def test_it_computes_the_function(launched, shape, dtype):
+    samples, rows, channels = shape
+    arguments = (
+        normal(shape, dtype),
+        normal(shape, dtype, 1),
+        packing.pack(jnp.arange(np.prod(shape)).reshape(shape) * 7 % 16, 4)[0],
+        normal((1, 1, channels), seed=2),
+        2.0 ** jnp.round(normal((samples, 1, channels), seed=3)),  # exact, if it is fused or not
+        normal((samples, rows, 1), seed=4),
+        normal((1, rows, 1), seed=5),
+        jnp.uint32(2**31 + 12345),
+    )
+    expected = everything(*arguments)
+    function = by_row_kernel(everything, exact=True)
+    made = jax.jit(function, compiler_options=AS_WRITTEN)(*arguments)
+    (kernel,) = launched
+    assert kernel.overlaps == (rows % kernel.height != 0)
+    sums, others = made.pop("sums"), expected.pop("sums")
+    assert_same_bits(made, expected)
+    assert_close(sums, others, rtol=1e-6)
+
+
+@settings(deadline=None, max_examples=8)
+@given(st.integers(1, 700), st.integers(1, 24), st.booleans())
+def test_any_number_of_rows_and_channels(rows, sixteenths, by_sample):
+    """Those with few rows are left to XLA."""
+    x = normal((3, rows, 16 * sixteenths), jnp.bfloat16)
+    small = normal((3 if by_sample else 1, 1, x.shape[-1]), seed=1)
+
+    def scaled(x, small):
+        wide = x.astype(jnp.float32) * small
+        return wide.astype(x.dtype), wide.sum((0, 1))
+
+    launched = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_kernels, "INTERPRET", True)
+        patch.setattr(row_kernels, "on_one", lambda _, form, __: launched.append(1) or form)
+        y, sums = by_row_kernel(scaled, exact=True)(x, small)
+    assert launched or 3 * rows * 64 < 8 * 128 * 4 or by_sample
+    assert_same_bits(y, scaled(x, small)[0])
+    assert_close(sums, scaled(x, small)[1])
+
+
+def test_lanes_of_vmap(launched):
+    x, small = normal((3, 2, 80, 64), jnp.bfloat16), normal((3, 1, 1, 64), seed=1)
+
+    def scaled(x, small):
+        return x.astype(jnp.float32) * small, x.astype(jnp.float32).sum((0, 1))
+
+    made = jax.vmap(by_row_kernel(scaled, exact=True))(x, small)
+    assert launched
+    assert_close(made, jax.vmap(scaled)(x, small), rtol=1e-6)
+
+
+def test_nans_stay(launched):
+    x = normal((2, 80, 64)).at[0, 3, 5].set(jnp.nan).at[1, 2, 7].set(-jnp.inf)
+    y = by_row_kernel(lambda x, s: jnp.maximum(x * s, 0), exact=True)(x, jnp.ones((1, 1, 64)))
+    assert launched
+    assert_same_bits(y, jnp.maximum(x, 0))
+
+
+def test_derivatives_and_calls_without_jit_are_those_of_the_function():
+    x, scale = normal((2, 80, 64)), normal((1, 1, 64), seed=1)
+
+    def loss(x, scale, wrap=lambda f: f):
+        return (wrap(lambda x, s: jnp.maximum(x * s, 0))(x, scale) ** 2).sum()
+
+    def by_kernel(x, scale):
+        return loss(x, scale, lambda f: by_row_kernel(f, exact=True))
+
+    assert_same_bits(jax.grad(by_kernel, (0, 1))(x, scale), jax.grad(loss, (0, 1))(x, scale))
+
+
+@pytest.mark.parametrize("devices", [1, 8])
+def test_a_program_for_several_devices_has_no_kernel(devices):
+    mesh = jax.make_mesh((devices,), ("data",), (AxisType.Auto,), devices=jax.devices()[:devices])
+    sharding = NamedSharding(mesh, PartitionSpec("data"))
+    x = jax.ShapeDtypeStruct((16, 80, 64), jnp.float32, sharding=sharding)
+    function = jax.jit(by_row_kernel(lambda x, s: x * s, exact=True))
+    from jax._src.mesh import AbstractDevice  # JAX has no other way to name an absent device
+
+    absent = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=None, platform="gpu")
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=absent)):
+        traced = function.trace(x, jax.ShapeDtypeStruct((1, 1, 64), jnp.float32))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert ("triton" in text) == (devices == 1)
