@@ -90,7 +90,7 @@ def fused(bits: int = 4, scale_source: ScaleSource = "norm", kernels: bool = Fal
             pass over the values. With 3 and 4 bits hardly any value is beyond the last level, and
             the gradient is unbiased; with 2 bits it is biased. "range" takes the extremes of each
             channel of each sample, which costs a pass and has less noise.
-        kernels: Whether programs for one NVIDIA GPU encode and decode by Pallas kernels
+        kernels: Whether programs for one NVIDIA GPU use Pallas kernels for batch norms with codes
             (`SignAware.kernels`).
 
     Returns:
@@ -108,7 +108,7 @@ def fused(bits: int = 4, scale_source: ScaleSource = "norm", kernels: bool = Fal
     )
 
 
-def automatic(bits: int = 4) -> Policy:
+def automatic(bits: int = 4, kernels: bool = False) -> Policy:
     """Returns the default of `compress`.
 
     `fused` for batch norms, `transformer` for all other values.
@@ -121,6 +121,7 @@ def automatic(bits: int = 4) -> Policy:
 
     Args:
         bits: Bits of an element: 3, 4 or 8. With 8 bits, batch norms are as all other values.
+        kernels: As in `fused`.
 
     Returns:
         The policy.
@@ -138,7 +139,7 @@ def automatic(bits: int = 4) -> Policy:
     rest = (*rest[:-1], dataclasses.replace(rest[-1], required=False))
     if bits == 8:
         return Policy((*_PACKED, *rest))
-    unit = Rule(SignAware(bits), op="norm_act", required=False)
+    unit = Rule(SignAware(bits, kernels=kernels), op="norm_act", required=False)
     return Policy((unit, *_PACKED, *rest))
 
 

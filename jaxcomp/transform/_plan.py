@@ -32,7 +32,8 @@ _HARDLY = 0.9
 _NOTED = 1e-3  # a norm's bias, as a part of the gradient
 _RIGHT = (3, 6, 7, 8)  # columns of numbers
 _DEFAULTS = re.compile(
-    r", (group='channel'|rounding='stochastic'|signed=\w+|scale_source='norm')(?=[,)])"
+    r", (group='channel'|rounding='stochastic'|signed=\w+|scale_source='norm'|kernels=False)"
+    r"(?=[,)])"
 )
 _WORTH_A_WARNING = 2**20  # bytes
 _WHY_EXACT = ("kept exactly", "no codec encodes")
