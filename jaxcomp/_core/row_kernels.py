@@ -6,9 +6,10 @@ the kernels here a thread goes through many rows, keeps the parameters of its ch
 bytes at once, and multiplies and adds by one instruction where no bit depends on it.
 """
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.extend import source_info_util
-from jaxtyping import Array, PyTree
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+from jaxtyping import Array
 
 from jaxcomp._core.one_device import on_one
 from jaxcomp._core.rows import (
@@ -32,7 +34,7 @@ from jaxcomp._core.rows import (
 )
 
 THREADS = 128  # of a program
-ELEMENTS = 32  # of a thread, in one step
+ELEMENTS = 16  # of a thread, in one step; more would take its registers
 PROGRAMS = 132 * 8  # a multiprocessor of an H100 runs up to eight of them at a time
 # Kernels that differ in source lines alone would be compiled for each of them.
 _SOURCE = source_info_util.current().traceback
@@ -62,36 +64,41 @@ def by_row_kernel(function: Callable[..., Any], *, exact: bool) -> Callable[...,
         [0.0, 1.0, 2.0, 3.0]
     """
 
-    def by_kernel(*arguments: Any) -> Any:
-        kernel, shapes = _kernel(function, exact, *arguments)
-        return kernel.results(jax.tree.leaves(arguments), shapes)
-
     def run(*arguments: Any) -> Any:
-        try:
-            jax.eval_shape(lambda *a: _kernel(function, exact, *a) and None, *arguments)
-        except NotOfRows:
-            return function(*arguments)
-        return on_one("cuda", by_kernel, function)(*arguments)
+        program, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
+        # What the function closes over is an argument, too: the program may be evaluated again.
+        inputs = [*map(jnp.asarray, program.consts), *jax.tree.leaves(arguments)]
+        constants = len(program.consts)
+
+        def by_xla(*inputs: Array) -> list[Array]:
+            closed = ClosedJaxpr(program.jaxpr, inputs[:constants])
+            return list(jaxpr_as_fun(closed)(*inputs[constants:]))
+
+        def by_kernel(*inputs: Array) -> list[Array]:
+            return _kernel(program.jaxpr, inputs, exact).results(inputs, jax.tree.leaves(shapes))
+
+        form = by_xla
+        with contextlib.suppress(NotOfRows):
+            jax.eval_shape(lambda *inputs: _kernel(program.jaxpr, inputs, exact) and None, *inputs)
+            form = on_one("cuda", by_kernel, by_xla)
+        return jax.tree.unflatten(jax.tree.structure(shapes), form(*inputs))
 
     return run
 
 
-def _kernel(
-    function: Callable[..., Any], exact: bool, *arguments: Any
-) -> tuple["Kernel", PyTree[jax.ShapeDtypeStruct]]:
-    """Returns the kernel of a function, and the shapes of the function's results.
+def _kernel(program: Jaxpr, inputs: Sequence[Array], exact: bool) -> "Kernel":
+    """Returns the kernel of a function.
 
     Raises:
         NotOfRows: If there is no kernel for it.
     """
-    program, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
-    rows = Rows.of(program, jax.tree.leaves(arguments), exact=exact)
+    rows = Rows.of(program, inputs, exact=exact)
     kernel = Kernel(rows)
     if kernel.width < LEAST_WIDTH or kernel.width * kernel.height < LEAST_ELEMENTS * THREADS:
         raise NotOfRows(f"{rows.shape}: few rows or channels")
     if math.prod(rows.shape) >= 2**31:
         raise NotOfRows(f"{rows.shape}: 32-bit indices are too short")
-    return kernel, shapes
+    return kernel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,21 +154,20 @@ class Kernel:
         """Whether the last tiles begin earlier, and compute some rows once more."""
         return self.grid[0] * self.steps * self.height != self.parts[1]
 
-    def results(self, arguments: list[Array], shapes: PyTree[jax.ShapeDtypeStruct]) -> Any:
+    def results(
+        self, inputs: Sequence[Array], shapes: Sequence[jax.ShapeDtypeStruct]
+    ) -> list[Array]:
         """Runs the kernel.
 
         Args:
-            arguments: The arguments, as leaves.
-            shapes: Shapes of the results.
+            inputs: The arguments of the function.
+            shapes: Shapes of its results.
         """
         rows = self.rows
-        made = self._launch(dict(zip(rows.arguments, arguments, strict=True)))
-        leaves, tree = jax.tree.flatten(shapes)
+        made = self._launch(dict(zip(rows.arguments, inputs, strict=True)))
         small = (r for r in rows.results if isinstance(r, Value) and r not in made)
         made |= {r: jnp.asarray(r.array) for r in small}
-        return jax.tree.unflatten(
-            tree, [made[r].reshape(s.shape) for r, s in zip(rows.results, leaves, strict=True)]
-        )
+        return [made[r].reshape(like.shape) for r, like in zip(rows.results, shapes, strict=True)]
 
     def _launch(self, given: dict[Value, Array]) -> dict[Value | Sum, Array]:
         """Returns the results of rows, in two dimensions, and the sums."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn
 from jax.extend.core import Literal as Constant
 from jaxtyping import Array
 
@@ -119,12 +119,12 @@ class Rows:
     exact: set[Value]
 
     @classmethod
-    def of(cls, program: ClosedJaxpr, arguments: Sequence[Array], *, exact: bool) -> "Rows":
+    def of(cls, program: Jaxpr, arguments: Sequence[Array], *, exact: bool) -> "Rows":
         """Reads a traced function.
 
         Args:
             program: The function.
-            arguments: Its arguments.
+            arguments: Its constants and arguments.
             exact: Whether results in floating point have to have the bits of XLA.
 
         Raises:
@@ -135,7 +135,7 @@ class Rows:
         if largest.ndim < 2 or not largest.size or reader.axes(largest.shape) != ALL:
             raise NotOfRows(f"arguments of shape {largest.shape}")
         values = [reader.argument(a) for a in arguments]
-        results = reader.run(program.jaxpr, program.consts, values)
+        results = reader.run(program, (), values)
         rows = cls(reader.sizes, values, results, set())
         strict = {*with_operands([v for v in rows.made if exact and v.dtype != UINT4])}
         if any(v.changes and v.name in _CLOSE for v in strict):
@@ -269,6 +269,8 @@ class _Reader:
         if name == "on_one":
             return self._branch(equation, operands)
         if any(isinstance(o, Sum) for o in operands):
+            if name in SHAPING or (name == "reduce_sum" and not equation.params["axes"]):
+                return operands
             raise NotOfRows("a sum is used")
         if all(o.axes != ALL for o in operands):
             return self._of_small(equation, operands)
@@ -307,8 +309,10 @@ class _Reader:
         if axes == ALL:
             if name == "iota" and len(aval.shape) == 1 and aval.dtype == self.index.dtype:
                 return [self.index]
-            if name == "broadcast_in_dim" and self._spreads(params, operands[0]):
-                return [Value(ALL, aval.dtype, "copy", tuple(operands[:1]))]
+            if name == "broadcast_in_dim" and params["shape"] == self.shape:
+                return [Value(ALL, aval.dtype, "copy", (self._widened(params, operands[0]),))]
+            if name == "broadcast_in_dim" and operands[0].axes == NONE:
+                return [Value(ALL, aval.dtype, "copy", tuple(operands))]
             if name in _EXACT | _CLOSE:
                 return [Value(ALL, aval.dtype, name, tuple(operands), equation)]
             raise NotOfRows(name)
@@ -320,12 +324,14 @@ class _Reader:
             return [self.argument(made)]
         return [Value(axes, aval.dtype, name, tuple(operands), equation, made)]
 
-    def _spreads(self, params: Any, operand: Value) -> bool:
-        """Returns whether a broadcast keeps each axis of a small array where it is in rows."""
-        if operand.axes is None or operand.array is None or params["shape"] != self.shape:
-            return operand.axes == NONE
-        sizes = zip(params["broadcast_dimensions"], operand.array.shape, strict=True)
+    def _widened(self, params: Any, operand: Value) -> Value:
+        """Returns a small array with its axes where a broadcast has them."""
+        if operand.axes == NONE or operand.array is None:
+            return operand
         wide = [1] * len(self.shape)
-        for axis, size in sizes:
+        for axis, size in zip(params["broadcast_dimensions"], operand.array.shape, strict=True):
             wide[axis] = size
-        return self.axes(wide) == operand.axes
+        axes = self.axes(wide)
+        if axes == operand.axes:
+            return operand
+        return Value(axes, operand.dtype, array=jnp.asarray(operand.array).reshape(wide))

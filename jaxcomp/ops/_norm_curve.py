@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple, cast
 
@@ -13,6 +14,7 @@ from jaxtyping import Array
 
 from jaxcomp._core import barriers
 from jaxcomp._core.layouts import as_convolved
+from jaxcomp._core.row_kernels import by_row_kernel
 from jaxcomp._core.shard_map import match_varying
 from jaxcomp.codecs import Codec, Encoded, SignAware, _dithered, noise, packing
 from jaxcomp.codecs._codec import Seed
@@ -22,7 +24,7 @@ from jaxcomp.codecs._ranges import extremes
 from jaxcomp.ops import _curves
 from jaxcomp.ops._coded_array import CodedArray
 from jaxcomp.ops._curves import IDENTITY, Curve
-from jaxcomp.ops._norm_act_vjp import sums_of
+from jaxcomp.ops._norm_act_vjp import as_it_is, sums_of
 
 
 class Normalization(abc.ABC):
@@ -87,10 +89,12 @@ class Curved(Codec):
     Attributes:
         bits: Bits of an element of that code.
         curve: The activation function.
+        kernels: As in `SignAware`.
     """
 
     bits: int
     curve: Curve
+    kernels: bool = False
     name: ClassVar[str] = "curved"
     kinds = ()
 
@@ -144,13 +148,13 @@ def norm_curve(
     Returns:
         The result with its code, `x` with the same code, the mean and the variance.
     """
-    bits = cast(SignAware, inner_codec(codec)).bits
-    curved, uncurved = Curved(bits, curve), Curved(bits, IDENTITY)
+    by = cast(SignAware, inner_codec(codec))
+    curved, uncurved = (Curved(by.bits, f, by.kernels) for f in (curve, IDENTITY))
     given, seed = match_varying(((x, *parameters), noise.salt(seed, x)))
 
     def compute(seed: Array, x: Array, *parameters: Array) -> Any:
         mean, variance = norm.statistics(x)
-        code = _encode(norm, x, mean, variance, curved.bits, seed)
+        code = _encode(norm, x, mean, variance, by.bits, seed)
         z = norm.result(x, mean, variance, *parameters)
         y = activation(z)
         piece = () if curve.piece is None else packing.pack(curve.piece(z), curve.piece_bits)
@@ -183,14 +187,24 @@ def norm_curve(
         def read(code: Encoded) -> _curves.Slopes:
             return _curves.slopes(*curved.read(Kept(*code.arrays), code.shape))
 
-        dy, code = as_convolved((dy, code))
-        _, slope, product = barriers.decode_after(dy, code, read, codec)
-        wide = dy.astype(jnp.float32)
+        def totals(dy: Array, code: Encoded) -> tuple[Array, Array]:
+            _, slope, product = map(hold.use, read(code))
+            wide = dy.astype(jnp.float32)
+            return _sums(wide * slope, wide * product, axes)
+
+        def gradient(dy: Array, code: Encoded, factor: Array, offset: Array, of_h: Array) -> Array:
+            h, slope, _ = read(code)
+            dx = factor * (dy.astype(jnp.float32) * slope) + offset
+            return (dx + h * of_h).astype(x.dtype)
+
+        by_kernel = functools.partial(by_row_kernel, exact=False) if by.kernels else as_it_is
         axes = norm.axes
-        doffset, dgain = _sums(wide * slope, wide * product, axes)
+        dy, code = as_convolved((dy, code))
+        code, hold = barriers.hold_until(dy, code, codec)
+        doffset, dgain = by_kernel(totals)(dy, code)
+        doffset = hold.use_in_sum(doffset)
         # Without the barrier, XLA writes the decoded values of one pass for the other.
         code, (doffset, dgain) = barriers.barrier_together(as_convolved(code), (doffset, dgain))
-        h, slope, _ = read(code)
         gain = code.arrays[2]
         asked = norm.shares((dmean, dvariance), dy)
         mean_dh, mean_dhh, dmean, dvariance = norm.means((gain * doffset, gain * dgain, *asked))
@@ -198,11 +212,11 @@ def norm_curve(
         deviation = jnp.sqrt(wide_variance + norm.epsilon)
         centre = 2 * deviation * dvariance - mean_dhh / deviation
         # In a constant group h is 0; a clipped variance has no derivative.
-        dx = gain / deviation * (wide * slope) + (dmean - mean_dh / deviation)
-        dx += h * jnp.where(wide_variance == 0, 0, centre)
+        of_h = jnp.where(wide_variance == 0, 0, centre)
+        dx = by_kernel(gradient)(dy, code, gain / deviation, dmean - mean_dh / deviation, of_h)
         _, transpose = jax.vjp(lambda *p: norm.affine(mean, variance, *p), *parameters)
         of_parameters = transpose((dgain + norm.wide(0 * variance), doffset))
-        return None, dx.astype(x.dtype), *of_parameters
+        return None, dx, *of_parameters
 
     op.defvjp(forward, backward)
     codes, y, mean, variance = op(seed, *given)

@@ -14,7 +14,7 @@ X, OF_CHANNELS = normal(SHAPE), normal((1, 1, 1, 8), seed=1)
 
 def read(function, *arguments, exact=True):
     program = jax.make_jaxpr(function)(*arguments)
-    return Rows.of(program, jax.tree.leaves(arguments), exact=exact)
+    return Rows.of(program.jaxpr, [*program.consts, *arguments], exact=exact)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,6 @@ def test_small_arrays_are_read_along_their_axes(shape, axes):
         (lambda x, small: jnp.cumsum(x, 1) + small, OF_CHANNELS),
         (lambda x, small: jnp.exp(x) + small, OF_CHANNELS),  # not to the bit
         (lambda x, small: small * 2, OF_CHANNELS),  # nothing of rows
-        (lambda x, small: x + jnp.zeros(SHAPE) + X + small, OF_CHANNELS),
     ],
 )
 def test_other_functions_are_refused(function, small):

@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxcomp import SignAware
+from jaxcomp._core import row_kernels
 from jaxcomp.ops._curves import CURVES
 from jaxcomp.ops._norm import Norm
 from jaxcomp.ops._norm_curve import Normalization, norm_curve
-from tests.helpers import assert_same_bits, normal
+from tests.helpers import assert_close, assert_same_bits, normal
 
 NORM = Norm((0, 1, 2), (0, 1, 2), 1e-5, use_fast_variance=False)
 X, SCALE, BIAS = normal((8, 6, 6, 4)), 1 + normal((4,), seed=1), normal((4,), seed=2)
@@ -16,6 +17,7 @@ X, SCALE, BIAS = normal((8, 6, 6, 4)), 1 + normal((4,), seed=1), normal((4,), se
 
 class OfBatch(Normalization):
     axes, epsilon = NORM.axes, NORM.epsilon
+    count = X.size // SCALE.size
 
     def statistics(self, x):
         return NORM.statistics(x)
@@ -31,7 +33,7 @@ class OfBatch(Normalization):
         return NORM.wide(statistic)
 
     def means(self, sums):
-        return tuple(s * SCALE.size / X.size for s in sums)
+        return tuple(s / self.count for s in sums)
 
     def shares(self, cotangents, x):
         return tuple(map(NORM.wide, cotangents))
@@ -75,3 +77,26 @@ def test_the_gradient_is_that_of_the_norm_and_the_function():
 def test_a_nan_of_a_statistic_is_in_the_scale():
     y, *_ = jax.jit(run)(X.at[0, 0, 0, 1].set(jnp.nan))
     assert np.isnan(y.channel_scale.ravel()).tolist() == [False, True, False, False]
+
+
+def test_kernels_compute_the_same_gradients(monkeypatch):
+    class OfMore(OfBatch):
+        count = 4 * 16 * 16
+
+    x, scale, bias = normal((4, 16, 16, 48)), 1 + normal((48,), seed=1), normal((48,), seed=2)
+    weight = normal(x.shape, seed=3)
+
+    def loss(codec, *arguments):
+        x, *parameters = arguments
+        silu = CURVES[0], jax.nn.silu
+        y, *_ = norm_curve(OfMore(), x, tuple(parameters), *silu, codec, jnp.uint32(0))
+        return (y.value * weight).sum()
+
+    def found(codec):
+        return jax.jit(jax.grad(lambda *a: loss(codec, *a), (0, 1, 2)))(x, scale, bias)
+
+    expected, launched = found(SignAware()), []
+    monkeypatch.setattr(row_kernels, "INTERPRET", True)
+    monkeypatch.setattr(row_kernels, "on_one", lambda _, form, __: launched.append(1) or form)
+    assert_close(found(SignAware(kernels=True)), expected, rtol=1e-5)
+    assert len(launched) == 2
