@@ -8,6 +8,7 @@ bytes at once, and multiplies and adds by one instruction where no bit depends o
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,6 +33,7 @@ from jaxcomp._core.rows import (
     Value,
     with_operands,
 )
+from jaxcomp._core.shard_map import match_varying, struct_like
 
 THREADS = 128  # of a program
 ELEMENTS = 16  # of a thread, in one step; more would take its registers
@@ -65,6 +67,7 @@ def by_row_kernel(function: Callable[..., Any], *, exact: bool) -> Callable[...,
     """
 
     def run(*arguments: Any) -> Any:
+        arguments = match_varying(arguments)
         program, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
         # What the function closes over is an argument, too: the program may be evaluated again.
         inputs = [*map(jnp.asarray, program.consts), *jax.tree.leaves(arguments)]
@@ -173,20 +176,21 @@ class Kernel:
         """Returns the results of rows, in two dimensions, and the sums."""
         rows, channels = self.rows, self.rows.shape[-1]
         count = math.prod(rows.shape[:-1])
+        like = functools.partial(struct_like, next(given[v] for v in rows.read if v.axes == ALL))
         arrays = [
             _packed(given[v].reshape(count, channels)) if v.axes == ALL else self._small(v)
             for v in rows.read
         ]
         results = [
-            jax.ShapeDtypeStruct((count, channels // 2), jnp.uint8)
+            like((count, channels // 2), jnp.uint8)
             if v.dtype == UINT4
-            else jax.ShapeDtypeStruct((count, channels), v.dtype)
+            else like((count, channels), v.dtype)
             for v in rows.made
         ]
         if rows.sums:
             below, _, groups = self.grid
             sums = (groups * below, len(rows.sums), channels)
-            results.append(jax.ShapeDtypeStruct(sums, jnp.float32))
+            results.append(like(sums, jnp.float32))
         made = pl.pallas_call(
             self._run,
             grid=self.grid,

@@ -33,8 +33,8 @@ _EXACT = {
 }
 # Operations that they compute to rounding.
 _CLOSE = {"div", "sqrt", "exp", "exp2", "log", "log1p", "logistic", "tanh", "integer_pow"}
-# Operations that change the shape of small arrays.
-SHAPING = {"reshape", "broadcast_in_dim", "squeeze", "expand_dims"}
+# Operations that leave the numbers of small arrays as they are.
+SHAPING = {"reshape", "broadcast_in_dim", "squeeze", "expand_dims", "pvary"}
 
 
 class NotOfRows(Exception):
@@ -278,9 +278,9 @@ class _Reader:
             if aval.dtype != jnp.float32:
                 raise NotOfRows(f"a sum in {aval.dtype}")
             return [Sum(operands[0])]
-        if self.axes(aval.shape) != ALL or name not in {"reshape", *_EXACT, *_CLOSE}:
+        if self.axes(aval.shape) != ALL or name not in {"reshape", "pvary", *_EXACT, *_CLOSE}:
             raise NotOfRows(name)
-        if name == "reshape":
+        if name in ("reshape", "pvary"):
             return operands
         return [Value(ALL, aval.dtype, name, tuple(operands), equation)]
 

@@ -12,7 +12,14 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxcomp._core import row_kernels
 from jaxcomp._core.row_kernels import by_row_kernel
 from jaxcomp.codecs import packing
+from jaxcomp.memory._compiling import compile_step
+from jaxcomp.memory._targets import resolve
+from jaxcomp.memory._tracing import trace
 from tests.helpers import AS_WRITTEN, DTYPES, assert_close, assert_same_bits, normal
+
+needs_older = pytest.mark.skipif(
+    jax.__version_info__ >= (0, 12), reason="it asks for the GPU that Pallas lowers for"
+)
 
 
 @pytest.fixture
@@ -98,6 +105,25 @@ def test_lanes_of_vmap(launched):
     assert_close(made, jax.vmap(scaled)(x, small), rtol=1e-6)
 
 
+def test_devices_of_shard_map(launched):
+    mesh = jax.make_mesh((8,), ("data",), (AxisType.Auto,))
+    x, small = normal((16, 80, 64), jnp.bfloat16), normal((1, 1, 64), seed=1)
+
+    def scaled(x, small):
+        return x.astype(jnp.float32) * small, x.astype(jnp.float32).sum((0, 1))
+
+    def of_device(x, small):
+        y, total = by_row_kernel(scaled, exact=True)(x, small)
+        return y, lax.psum(total, "data")
+
+    by_device, everywhere = PartitionSpec("data"), PartitionSpec()
+    specs = {"in_specs": (by_device, everywhere), "out_specs": (by_device, everywhere)}
+    mapped = jax.shard_map(of_device, mesh=mesh, **specs, check_vma=False)  # Pallas' interpreter
+    made = jax.jit(mapped)(x, small)
+    assert launched
+    assert_close(made, scaled(x, small), rtol=1e-6)
+
+
 def test_nans_stay(launched):
     x = normal((2, 80, 64)).at[0, 3, 5].set(jnp.nan).at[1, 2, 7].set(-jnp.inf)
     y = by_row_kernel(lambda x, s: jnp.maximum(x * s, 0), exact=True)(x, jnp.ones((1, 1, 64)))
@@ -117,16 +143,40 @@ def test_derivatives_and_calls_without_jit_are_those_of_the_function():
     assert_same_bits(jax.grad(by_kernel, (0, 1))(x, scale), jax.grad(loss, (0, 1))(x, scale))
 
 
-@pytest.mark.parametrize("devices", [1, 8])
-def test_a_program_for_several_devices_has_no_kernel(devices):
-    mesh = jax.make_mesh((devices,), ("data",), (AxisType.Auto,), devices=jax.devices()[:devices])
-    sharding = NamedSharding(mesh, PartitionSpec("data"))
-    x = jax.ShapeDtypeStruct((16, 80, 64), jnp.float32, sharding=sharding)
-    function = jax.jit(by_row_kernel(lambda x, s: x * s, exact=True))
-    from jax._src.mesh import AbstractDevice  # JAX has no other way to name an absent device
+@pytest.mark.parametrize(("dtype", "maximum"), [(jnp.float32, "f32"), (jnp.bfloat16, "bf16x2")])
+@pytest.mark.parametrize("name", ["h100", "a100-40gb"])
+def test_compiled_kernels_keep_nans_and_round_products(name, dtype, maximum, tmp_path):
+    """No sum is fused with a product that a result with the bits of XLA follows from."""
 
-    absent = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=None, platform="gpu")
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=absent)):
-        traced = function.trace(x, jax.ShapeDtypeStruct((1, 1, 64), jnp.float32))
+    def relu(x, scale):
+        return jnp.maximum((x.astype(jnp.float32) * scale + scale).astype(x.dtype), 0)
+
+    target = resolve(name)
+    shapes = jax.ShapeDtypeStruct((2, 96, 64), dtype), jax.ShapeDtypeStruct((1, 1, 64), jnp.float32)
+    found = {}
+    for exact in (True, False):
+        function = by_row_kernel(
+            lambda *a: (relu(*a), relu(*a).astype(jnp.float32).sum((0, 1))), exact=exact
+        )
+        step = trace(function, *shapes, target=target)
+        folder = tmp_path / str(exact)
+        compile_step(step, target, dump_dir=folder)
+        found[exact] = "".join(path.read_text() for path in folder.glob("*.ptx"))
+    assert f"max.NaN.{maximum}" in found[True]
+    assert "fma" not in found[True]
+    assert "fma.rn.f32" in found[False]
+
+
+@needs_older
+@pytest.mark.parametrize(("devices", "mapped"), [(1, False), (8, False), (8, True)])
+def test_programs_for_several_devices_have_kernels_in_shard_map_alone(devices, mapped):
+    mesh = jax.make_mesh((devices,), ("data",), (AxisType.Auto,), devices=jax.devices()[:devices])
+    by_device, everywhere = PartitionSpec("data"), PartitionSpec()
+    x = jax.ShapeDtypeStruct((16, 80, 64), jnp.float32, sharding=NamedSharding(mesh, by_device))
+    function = by_row_kernel(lambda x, s: x * s, exact=True)
+    if mapped:
+        specs = {"in_specs": (by_device, everywhere), "out_specs": by_device}
+        function = jax.shard_map(function, mesh=mesh, **specs)
+    traced = jax.jit(function).trace(x, jax.ShapeDtypeStruct((1, 1, 64), jnp.float32))
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert ("triton" in text) == (devices == 1)
+    assert ("triton" in text) == (devices == 1 or mapped)
