@@ -149,16 +149,14 @@ def test_compiled_kernels_keep_nans_and_round_products(name, dtype, maximum, tmp
     """No sum is fused with a product that a result with the bits of XLA follows from."""
 
     def relu(x, scale):
-        return jnp.maximum((x.astype(jnp.float32) * scale + scale).astype(x.dtype), 0)
+        y = jnp.maximum((x.astype(jnp.float32) * scale + scale).astype(x.dtype), 0)
+        return y, y.astype(jnp.float32).sum((0, 1))
 
     target = resolve(name)
     shapes = jax.ShapeDtypeStruct((2, 96, 64), dtype), jax.ShapeDtypeStruct((1, 1, 64), jnp.float32)
     found = {}
     for exact in (True, False):
-        function = by_row_kernel(
-            lambda *a: (relu(*a), relu(*a).astype(jnp.float32).sum((0, 1))), exact=exact
-        )
-        step = trace(function, *shapes, target=target)
+        step = trace(by_row_kernel(relu, exact=exact), *shapes, target=target)
         folder = tmp_path / str(exact)
         compile_step(step, target, dump_dir=folder)
         found[exact] = "".join(path.read_text() for path in folder.glob("*.ptx"))
