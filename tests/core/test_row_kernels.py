@@ -143,6 +143,7 @@ def test_derivatives_and_calls_without_jit_are_those_of_the_function():
     assert_same_bits(jax.grad(by_kernel, (0, 1))(x, scale), jax.grad(loss, (0, 1))(x, scale))
 
 
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 @pytest.mark.parametrize(("dtype", "maximum"), [(jnp.float32, "f32"), (jnp.bfloat16, "bf16x2")])
 @pytest.mark.parametrize("name", ["h100", "a100-40gb"])
 def test_compiled_kernels_keep_nans_and_round_products(name, dtype, maximum, tmp_path):
