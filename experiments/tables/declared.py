@@ -287,8 +287,8 @@ def instructions(
         Source(INSTRUCTIONS("bottlenecks-h200-kernels"), reader=instructions_of(pallas)),
     )
     columns = {"kernel": text("row"), "XLA, before": counted}
-    for name, other in zip(("XLA, now", "kernels of rows"), others, strict=True):
-        columns[name] = of(other.record, counted, other.reader)
+    for column, other in zip(("XLA, now", "kernels of rows"), others, strict=True):
+        columns[column] = of(other.record, counted, other.reader)
     source = Source(INSTRUCTIONS("bottlenecks-h200-before"), reader=instructions_of(before))
     return Table(columns, (source,), others)
 

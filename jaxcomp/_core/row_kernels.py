@@ -215,7 +215,7 @@ class Kernel:
         return array.reshape(-1, self.rows.shape[-1] if axes.channel else 1)
 
     def _run(self, *refs: Any) -> None:
-        """The body of the kernel: one program."""
+        """Computes one program of the kernel."""
         with source_info_util.user_context(_SOURCE, name_stack=_NO_SCOPE):
             self._program(*refs)
 
