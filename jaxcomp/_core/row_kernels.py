@@ -340,7 +340,8 @@ class Kernel:
             new = jnp.dtype(params["new_dtype"])
             return operands[0] & 15 if new == UINT4 else operands[0].astype(new)
         operands = jnp.broadcast_arrays(*operands)
-        if value.name in ("max", "min") and value in self.rows.exact and not INTERPRET:
+        is_float = jnp.issubdtype(value.dtype, jnp.floating)
+        if value.name in ("max", "min") and value in self.rows.exact and is_float:
             return _extreme(value.name, operands)
         result: Array = value.equation.primitive.bind(*operands, **params)
         return result
@@ -348,6 +349,8 @@ class Kernel:
 
 def _extreme(name: str, operands: list[Array]) -> Array:
     """Returns the maximum or minimum of two arrays; NaN where one is. Triton's drops NaNs."""
+    if INTERPRET:
+        return (jnp.maximum if name == "max" else jnp.minimum)(*operands)
     dtype = jnp.dtype(operands[0].dtype)
     if dtype == jnp.float32:
         return _assembly(f"{name}.NaN.f32 $0, $1, $2;", "=f,f,f", operands)
