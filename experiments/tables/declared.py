@@ -277,17 +277,20 @@ def time_over_plain(row: Row) -> str:
     return TIME(row) or f"{ratio('estimated_seconds')(row)} (estimated)"
 
 
-def instructions(before: Mapping[str, str], now: Mapping[str, str]) -> Table:
-    """Instructions of kernels, by XLA's names of them before and now."""
+def instructions(
+    before: Mapping[str, str], now: Mapping[str, str], pallas: Mapping[str, str]
+) -> Table:
+    """Instructions of kernels, by the names of XLA's before and now, and of those of Pallas."""
     counted = number("instructions", 1, ".1f")
-    others = Source(INSTRUCTIONS("bottlenecks-h200"), reader=instructions_of(now))
-    columns = {
-        "kernel": text("row"),
-        "before": counted,
-        "now": of(others.record, counted, others.reader),
-    }
+    others = (
+        Source(INSTRUCTIONS("bottlenecks-h200"), reader=instructions_of(now)),
+        Source(INSTRUCTIONS("bottlenecks-h200-kernels"), reader=instructions_of(pallas)),
+    )
+    columns = {"kernel": text("row"), "XLA, before": counted}
+    for column, other in zip(("XLA, now", "kernels of rows"), others, strict=True):
+        columns[column] = of(other.record, counted, other.reader)
     source = Source(INSTRUCTIONS("bottlenecks-h200-before"), reader=instructions_of(before))
-    return Table(columns, (source,), (others,))
+    return Table(columns, (source,), others)
 
 
 INSTRUCTIONS = "instructions/{}/instructions.json".format
@@ -574,13 +577,29 @@ TABLES: dict[str, Table] = {
             "loop_convert_fusion_2": "the rest of it, code of a pre-activation",
             "loop_convert_fusion": "the rest of it, code of normalised values",
         },
+        pallas={
+            "rows": "norm and ReLU, one code",
+            "rows__1": "norm, sum and ReLU, two codes",
+            "rows__4": "decoding for the gradient of a 3x3 kernel, with dither",
+            "rows__5": "sums of a norm's backward pass",
+            "rows__6": "the rest of it, code of a pre-activation",
+            "rows__3": "the rest of it, code of normalised values",
+        },
     ),
     "modelled": Table(
         MODELLED,
         (
             Source(INSTRUCTIONS("bottlenecks-h200-before"), step="before"),
             Source(INSTRUCTIONS("bottlenecks-h200"), ("fused:bits=4",), step="now"),
+            Source(
+                INSTRUCTIONS("bottlenecks-h200-kernels"),
+                ("fused:bits=4,kernels=true",),
+                step="kernels of rows",
+            ),
         ),
+    ),
+    "modelled-resnet50": Table(
+        MODELLED, (Source(INSTRUCTIONS("resnet50-h200"), step="ResNet-50, H200"),)
     ),
     "faults": Table(
         {"fault": lambda row: FAULTS[row.name], "tried": number("tried")},

@@ -16,6 +16,7 @@ from jaxcomp.codecs import (
 )
 from jaxcomp.codecs._block_sparse import Block, Product
 from jaxcomp.codecs._offload import inner_codec
+from jaxcomp.codecs._quantize import Rounding
 from jaxcomp.codecs._sign_aware import ScaleSource
 from jaxcomp.policies._policy import Policy
 from jaxcomp.policies._rule import Action, Rule
@@ -143,7 +144,7 @@ def automatic(bits: int = 4, kernels: bool = False) -> Policy:
     return Policy((unit, *_PACKED, *rest))
 
 
-def transformer(bits: int = 4) -> Policy:
+def transformer(bits: int = 4, rounding: Rounding = "stochastic") -> Policy:
     """Returns a recipe for transformers of any library's layers.
 
     Values of 16,384 elements or more are quantized, without bias but for that of a norm's input
@@ -155,6 +156,7 @@ def transformer(bits: int = 4) -> Policy:
 
     Args:
         bits: Bits of an element: 1, 2, 3, 4 or 8.
+        rounding: As in `Quantize`. "dither" has half the variance of "stochastic".
 
     Returns:
         The policy.
@@ -170,7 +172,7 @@ def transformer(bits: int = 4) -> Policy:
         2     Quantize(bits=2, group='channel', rounding='stochastic')  min_size=16384
     """  # noqa: E501
     products = Rule("cheapest", primitives=("dot_general",), roles=("other",), required=False)
-    return Policy((products, Rule(Quantize(bits), min_size=_MIN_SIZE)))
+    return Policy((products, Rule(Quantize(bits, rounding=rounding), min_size=_MIN_SIZE)))
 
 
 def save_names(named: Mapping[str, Codec | Action], rest: Action = "recompute") -> Policy:

@@ -113,6 +113,47 @@ def test_error_bound_and_exact_extremes(shape, bits, group, rounding, dtype, see
         np.testing.assert_array_equal(as_float(decoded)[at], value[at])
 
 
+@hypothesis.settings(max_examples=10)
+@hypothesis.given(SHAPES, st.sampled_from(BITS), st.sampled_from(GROUPS), st.sampled_from(DTYPES))
+def test_error_bound_and_bytes_of_dither(shape, bits, group, dtype):
+    x = normal(shape, dtype)
+    codec = Quantize(bits, group, "dither")
+    encoded = jax.jit(codec.encode)(x)
+    assert encoded.nbytes == codec.nbytes(x.shape, x.dtype)
+    if x.size == 0:
+        return
+    axes, value = group_axes(group, x.shape), as_float(x)
+    low, high = value.min(axes, keepdims=True), value.max(axes, keepdims=True)
+    step = (high - low) / (2**bits - 1)
+    error = np.abs(as_float(decode_unrounded(codec, encoded)) - value)
+    assert np.all(error <= step / 2 + 1e-6 * (np.abs(low) + np.abs(high)))
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_dither_is_unbiased_and_its_error_uniform(bits):
+    """Whatever the value is, exact levels too; and two neighbours have errors of their own."""
+    draws, codec = 4096, Quantize(bits, "sample", "dither")
+    x = jnp.asarray(np.random.default_rng(bits).uniform(-0.7, 1.9, (2, 48)), jnp.float32)
+    step = np.ptp(as_float(x), 1, keepdims=True) / (2**bits - 1)
+    decoded = jax.jit(jax.vmap(lambda s: decode_unrounded(codec, codec.encode(x, s))))(
+        jnp.arange(draws)
+    )
+    error = (as_float(decoded) - as_float(x)) / step
+    deviation = (draws * 12) ** -0.5
+    floor = 2.0**-17 + 1e-6 * 2**bits  # the grid of the noise, and float32's own rounding
+    assert np.all(np.abs(error.mean(0)) < z_limit(x.size) * deviation + floor)
+    np.testing.assert_allclose(error.var(0), 1 / 12, rtol=0.12)
+    covariance = (error[..., 1:] * error[..., :-1]).mean(0)
+    assert np.all(np.abs(covariance) < z_limit(covariance.size) * draws**-0.5 / 12 + floor)
+
+
+def test_a_constant_group_is_exact_with_dither_and_a_nan_stays():
+    x = jnp.full((2, 20, 4), 0.3).at[1, 3, 2].set(jnp.nan)
+    codec = Quantize(2, "channel", "dither")
+    decoded = codec.decode(codec.encode(x))
+    assert_same_bits(decoded, x.at[1, :, 2].set(jnp.nan))
+
+
 @pytest.mark.parametrize("bits", BITS)
 def test_unbiased_over_every_number_of_the_noise(bits, monkeypatch):
     """All 2^16 numbers, once each: the mean error is no more than half their distance."""

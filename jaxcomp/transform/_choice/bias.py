@@ -22,10 +22,10 @@ def bias_of_mean(codec: Codec, shape: tuple[int, ...], count: int) -> float | No
         values; None where it is not known.
     """
     codec = inner_codec(codec)
-    if not isinstance(codec, Quantize) or codec.rounding != "stochastic":
+    if not isinstance(codec, Quantize) or not codec.unbiased:
         return None
     step = expected_range(shape, codec.range_axes(shape)) / (2**codec.bits - 1)
-    return step**2 / 6 / count
+    return step**2 / (12 if codec.rounding == "dither" else 6) / count
 
 
 def percent(bias: float) -> str:
