@@ -37,7 +37,6 @@ from jaxcomp.codecs import (
     Float8,
     Quantize,
     SignAware,
-    _dithered,
     noise,
 )
 from jaxcomp.codecs._codec import Seed
@@ -51,6 +50,7 @@ KINDS = {  # roles of saved values
 SMALLEST = 2**14  # elements of an array
 CODECS: tuple[Codec, ...] = (
     *(Quantize(bits) for bits in (1, 2, 3, 4, 8)),
+    *(Quantize(bits, rounding="dither") for bits in (1, 2, 3, 4, 8)),
     Float8(),
     DualPrecision(),
     AvgPool(2),
@@ -111,14 +111,7 @@ def coded(x: Float[Array, "batch *rest"], seed: int) -> Iterator[tuple[str, Call
             ),
         )
     for bits in (2, 3, 4):
-        yield f"dithered, {bits} bits", lambda bits=bits: _by_dither(x, bits, seed)  # type: ignore[misc]
         yield f"levels of a norm, {bits} bits", lambda bits=bits: _by_levels(x, bits, seed)  # type: ignore[misc]
-
-
-def _by_dither(x: Array, bits: int, seed: int) -> Coded:
-    code = _dithered.encode(x, bits, seed)
-    nbytes = bits / 8 * x.size + sum(end.nbytes for end in code.ends)
-    return _dithered.decode(code, bits, x.shape)[0], 8 * nbytes / x.size
 
 
 def _by_levels(x: Array, bits: int, seed: int) -> Coded:
@@ -181,7 +174,7 @@ def main(
         write_json(out / "limit.json", content)
     table = [["model", "values", "code", "bits", "error / variance", "/ limit"]]
     for row in rows:
-        figures_of_row = f"{row['bits']:.2f}", f"{row['error']:.2e}", f"{row['distance']:.1f}"
+        figures_of_row = f"{row['bits']:.2f}", f"{row['error']:.2e}", f"{row['distance']:,.1f}"
         table.append([row["model"], row["kind"], row["row"], *figures_of_row])
     title = f"Error of codes of saved activations after {steps} training steps, over the limit:"
     typer.echo(write_table(out / "limit.md", title, table, content["command"]))
