@@ -598,6 +598,9 @@ TABLES: dict[str, Table] = {
             ),
         ),
     ),
+    "modelled-resnet50": Table(
+        MODELLED, (Source(INSTRUCTIONS("resnet50-h200"), step="ResNet-50, H200"),)
+    ),
     "faults": Table(
         {"fault": lambda row: FAULTS[row.name], "tried": number("tried")},
         (Source("faults/faults.json", reader=faults),),
