@@ -22,6 +22,7 @@ from experiments.tables.rows import (
     audits,
     budgets,
     compile_times,
+    distances,
     faults,
     features,
     fitted,
@@ -120,6 +121,14 @@ NOISE: Columns = {
     "steps": text("steps"),
     "noise / SGD's": number("noise_over_sgd", 1, ".3f"),
     "bias": bias,
+}
+LIMIT: Columns = {
+    "network": text("model"),
+    "values": text("kind"),
+    "code": text("row"),
+    "bits": number("bits", 1, ".2f"),
+    "error / variance": number("error", 1, ".2g"),
+    "/ limit": number("distance", 1, ".1f"),
 }
 BUDGETS: Columns = {
     "budget / plain": number("fraction", 1, ".2f"),
@@ -500,6 +509,8 @@ TABLES: dict[str, Table] = {
     "transformer-lm": Table(TEXTS, (Source("transformers/lm/runs.json", reader=texts),)),
     "transformer-vit": Table(TEXTS, (Source("transformers/vit/runs.json", reader=texts),)),
     "noise-lm": Table(NOISE, (Source("gradients-lm/gradients.json", reader=noise),)),
+    "noise-lm-dither": Table(NOISE, (Source("gradients-lm-dither/gradients.json", reader=noise),)),
+    "limit": Table(LIMIT, (Source("limit/limit.json", reader=distances),)),
     "noise-vit": Table(NOISE, (Source("gradients-vit/gradients.json", reader=noise),)),
     "noise-actnn": Table(
         NOISE,

@@ -314,6 +314,11 @@ def noise(content: Values) -> list[dict[str, Any]]:
     ]
 
 
+def distances(content: Values) -> list[dict[str, Any]]:
+    """Rows of bench.limit: the codes that are not far above the limit."""
+    return [row for row in content["rows"] if row["distance"] < 100 and row["bits"] > 1.9]
+
+
 def named(rows: Sequence[Row], names: Sequence[str]) -> list[Row]:
     """Returns the rows with these names, in their order.
 
