@@ -27,17 +27,22 @@ FORMS = {"XLA, in chunks": 512, "XLA": None, CUDNN: None}  # queries of a chunk
 
 @contextlib.contextmanager
 def cudnn_attention() -> Iterator[None]:
-    """Takes cuDNN for each attention; JAX would ask for its version, and it is not there."""
+    """Takes cuDNN for each attention; JAX would ask for its version, and it is not there.
+
+    What was traced before has XLA's attention, so JAX's caches are cleared.
+    """
     from jax._src.cudnn import fused_attention_stablehlo as fused
 
     attention, version = jax.nn.dot_product_attention, fused.check_cudnn_version
     by_cudnn = functools.partial(attention, implementation="cudnn")
     jax.nn.dot_product_attention = by_cudnn  # type: ignore[assignment]
     fused.check_cudnn_version = lambda: 91000
+    jax.clear_caches()
     try:
         yield
     finally:
         jax.nn.dot_product_attention, fused.check_cudnn_version = attention, version
+        jax.clear_caches()
 
 
 @usage_errors()
