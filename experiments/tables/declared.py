@@ -122,6 +122,14 @@ NOISE: Columns = {
     "noise / SGD's": number("noise_over_sgd", 1, ".3f"),
     "bias": bias,
 }
+ATTENTION: Columns = {
+    "tokens": text("length"),
+    "attention": text("attention"),
+    "row": name,
+    "needs, MiB": mib("total_bytes"),
+    "HBM traffic, MiB": mib("hbm_traffic_bytes"),
+    "kernels": number("kernels"),
+}
 LIMIT: Columns = {
     "network": text("model"),
     "values": text("kind"),
@@ -510,6 +518,7 @@ TABLES: dict[str, Table] = {
     "transformer-vit": Table(TEXTS, (Source("transformers/vit/runs.json", reader=texts),)),
     "noise-lm": Table(NOISE, (Source("gradients-lm/gradients.json", reader=noise),)),
     "noise-lm-dither": Table(NOISE, (Source("gradients-lm-dither/gradients.json", reader=noise),)),
+    "attention": Table(ATTENTION, (Source("attention-h100/attention.json"),)),
     "limit": Table(LIMIT, (Source("limit/limit.json", reader=distances),)),
     "noise-vit": Table(NOISE, (Source("gradients-vit/gradients.json", reader=noise),)),
     "noise-actnn": Table(
