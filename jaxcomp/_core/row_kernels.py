@@ -62,7 +62,7 @@ def by_row_kernel(function: Callable[..., Any], *, exact: bool) -> Callable[...,
 
     Example:
         >>> scaled = by_row_kernel(lambda x, scale: x * scale, exact=True)
-        >>> scaled(jnp.ones((2, 4)), jnp.arange(4.0))[1].tolist()
+        >>> scaled(jnp.ones((2, 4)), jnp.arange(4.0)[None])[1].tolist()
         [0.0, 1.0, 2.0, 3.0]
     """
 
