@@ -46,6 +46,7 @@ def test_small_arrays_are_read_along_their_axes(shape, axes):
             OF_CHANNELS,
         ),  # uses a sum
         (lambda x, small: x.sum((1, 2), keepdims=True) + small, OF_CHANNELS),  # of each sample
+        (lambda x, small: (x * small).reshape(4, 8, 6, 5).sum((0, 1, 2)), OF_CHANNELS),
         (lambda x, small: jnp.cumsum(x, 1) + small, OF_CHANNELS),
         (lambda x, small: jnp.exp(x) + small, OF_CHANNELS),  # not to the bit
         (lambda x, small: small * 2, OF_CHANNELS),  # nothing of rows
