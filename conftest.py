@@ -8,6 +8,7 @@ import tempfile
 
 import hypothesis
 import jax
+import pytest
 
 PLATFORM = os.environ.get("JAX_PLATFORMS", "cpu")  # "cuda" runs them on an attached GPU
 
@@ -44,3 +45,21 @@ def pytest_collection_finish() -> None:
     """What is imported stays, and a collection that leaves it out and is rare takes little time."""
     gc.freeze()
     gc.set_threshold(10_000, 10, 10)
+
+
+@pytest.fixture
+def launched_kernels(monkeypatch):
+    """Interprets kernels of rows on any platform, and returns those that were launched."""
+    from jaxcomp._core import row_kernels  # after the import hook of type checks
+
+    found = []
+    launch = row_kernels.Kernel._launch
+
+    def counted(kernel, given):
+        found.append(kernel)
+        return launch(kernel, given)
+
+    monkeypatch.setattr(row_kernels, "INTERPRET", True)
+    monkeypatch.setattr(row_kernels, "on_one", lambda _, form, portable: form)
+    monkeypatch.setattr(row_kernels.Kernel, "_launch", counted)
+    return found

@@ -11,7 +11,7 @@ coded below the limit.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar
 
 import jax
@@ -100,18 +100,13 @@ def saved_activations(subject: Subject) -> list[tuple[str, np.ndarray]]:
     return found
 
 
-def coded(x: Float[Array, "batch *rest"], seed: int) -> Iterator[tuple[str, Callable[[], Coded]]]:
-    """Lists the codes of an array by name, each with a function that encodes and decodes it."""
+def coded(x: Float[Array, "batch *rest"], seed: int) -> Iterator[tuple[str, Coded]]:
+    """Encodes and decodes an array by each code, and yields the results by name."""
     for codec in CODECS:
-        yield (
-            str(codec),
-            lambda codec=codec: (  # type: ignore[misc]
-                codec.decode(codec.encode(x, seed)),
-                8 * codec.nbytes(x.shape, x.dtype) / x.size,
-            ),
-        )
-    for bits in (2, 3, 4):
-        yield f"levels of a norm, {bits} bits", lambda bits=bits: _by_levels(x, bits, seed)  # type: ignore[misc]
+        bits = 8 * codec.nbytes(x.shape, x.dtype) / x.size
+        yield str(codec), (codec.decode(codec.encode(x, seed)), bits)
+    for number in (2, 3, 4):
+        yield f"levels of a norm, {number} bits", _by_levels(x, number, seed)
 
 
 def _by_levels(x: Array, bits: int, seed: int) -> Coded:
@@ -164,18 +159,18 @@ def main(
         figures: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
         for role, array in track(saved_activations(subject), f"encoding {name}"):
             x = jnp.asarray(array, jnp.float32)
-            for code, encode in coded(x, seed=1):
-                figures.setdefault((role, code), []).append(distance(x, encode()))
-        for (role, code), found in figures.items():
+            for name_of_code, code in coded(x, seed=1):
+                figures.setdefault((role, name_of_code), []).append(distance(x, code))
+        for (role, row), found in figures.items():
             bits, error, above = np.mean(found, 0)
-            named = {"model": name, "kind": KINDS[role], "row": code, "arrays": len(found)}
+            named = {"model": name, "kind": KINDS[role], "row": row, "arrays": len(found)}
             rows.append(named | {"bits": bits, "error": error, "distance": above})
         content = describe_environment() | {"steps": steps, "batch": batch, "rows": rows}
         write_json(out / "limit.json", content)
     table = [["model", "values", "code", "bits", "error / variance", "/ limit"]]
-    for row in rows:
-        figures_of_row = f"{row['bits']:.2f}", f"{row['error']:.2e}", f"{row['distance']:,.1f}"
-        table.append([row["model"], row["kind"], row["row"], *figures_of_row])
+    for of in rows:
+        figures_of_row = f"{of['bits']:.2f}", f"{of['error']:.2e}", f"{of['distance']:,.1f}"
+        table.append([of["model"], of["kind"], of["row"], *figures_of_row])
     title = f"Error of codes of saved activations after {steps} training steps, over the limit:"
     typer.echo(write_table(out / "limit.md", title, table, content["command"]))
 

@@ -46,7 +46,9 @@ LEAST_WIDTH = 16  # channels of a tile; with fewer, memory is read in short piec
 LEAST_ELEMENTS = 8  # of a thread in one step; with fewer, XLA's kernels are as good
 
 
-def by_row_kernel(function: Callable[..., Any], *, exact: bool) -> Callable[..., Any]:
+def by_row_kernel(
+    function: Callable[..., Any], *, exact: bool, wanted: bool = True
+) -> Callable[..., Any]:
     """Computes a function of rows of channels by one kernel, in a program for one NVIDIA GPU.
 
     The function is left to XLA in other programs, if it is not of rows, or if threads cannot share
@@ -56,6 +58,7 @@ def by_row_kernel(function: Callable[..., Any], *, exact: bool) -> Callable[...,
         function: Function of pytrees of arrays; elementwise, but for sums over all axes but the
             last.
         exact: Whether results in floating point have to have the bits of XLA.
+        wanted: Whether there is to be a kernel; else the function is returned as it is.
 
     Returns:
         A function with the same results. Without `exact`, and in sums, they differ by rounding.
@@ -65,6 +68,8 @@ def by_row_kernel(function: Callable[..., Any], *, exact: bool) -> Callable[...,
         >>> scaled(jnp.ones((2, 4)), jnp.arange(4.0)[None])[1].tolist()
         [0.0, 1.0, 2.0, 3.0]
     """
+    if not wanted:
+        return function
 
     def run(*arguments: Any) -> Any:
         arguments = match_varying(arguments)

@@ -221,7 +221,7 @@ def bilinear(
             found: ByPosition = {}
             if choice:
                 code, cotangent = barriers.barrier_together(code, cotangent, codec)
-                decode = by_row_kernel(codec.decode, exact=False) if codec.kernels else codec.decode
+                decode = by_row_kernel(codec.decode, exact=False, wanted=codec.kernels)
                 decoded = decode(code)
                 if travels and reads is not None:
                     decoded = part(

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -172,7 +171,7 @@ class NormActVjp:
             )
             y = norm.normalize(x, means[0], variances[0], scale, bias)
             return y, Kept(None, own, None), means, variances
-        encode = by_row_kernel(self._encode, exact=True) if self._by_row_kernels else self._encode
+        encode = by_row_kernel(self._encode, exact=True, wanted=self._by_row_kernels)
         y, (packed, own, index), affine = encode(
             inputs, residual, means, variances, channel_scale, salt
         )
@@ -290,9 +289,7 @@ class NormActVjp:
         """Returns the gradients of the inputs and of the skip connection, in their dtypes."""
         kept, variances, scales = saved
         kept, hold = barriers.hold_until(dy, kept, self.stored_by)
-        by_kernel = (
-            functools.partial(by_row_kernel, exact=False) if self._by_row_kernels else as_it_is
-        )
+        by_kernel = functools.partial(by_row_kernel, exact=False, wanted=self._by_row_kernels)
 
         def read(kept: Kept, scale: Array) -> tuple[Array | None, list[Affine], Array | None]:
             positive, decoded, index = self._read(kept, scale)
@@ -455,11 +452,6 @@ def passed(dy: Array, positive: Array | None) -> Array:
     """Returns the cotangent in float32, and 0 where the mask of a ReLU is False."""
     dz = dy.astype(jnp.float32)
     return dz if positive is None else jnp.where(positive, dz, 0)
-
-
-def as_it_is(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that XLA compiles."""
-    return function
 
 
 def _as(gradient: Array, like: Any) -> Array:

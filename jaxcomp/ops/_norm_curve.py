@@ -24,7 +24,7 @@ from jaxcomp.codecs._ranges import extremes
 from jaxcomp.ops import _curves
 from jaxcomp.ops._coded_array import CodedArray
 from jaxcomp.ops._curves import IDENTITY, Curve
-from jaxcomp.ops._norm_act_vjp import as_it_is, sums_of
+from jaxcomp.ops._norm_act_vjp import sums_of
 
 
 class Normalization(abc.ABC):
@@ -197,7 +197,7 @@ def norm_curve(
             dx = factor * (dy.astype(jnp.float32) * slope) + offset
             return (dx + h * of_h).astype(x.dtype)
 
-        by_kernel = functools.partial(by_row_kernel, exact=False) if by.kernels else as_it_is
+        by_kernel = functools.partial(by_row_kernel, exact=False, wanted=by.kernels)
         axes = norm.axes
         dy, code = as_convolved((dy, code))
         code, hold = barriers.hold_until(dy, code, codec)

@@ -22,22 +22,6 @@ needs_older = pytest.mark.skipif(
 )
 
 
-@pytest.fixture
-def launched(monkeypatch):
-    """Interprets kernels on any platform, and returns those that were launched."""
-    found = []
-    launch = row_kernels.Kernel._launch
-
-    def counted(kernel, given):
-        found.append(kernel)
-        return launch(kernel, given)
-
-    monkeypatch.setattr(row_kernels, "INTERPRET", True)
-    monkeypatch.setattr(row_kernels, "on_one", lambda _, form, portable: form)
-    monkeypatch.setattr(row_kernels.Kernel, "_launch", counted)
-    return found
-
-
 def everything(x, other, codes, channel, sample, row, position, salt):
     """Reads arrays of all kinds, and returns values, codes, a small array and sums."""
     index = lax.iota(jnp.uint32, x.size).reshape(x.shape) ^ salt
@@ -51,7 +35,7 @@ def everything(x, other, codes, channel, sample, row, position, salt):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(4, 64, 64), (3, 77, 48), (2, 2100, 16)])
-def test_it_computes_the_function(launched, shape, dtype):
+def test_it_computes_the_function(launched_kernels, shape, dtype):
     samples, rows, channels = shape
     arguments = (
         normal(shape, dtype),
@@ -66,7 +50,7 @@ def test_it_computes_the_function(launched, shape, dtype):
     expected = everything(*arguments)
     function = by_row_kernel(everything, exact=True)
     made = jax.jit(function, compiler_options=AS_WRITTEN)(*arguments)
-    (kernel,) = launched
+    (kernel,) = launched_kernels
     assert kernel.overlaps == (rows % kernel.height != 0)
     sums, others = made.pop("sums"), expected.pop("sums")
     assert_same_bits(made, expected)
@@ -94,18 +78,18 @@ def test_any_number_of_rows_and_channels(rows, sixteenths, by_sample):
     assert_close(sums, scaled(x, small)[1])
 
 
-def test_lanes_of_vmap(launched):
+def test_lanes_of_vmap(launched_kernels):
     x, small = normal((3, 2, 80, 64), jnp.bfloat16), normal((3, 1, 1, 64), seed=1)
 
     def scaled(x, small):
         return x.astype(jnp.float32) * small, x.astype(jnp.float32).sum((0, 1))
 
     made = jax.vmap(by_row_kernel(scaled, exact=True))(x, small)
-    assert launched
+    assert launched_kernels
     assert_close(made, jax.vmap(scaled)(x, small), rtol=1e-6)
 
 
-def test_devices_of_shard_map(launched):
+def test_devices_of_shard_map(launched_kernels):
     mesh = jax.make_mesh((8,), ("data",), (AxisType.Auto,))
     x, small = normal((16, 80, 64), jnp.bfloat16), normal((1, 1, 64), seed=1)
 
@@ -120,14 +104,14 @@ def test_devices_of_shard_map(launched):
     specs = {"in_specs": (by_device, everywhere), "out_specs": (by_device, everywhere)}
     mapped = jax.shard_map(of_device, mesh=mesh, **specs, check_vma=False)  # Pallas' interpreter
     made = jax.jit(mapped)(x, small)
-    assert launched
+    assert launched_kernels
     assert_close(made, scaled(x, small), rtol=1e-6)
 
 
-def test_nans_stay(launched):
+def test_nans_stay(launched_kernels):
     x = normal((2, 80, 64)).at[0, 3, 5].set(jnp.nan).at[1, 2, 7].set(-jnp.inf)
     y = by_row_kernel(lambda x, s: jnp.maximum(x * s, 0), exact=True)(x, jnp.ones((1, 1, 64)))
-    assert launched
+    assert launched_kernels
     assert_same_bits(y, jnp.maximum(x, 0))
 
 

@@ -11,7 +11,7 @@ from tests.helpers import normal
 def test_distances_of_gaussian_values():
     """Dither has half the error of stochastic rounding; no unbiased code is below the limit."""
     x = normal((8, 256, 64))
-    found = {name: limit.distance(x, encode()) for name, encode in limit.coded(x, seed=1)}
+    found = {name: limit.distance(x, code) for name, code in limit.coded(x, seed=1)}
     for bits in (2, 4):
         stochastic, dither = (
             found[str(jc.Quantize(bits, rounding=rounding))]
