@@ -49,7 +49,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture
 def launched_kernels(monkeypatch):
-    """Interprets kernels of rows on any platform, and returns those that were launched."""
+    """Returns the kernels of rows that were launched; without a GPU they are interpreted."""
     from jaxcomp._core import row_kernels  # after the import hook of type checks
 
     found = []
@@ -59,7 +59,8 @@ def launched_kernels(monkeypatch):
         found.append(kernel)
         return launch(kernel, given)
 
-    monkeypatch.setattr(row_kernels, "INTERPRET", True)
-    monkeypatch.setattr(row_kernels, "on_one", lambda _, form, portable: form)
+    if PLATFORM != "cuda":
+        monkeypatch.setattr(row_kernels, "INTERPRET", True)
+        monkeypatch.setattr(row_kernels, "on_one", lambda _, form, portable: form)
     monkeypatch.setattr(row_kernels.Kernel, "_launch", counted)
     return found

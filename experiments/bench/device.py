@@ -46,7 +46,7 @@ def make_step(strategy: str, model: str, image: int, dtype: str, batch: int) -> 
     """Returns the step of a strategy and the shapes of its arguments."""
     if model in CASES:
         return CASES[model][0](Strategy.parse(strategy), batch)
-    return steps.classifier(model, image, DTYPES[dtype])(Strategy.parse(strategy), batch)
+    return steps.by_name(model, image, DTYPES[dtype])(Strategy.parse(strategy), batch)
 
 
 def filled(shapes: Any) -> Any:
@@ -125,7 +125,7 @@ def main(
     strategy: Strategies = None,
     model: Annotated[
         str,
-        typer.Option(help=f"A model, as jaxcomp.models.catalog.create, or of {', '.join(CASES)}."),
+        typer.Option(help=f"A model, as jaxcomp.models.steps.by_name, or of {', '.join(CASES)}."),
     ] = "resnet50",
     batch: Annotated[
         int | None,

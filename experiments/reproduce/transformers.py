@@ -44,7 +44,7 @@ STRATEGIES = ("plain", "remat", "transformer:bits=4", "transformer:bits=2")
 LENGTH = 96  # bytes
 PATCH = 4  # pixels
 PEAK_RATE, WARM_UP = 5e-3, 0.1
-SMOOTHING = 20  # steps that are averaged for a point of a curve
+SMOOTHING = 20  # steps of a point of a curve, which is the mean of their losses
 
 Batches = Iterator[tuple[np.ndarray, np.ndarray]]
 
@@ -148,12 +148,14 @@ class Runs:
         return training.init_state(self.model(seed), self.optimizer)
 
     def train(self, seed: int) -> tuple[training.TrainState, list[float]]:
-        """Returns the state after the last step, and the loss of each step."""
+        """Returns the state after the last step, and the mean loss of each `SMOOTHING` steps."""
         state, losses = self.start(seed), []
         for batch in itertools.islice(self.task.train(seed), self.steps):
             state, metrics = self.step(state, *batch)
             losses.append(metrics.loss)
-        return state, [round(float(loss), 4) for loss in losses]
+        points = self.steps // SMOOTHING
+        of_points = np.array(jax.device_get(losses[: points * SMOOTHING])).reshape(points, -1)
+        return state, [round(float(mean), 4) for mean in of_points.mean(1)]
 
     @functools.cached_property
     def report(self) -> memory.MemoryReport:
@@ -179,10 +181,8 @@ def draw(runs: dict[str, list[dict[str, Any]]], unit: str, path: Path) -> None:
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     for (strategy, found), color in zip(runs.items(), COLORS, strict=False):
-        losses = np.array([run["loss"] for run in found])
-        points = losses.shape[1] // SMOOTHING
-        curves = losses[:, : points * SMOOTHING].reshape(len(found), points, SMOOTHING).mean(2)
-        at = (np.arange(points) + 0.5) * SMOOTHING
+        curves = np.array([run["loss"] for run in found])
+        at = (np.arange(curves.shape[1]) + 0.5) * SMOOTHING
         axes.plot(at, curves.mean(0), color=color, label=strategy)
         axes.fill_between(at, curves.min(0), curves.max(0), color=color, alpha=0.15, linewidth=0)
     title = "Mean training loss of the seeds, and their range"

@@ -116,8 +116,8 @@ def trace(
 def _tracing_for(
     target: Target | None, leaves: list[Any]
 ) -> contextlib.AbstractContextManager[Any]:
-    """Tells Pallas the absent GPU that its kernels are for. JAX 0.12 and later require this."""
-    if jax.__version_info__ < (0, 12):
+    """Tells Pallas the absent GPU that its kernels are for. JAX 0.11 and later require this."""
+    if jax.__version_info__ < (0, 11):
         return contextlib.nullcontext()
     meshes = any(isinstance(getattr(leaf, "sharding", None), NamedSharding) for leaf in leaves)
     if target is None or target.device_kind is None or meshes:
