@@ -3,14 +3,11 @@
 Codes of 8 and 4 bits use XLA's own dtypes, which keep the array's layout and any odd size. Two
 2-bit codes share a `uint4`, because an optimisation barrier on a TPU cannot hold XLA's own 2-bit
 arrays. Eight 1-bit codes share a byte. 3-bit codes are stored as 2 bits and 1 bit. Neighbours along
-the last axis share an element, so a GPU packs them in the kernel that computes the array. A byte of
-1-bit codes is four `uint2`s. Each holds the codes i and i + 4 of the eight, so a GPU reads and
-writes whole `uint2`s.
+the last axis share an element.
 
-On a GPU two threads must not write the halves of one byte: they would take turns, which takes three
-times as long. So 2-bit codes are packed there by a conversion to `uint2`, of which XLA gives one
-thread a whole byte. Collectives cannot move `uint2`, so codes that are spread over devices are
-packed by a sum of four, which is a byte.
+No array has the dtype `uint2`. Where a kernel of an NVIDIA GPU takes a sum of rows and accesses two
+elements at once, XLA reads and writes the lower half of a byte for both pairs of `uint2`s in it
+(seen with JAX 0.10 and 0.11). Codes of a byte are joined by a sum, so one thread writes the byte.
 """
 
 import functools
@@ -22,8 +19,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Int8, Int32, Integer, UInt
 
 from jaxcomp._core import platforms
-from jaxcomp._core.layouts import in_row_major
-from jaxcomp._core.one_device import on_one
 
 WIDTHS = (1, 2, 3, 4, 8)
 _SHARING = {1: (jnp.uint8, 8), 2: (jnp.uint4, 2)}  # dtype of the shared element, codes in it
@@ -60,17 +55,16 @@ def pack(
     """
     if bits == 3:
         by_sum = _two_and_one_bit_by_sum
-        gpu = on_one("cuda", _two_and_one_bit_by_dtype, by_sum)
-        return platforms.pack_by_platform(codes, tpu=_two_and_one_bit, gpu=gpu, other=by_sum)
+        return platforms.pack_by_platform(codes, tpu=_two_and_one_bit, other=by_sum)
     if bits == 8:
         return (codes.astype(jnp.uint8),)
     if bits == 4:
         return (platforms.pack_by_platform(codes & 15, tpu=_convert_by_float, other=_convert),)
     _, sharing = _SHARING[bits]
-    padded = _padded(codes, bits, sharing, jnp.uint8)
+    padded = _padded(codes, bits, 8 // bits, jnp.uint8)
     tpu, other = (functools.partial(join, bits) for join in (_join_by_matmul, _join_by_sum))
-    gpu = _join_two_bits if bits == 2 else other
-    return (platforms.pack_by_platform(padded, tpu=tpu, gpu=gpu, other=other),)
+    joined = platforms.pack_by_platform(padded, tpu=tpu, other=other)
+    return (joined[..., : -(-(codes.shape or (1,))[-1] // sharing)],)
 
 
 def unpack(
@@ -144,28 +138,9 @@ def _two_and_one_bit_by_sum(codes: Array) -> tuple[Array, ...]:
     return low, (joined >> 16).astype(jnp.uint8)
 
 
-def _two_and_one_bit_by_dtype(codes: Array) -> tuple[Array, ...]:
-    """Computes `_two_and_one_bit` for GPUs: the kernel of the codes writes two `uint2` arrays.
-
-    Another kernel joins the single bits. Without the barrier it would compute the codes again.
-    """
-    count = (codes.shape or (1,))[-1]
-    codes = in_row_major(_padded(codes, 3, 8, jnp.uint8))
-    single = lax.optimization_barrier((codes >> 2).astype(jnp.uint2))
-    eight = _in_groups(single, 8).astype(jnp.uint8)
-    high = (eight[..., :4] | eight[..., 4:] << 1).astype(jnp.uint2)
-    low = _join_by_dtype(codes & 3)
-    return low[..., : -(-count // 2)], lax.bitcast_convert_type(high, jnp.uint8)
-
-
 def _places(x: Array, bits: int) -> Array:
     """Returns the position of the first bit of each element along the last axis."""
-    return _place(lax.broadcasted_iota(x.dtype, x.shape, x.ndim - 1), bits)
-
-
-def _place(index: Array, bits: int) -> Array:
-    """Returns the position of the first bit of a code in the element that it shares."""
-    return (index & 3) << 1 | index >> 2 if bits == 1 else index * bits
+    return lax.broadcasted_iota(x.dtype, x.shape, x.ndim - 1) * bits
 
 
 def _convert(codes: Array) -> Array:
@@ -188,13 +163,8 @@ def _padded(codes: Array, bits: int, sharing: int, dtype: DTypeLike) -> Array:
 
 
 def _unpack_last(packed: Array, shape: tuple[int, ...], bits: int) -> Array:
-    tpu, gpu, other = (
-        functools.partial(split, bits)
-        for split in (_split_by_matmul, _split_by_dtype, _split_by_shift)
-    )
-    codes = platforms.pack_by_platform(
-        packed.astype(jnp.uint8), tpu=tpu, gpu=on_one("cuda", gpu, other), other=other
-    )
+    tpu, other = (functools.partial(split, bits) for split in (_split_by_matmul, _split_by_shift))
+    codes = platforms.pack_by_platform(packed, tpu=tpu, other=other)
     return lax.slice_in_dim(codes, 0, (shape or (1,))[-1], axis=-1).reshape(shape)
 
 
@@ -204,48 +174,23 @@ def _in_groups(codes: Array, sharing: int) -> Array:
 
 
 def _join_by_sum(bits: int, codes: Array) -> Array:
-    dtype, sharing = _SHARING[bits]
-    codes = _in_groups(codes, sharing)
-    return jnp.sum(codes << _places(codes, bits), -1, dtype=jnp.uint8).astype(dtype)
-
-
-def _join_two_bits(codes: Array) -> Array:
-    """Computes `_join_by_sum` of 2-bit codes for GPUs."""
-    return on_one("cuda", _join_by_dtype, _join_by_bytes)(codes)
-
-
-def _join_by_dtype(codes: Array) -> Array:
-    """Joins 2-bit codes by a conversion to `uint2`.
-
-    The constraint keeps XLA from a transposition of `uint2`, which it cannot compile.
-    """
-    codes = in_row_major(codes).astype(jnp.uint2)
-    return lax.bitcast_convert_type(_in_groups(codes, 2), jnp.uint4)
-
-
-def _join_by_bytes(codes: Array) -> Array:
-    """Joins four 2-bit codes to a byte, which is two elements."""
-    fours = _in_groups(_padded(codes, 2, 4, jnp.uint8), 4)
-    joined = jnp.sum(fours << _places(fours, 2), -1, dtype=jnp.uint8)
+    of_byte = _in_groups(codes, 8 // bits)
+    joined = jnp.sum(of_byte << _places(of_byte, bits), -1, dtype=jnp.uint8)
+    if bits == 1:
+        return joined
     pairs = lax.bitcast_convert_type(joined, jnp.uint4)
-    return pairs.reshape(*joined.shape[:-1], 2 * joined.shape[-1])[..., : codes.shape[-1] // 2]
+    return pairs.reshape(*joined.shape[:-1], 2 * joined.shape[-1])
 
 
 def _split_by_shift(bits: int, packed: Array) -> Array:
     _, sharing = _SHARING[bits]
-    each = jnp.broadcast_to(packed[..., None], (*packed.shape, sharing))
+    count = sharing * packed.shape[-1]
+    if bits == 2:
+        pairs = jnp.pad(packed, [(0, 0)] * (packed.ndim - 1) + [(0, packed.shape[-1] % 2)])
+        packed = lax.bitcast_convert_type(_in_groups(pairs, 2), jnp.uint8)
+    each = jnp.broadcast_to(packed[..., None], (*packed.shape, 8 // bits))
     codes = (each >> _places(each, bits)) & (2**bits - 1)
-    return codes.reshape(*packed.shape[:-1], sharing * packed.shape[-1])
-
-
-def _split_by_dtype(bits: int, packed: Array) -> Array:
-    """Computes `_split_by_shift` for GPUs by a conversion from `uint2`."""
-    dtype, sharing = _SHARING[bits]
-    codes = lax.bitcast_convert_type(packed.astype(dtype), jnp.uint2).astype(jnp.uint8)
-    if bits == 1:
-        half = lax.broadcasted_iota(jnp.uint8, (*packed.shape, 2, 4), packed.ndim)
-        codes = (codes[..., None, :] >> half) & 1
-    return codes.reshape(*packed.shape[:-1], sharing * packed.shape[-1])
+    return codes.reshape(*packed.shape[:-1], 8 // bits * packed.shape[-1])[..., :count]
 
 
 def _join_by_matmul(bits: int, codes: Array) -> Array:
@@ -261,11 +206,12 @@ def _join_by_matmul(bits: int, codes: Array) -> Array:
 def _split_by_matmul(bits: int, packed: Array) -> Array:
     """Computes `_split_by_shift` for TPUs."""
     _, sharing = _SHARING[bits]
+    packed = packed.astype(jnp.uint8)
 
     def split(packed: Array) -> Array:
         repeated = _product(packed, _factors(sharing * packed.shape[-1], bits).T > 0)
         place = lax.broadcasted_iota(jnp.int32, repeated.shape, repeated.ndim - 1)
-        place = _place(lax.rem(place, lax.full_like(place, sharing)), bits)
+        place = lax.rem(place, lax.full_like(place, sharing)) * bits
         return ((repeated >> place) & (2**bits - 1)).astype(jnp.uint8)
 
     return _by_blocks(packed, 128, split)
@@ -282,8 +228,7 @@ def _factors(count: int, bits: int) -> Array:
     _, sharing = _SHARING[bits]
     code, joined = (lax.broadcasted_iota(jnp.int32, (count, count // sharing), i) for i in (0, 1))
     each = lax.full_like(code, sharing)
-    place = _place(lax.rem(code, each), bits)
-    return jnp.where(lax.div(code, each) == joined, 1 << place, 0)
+    return jnp.where(lax.div(code, each) == joined, 1 << lax.rem(code, each) * bits, 0)
 
 
 def _product(x: Array, matrix: Array) -> Array:

@@ -7,6 +7,9 @@ import pytest
 
 from jaxcomp import memory
 from jaxcomp.codecs import packing
+from jaxcomp.memory._compiling import compile_step
+from jaxcomp.memory._targets import resolve
+from jaxcomp.memory._tracing import trace
 
 SHAPES = st.lists(st.integers(0, 9), max_size=5).map(tuple)
 
@@ -57,8 +60,7 @@ def test_all_platforms_pack_the_same_bytes(bits, size):
     @jax.jit
     def all_ways(codes):
         packed = packing._join_by_matmul(bits, codes)
-        ways = packing._split_by_matmul, packing._split_by_shift, packing._split_by_dtype
-        split = (way(bits, packed.astype(jnp.uint8)) for way in ways)
+        split = (way(bits, packed) for way in (packing._split_by_matmul, packing._split_by_shift))
         return packed, packing._join_by_sum(bits, codes), *split
 
     codes = jnp.asarray(np.random.default_rng(0).integers(0, 2**bits, (3, size)), jnp.uint8)
@@ -72,26 +74,45 @@ def test_all_platforms_pack_the_same_bytes(bits, size):
 def test_gpus_and_tpus_pack_three_bits_into_the_same_bytes(shape):
     codes = jnp.asarray(np.random.default_rng(0).integers(0, 8, shape), jnp.int32)
     expected = jax.jit(packing._two_and_one_bit)(codes)
-    for way in packing._two_and_one_bit_by_sum, packing._two_and_one_bit_by_dtype:
-        for one, other in zip(jax.jit(way)(codes), expected, strict=True):
-            assert (one.shape, one.dtype) == (other.shape, other.dtype)
-            np.testing.assert_array_equal(one.astype(jnp.uint8), other.astype(jnp.uint8))
-
-
-@pytest.mark.parametrize("shape", [(2,), (3, 16), (2, 5, 18), (4, 0)])
-def test_gpus_pack_two_bits_into_the_same_bytes(shape):
-    codes = jnp.asarray(np.random.default_rng(0).integers(0, 4, shape), jnp.uint8)
-    summed = jax.jit(packing._join_by_sum, static_argnums=0)(2, codes)
-    for way in packing._join_by_dtype, packing._join_by_bytes:
-        joined = jax.jit(way)(codes)
-        assert joined.dtype == summed.dtype == jnp.uint4
-        np.testing.assert_array_equal(joined.astype(jnp.uint8), summed.astype(jnp.uint8))
+    joined = jax.jit(packing._two_and_one_bit_by_sum)(codes)
+    for one, other in zip(joined, expected, strict=True):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        np.testing.assert_array_equal(one.astype(jnp.uint8), other.astype(jnp.uint8))
 
 
 @pytest.mark.parametrize("bits", [0, 5, 16, -1, True, 2.0, None, "2"])
 def test_other_bits_are_an_error(bits):
     with pytest.raises(Exception, match=r"bits"):
         packing.check_bits(bits)
+
+
+def _beside_sums_of_rows(codes, bits):
+    """Packs and unpacks where a GPU takes sums of rows in the same kernels, two columns at once."""
+    packed = jax.lax.optimization_barrier(packing.pack(codes.astype(jnp.int32), bits))
+    unpacked = packing.unpack(packed, codes.shape, bits)
+    moments = codes.sum(-1), (codes * codes).sum(-1), (codes * unpacked).sum(-1)
+    return packed, unpacked, unpacked * codes, moments
+
+
+@pytest.mark.parametrize("columns", [96, 200])
+@pytest.mark.parametrize("bits", packing.WIDTHS)
+def test_packing_beside_sums_of_rows(bits, columns):
+    codes = np.random.default_rng(0).integers(0, 2**bits, (64, 96, columns)).astype(np.float32)
+    _, unpacked, _, (sums, _, squares) = jax.jit(_beside_sums_of_rows, static_argnums=1)(
+        codes, bits
+    )
+    np.testing.assert_array_equal(unpacked, codes)
+    np.testing.assert_allclose(sums, codes.sum(-1), rtol=1e-5)
+    np.testing.assert_allclose(squares, (codes**2).sum(-1), rtol=1e-5)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("bits", [1, 2, 3])
+def test_programs_for_a_gpu_have_no_integers_of_two_bits(bits):
+    codes = jax.ShapeDtypeStruct((64, 96, 96), jnp.float32)
+    h100 = resolve("h100")
+    traced = trace(lambda c: _beside_sums_of_rows(c, bits), codes, target=h100)
+    assert "u2[" not in compile_step(traced, h100).hlo_text
 
 
 def _there_and_back(codes, bits):
@@ -113,7 +134,6 @@ def test_gpus_pack_an_axis_that_is_spread_over_devices(size, bits):
 @pytest.mark.aot
 @pytest.mark.parametrize("bits", [2, 3])
 def test_gpus_pack_a_transposed_array(bits):
-    """XLA cannot compile a transposition of `uint2`."""
     codes = jax.ShapeDtypeStruct((8, 12, 64, 1024), jnp.uint8)
     report = memory.analyze(
         lambda c: _there_and_back(c.transpose(0, 3, 1, 2), bits), codes, target="h100"
