@@ -314,7 +314,9 @@ class NormActVjp:
         if index is not None:
             masked = passed(dy, positive).astype(dy.dtype)
             dy, (dbias, dscales) = platforms.pool_over_map_on_tpu(
-                (masked, index, normalized, variances), self._over_map, self._over_windows
+                (masked, index, kept.own, normalized, variances),
+                self._over_map,
+                functools.partial(self._over_windows, hold),
             )
         else:
             found, masked = by_kernel(totals)(kept, dy, scales[0])
@@ -351,20 +353,27 @@ class NormActVjp:
 
     def _over_windows(
         self,
+        hold: barriers.Hold,
         masked: Array,
         index: Array,
+        own: tuple[Normalized, ...],
         normalized: list[Affine],
         variances: tuple[Array, ...],
     ) -> tuple[Array, _Sums]:
         """Computes the pool's backward pass with sums over windows.
 
-        The cotangent of the map before the pool need not be written to memory.
+        The cotangent of the map before the pool need not be written to memory. One kernel takes the
+        codes at the maxima. It has a thread for each window, and that of the sums far fewer.
 
         Returns:
             That cotangent in float32, and the result of `_sums`.
         """
-        window = cast(Window, self.window)
-        taken = [h._replace(values=window.gather(index, h.values)) for h in normalized]
+        window, bits, taken = cast(Window, self.window), self.codec.bits, []
+        for coded in own:
+            codes = window.gather(index, packing.unpack(coded.packed, self.shape, bits))
+            at_maxima = tuple(map(barriers.materialize, packing.pack(codes, bits)))
+            values = self.codec.decode_normalized(coded._replace(packed=at_maxima), window.out)
+            taken.append(Affine(hold.use(values)))
         totals = self._totals(masked.astype(jnp.float32), taken)
         sums = self._sums(totals, taken, variances)
         masked, sums = barriers.barrier_together(masked, sums)
@@ -374,6 +383,7 @@ class NormActVjp:
         self,
         masked: Array,
         index: Array,
+        own: tuple[Normalized, ...],
         normalized: list[Affine],
         variances: tuple[Array, ...],
     ) -> tuple[Array, _Sums]:
@@ -382,6 +392,7 @@ class NormActVjp:
         This form is for TPUs, on which slices of the decoded values cost more than sums over the
         map.
         """
+        del own
         window = cast(Window, self.window)
         dz = window.scatter(index, masked).astype(jnp.float32)
         return dz, self._sums(self._totals(dz, normalized), normalized, variances)

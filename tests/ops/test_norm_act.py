@@ -123,9 +123,11 @@ def test_backward_is_exact_at_the_decoded_values(case, bits, scale_source, monke
 
     decode = SignAware.decode_normalized
 
-    def spy(*args):
-        decoded.append(decode(*args))
-        return decoded[-1]
+    def spy(codec, code, shape):
+        values = decode(codec, code, shape)
+        if shape == SHAPE:  # not at the maxima of a pool alone
+            decoded.append(values)
+        return values
 
     monkeypatch.setattr(SignAware, "decode_normalized", spy)
 
