@@ -29,6 +29,7 @@ STRATEGIES = "plain", "automatic"
 STEPS = 5  # steps of a profile
 SLOWEST = 60  # kernels of a step that kernels.json lists
 CODES = {"s4", "u2", "u4", "s8", "u8", "u16", "u32"}
+KERNELS_OF_ROWS = "rows"  # how the names of `by_row_kernel` begin, which are not of instructions
 KINDS = "products", "kernels that read or write codes", "other fused kernels"
 
 
@@ -41,8 +42,8 @@ class Kernel:
         kind: One of `KINDS`.
         runs: How often it runs.
         milliseconds: The time of all runs.
-        nbytes: Bytes that they read and write; 0 for kernels of a library, whose names are not
-            those of instructions.
+        nbytes: Bytes that they read and write; 0 for kernels of a library and those of Pallas,
+            whose names are not those of instructions.
     """
 
     name: str
@@ -79,7 +80,8 @@ def kernels(
     known = {c.instruction.name.replace(".", "_"): c for c in costs(hlo_text) if c.kernels}
     found = []
     for name, (runs, nanoseconds) in profile.items():
-        cost, kind, nbytes = known.get(name), KINDS[0], 0
+        cost, nbytes = known.get(name), 0
+        kind = KINDS[1] if name.startswith(KERNELS_OF_ROWS) else KINDS[0]
         if cost is not None:
             nbytes, kind = round(cost.hbm / cost.kernels * runs / steps), kind_of(module, cost)
         found.append(Kernel(name, kind, runs / steps, nanoseconds / steps / 1e6, nbytes))
@@ -159,8 +161,10 @@ def totals(rows: Mapping[str, list[Kernel]], bandwidth: float) -> Iterator[dict[
                 "kind": kind,
                 "kernels": sum(kernel.runs for kernel in of_kind),
                 "milliseconds": sum(kernel.milliseconds for kernel in of_kind),
-                # The bytes of a library's kernels are not known.
-                "milliseconds_of_bytes": None if kind == KINDS[0] else nbytes / bandwidth / 1e9,
+                # The bytes of kernels of libraries and of Pallas are not known.
+                "milliseconds_of_bytes": (
+                    nbytes / bandwidth / 1e9 if all(kernel.nbytes for kernel in of_kind) else None
+                ),
             }
 
 

@@ -36,8 +36,8 @@ from jaxcomp._core.rows import (
 from jaxcomp._core.shard_map import match_varying, struct_like
 
 THREADS = 128  # of a program
-ELEMENTS = 16  # of a thread, in one step; more would take its registers
-PROGRAMS = 132 * 8  # a multiprocessor of an H100 runs up to eight of them at a time
+ELEMENTS = 8  # of a thread, in one step: 16 bytes of 16-bit numbers
+PROGRAMS = 132 * 12  # a multiprocessor of an H100 runs about so many of them at a time
 # Kernels that differ in source lines alone would be compiled for each of them.
 _SOURCE = source_info_util.current().traceback
 _NO_SCOPE = source_info_util.NameStack()
@@ -243,19 +243,35 @@ class Kernel:
             if not value.changes:
                 self._value(value, fixed)
 
-        def step(number: Array, totals: tuple[Array, ...]) -> tuple[Array, ...]:
+        changing = [value for value in reads if value.changes]
+
+        def first_row(number: Array | int) -> tuple[Array, Array]:
+            """Returns where a tile begins, and how many of its rows another tile has, too."""
             begin = (program * self.steps + number) * height
             first = jnp.minimum(begin, count - height) if self.overlaps else begin
+            return first, begin - first
+
+        def load(number: Array | int) -> tuple[Array, ...]:
+            first, _ = first_row(number)
+            below = pl.ds(group * count + first, height)
+            tiles = []
+            for value in changing:
+                if value.axes == ALL:
+                    tiles.append(reads[value][below, halves if value.dtype == UINT4 else columns])
+                else:
+                    of_sample = below if value.axes and value.axes.sample else pl.ds(first, height)
+                    tiles.append(reads[value][of_sample, :])
+            return tuple(tiles)
+
+        def compute(
+            number: Array | int, tiles: tuple[Array, ...], totals: tuple[Array, ...]
+        ) -> tuple[Array, ...]:
+            first, overlap = first_row(number)
             below = pl.ds(group * count + first, height)
             known = dict(fixed)
-            for value, ref in reads.items():
-                if value.axes == ALL and value.dtype == UINT4:
-                    known[value] = _codes(ref[below, halves])
-                elif value.axes == ALL:
-                    known[value] = ref[below, columns]
-                elif value.changes:
-                    of_sample = below if value.axes and value.axes.sample else pl.ds(first, height)
-                    known[value] = ref[of_sample, :]
+            for value, tile in zip(changing, tiles, strict=True):
+                packed = value.axes == ALL and value.dtype == UINT4
+                known[value] = _codes(tile) if packed else tile
             pair = (group * count + first) * (channels // 2) + column * (width // 2)
             known |= {v: self._index(pair) for v in needed if v.name == "index"}
             for value, ref in zip(rows.made, writes, strict=False):
@@ -265,12 +281,21 @@ class Kernel:
                 else:
                     ref[below, columns] = tile
             return tuple(
-                self._plus(total, s.of, known, begin - first)
+                self._plus(total, s.of, known, overlap)
                 for total, s in zip(totals, rows.sums, strict=True)
             )
 
+        def step(number: Array, carried: tuple[Any, ...]) -> tuple[Any, ...]:
+            # The next tile is on its way from memory while this one is computed.
+            tiles, totals = carried
+            ahead = load(jnp.minimum(number + 1, self.steps - 1))
+            return ahead, compute(number, tiles, totals)
+
         zeros = tuple(jnp.zeros((height, width), jnp.float32) for _ in rows.sums)
-        totals = lax.fori_loop(0, self.steps, step, zeros)
+        if self.steps == 1:
+            totals = compute(0, load(0), zeros)
+        else:
+            _, totals = lax.fori_loop(0, self.steps, step, (load(0), zeros))
         for number, total in enumerate(totals):
             writes[-1][group * self.grid[0] + program, number, columns] = total.sum(0)
 
