@@ -68,14 +68,20 @@ class CodedArgument(Codec):
         """Returns the function, or its derivative of order 1, from the argument's code; float32."""
         (code,) = arrays
         h, step = _dithered.decode(cast(Dithered, code), self.quantize.bits, shape)
-        above = jnp.maximum(h - _LINEAR_FROM, 0)
+        excess, piece = _curves.excess(step), jnp.zeros((), jnp.int32)
+        below = jnp.minimum(h, _LINEAR_FROM)
+        above = h - below
+        if self.curve.is_identity_above <= _LINEAR_FROM:
+            f = self.curve.derivatives(below, piece)
+            if order == 1:
+                return f[1] - excess * f[3]
+            stretch = jnp.exp(above / _SCALE)
+            second = jnp.where(above > 0, stretch / _SCALE, f[2])
+            return f[0] + _SCALE * (stretch - 1) - excess * second
         stretch = jnp.exp(above / _SCALE)
-        z = h - above + _SCALE * (stretch - 1)
-        f = self.curve.derivatives(z, jnp.zeros((), jnp.int32))
+        f = self.curve.derivatives(below + _SCALE * (stretch - 1), piece)
         second = jnp.where(above > 0, stretch / _SCALE, 0)  # of z by h, as `stretch` is the first
-        return f[order] - _curves.excess(step) * (
-            f[order + 2] * stretch * stretch + f[order + 1] * second
-        )
+        return f[order] - excess * (f[order + 2] * stretch * stretch + f[order + 1] * second)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,9 +23,11 @@ class Curve:
     Attributes:
         function: The function of `jax.nn`.
         derivatives: The function and its derivatives up to the third, from the argument and the
-            piece in which it lies.
+            piece in which it lies. The second and third, which correct for noise, may be
+            approximate.
         piece: The piece in which each argument lies; None if there is one.
         zero_below: The argument below which function and derivative are less than 0.0005 from 0.
+        is_identity_above: The argument above which they are as close to the argument and to 1.
         piece_bits: Bits of the number of a piece.
     """
 
@@ -33,6 +35,7 @@ class Curve:
     derivatives: Callable[[Array, Array], Derivatives]
     piece: Callable[[Array], Array] | None = None
     zero_below: float = -math.inf
+    is_identity_above: float = math.inf
     piece_bits: int = 2
 
 
@@ -103,28 +106,33 @@ def _quick_gelu(z: Array, piece: Array) -> Derivatives:
 
 
 def _gelu(z: Array, piece: Array) -> Derivatives:
-    """Returns the coefficients of the approximation by `tanh`."""
-    inner, cubic = (2 / math.pi) ** 0.5, 0.044715
+    """Returns those of the approximation by `tanh`, as of `z` times a distribution function."""
+    twice, cubic = 2 * (2 / math.pi) ** 0.5, 0.044715
     c = _where_curved(z)
-    t = jnp.tanh(inner * (c + cubic * c * c * c))
-    u, v, w = inner * (1 + 3 * cubic * c * c), 6 * inner * cubic * c, 6 * inner * cubic
-    s = 1 - t * t
-    one = s * u
-    two = s * (v - 2 * t * u * u)
-    three = s * (w - 6 * t * u * v + (6 * t * t - 2) * u * u * u)
-    return (
-        z / 2 * (1 + t),
-        (1 + t + z * one) / 2,
-        one + z / 2 * two,
-        1.5 * two + z / 2 * three,
-    )
+    square = c * c
+    below = jax.nn.sigmoid(c * (twice + twice * cubic * square))
+    density = below * (1 - below) * (twice + 3 * twice * cubic * square)
+    return _of_normal(z, c, below, density)
 
 
 def _gelu_by_erf(z: Array, piece: Array) -> Derivatives:
     c = _where_curved(z)
     below = (1 + jax.lax.erf(c * 0.5**0.5)) / 2
     density = jnp.exp(-c * c / 2) * (2 * math.pi) ** -0.5
-    return z * below, below + c * density, density * (2 - c * c), density * c * (c * c - 4)
+    return _of_normal(z, c, below, density)
+
+
+def _of_normal(z: Array, c: Array, below: Array, density: Array) -> Derivatives:
+    """Returns those of `z` times the normal distribution function.
+
+    Args:
+        z: The argument.
+        c: The same, clipped.
+        below: The distribution function, or an approximation.
+        density: Its derivative.
+    """
+    square = c * c
+    return z * below, below + c * density, density * (2 - square), density * c * (square - 4)
 
 
 def _where_curved(z: Array) -> Array:
@@ -199,8 +207,8 @@ def _within_6(t: Array) -> Array:
 
 CURVES = (
     Curve(jax.nn.silu, _silu, zero_below=-10.0),
-    Curve(jax.nn.gelu, _gelu, zero_below=-4.0),
-    Curve(gelu_by_erf, _gelu_by_erf, zero_below=-4.0),
+    Curve(jax.nn.gelu, _gelu, zero_below=-4.0, is_identity_above=4.0),
+    Curve(gelu_by_erf, _gelu_by_erf, zero_below=-4.0, is_identity_above=4.0),
     Curve(quick_gelu, _quick_gelu, zero_below=-6.0),
     Curve(jax.nn.hard_swish, _hard_swish, lambda z: _within_6(z + 3)),
     Curve(jax.nn.relu6, _relu6, _within_6),

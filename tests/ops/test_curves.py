@@ -41,5 +41,7 @@ def test_derivatives_are_those_of_jax(curve):
         piece = jnp.zeros((), jnp.int32) if curve.piece is None else curve.piece(z)
         found, exact = curve.derivatives(z, piece), curve.function
         for order in range(4):
-            np.testing.assert_allclose(found[order], jax.vmap(exact)(z), rtol=1e-4, atol=2e-6)
+            is_approximate = order > 1 and curve.function is jax.nn.gelu
+            atol = 7e-3 if is_approximate else 2e-6
+            np.testing.assert_allclose(found[order], jax.vmap(exact)(z), rtol=1e-4, atol=atol)
             exact = jax.grad(exact)
