@@ -343,7 +343,7 @@ class Kernel:
         one, factor = (self._value(o, known) for o in product.operands)
         added = self._value(other, known)
         if value.name == "sub":
-            one, added = (one, -added) if is_first else (-one, added)
+            one, added = (one, _minus(added)) if is_first else (_minus(one), added)
         return self._multiply_add(one, factor, added)
 
     def _plus(self, total: Array, value: Value, known: dict[Value, Array], overlap: Array) -> Array:
@@ -427,6 +427,11 @@ def _codes(pairs: Array) -> Array:
     both = jnp.broadcast_to(pairs.astype(jnp.int32)[:, :, None], (height, half, 2))
     places = lax.broadcasted_iota(jnp.int32, both.shape, 2) * 4
     return ((both >> places) & 15).reshape(height, 2 * half)
+
+
+def _minus(x: Array) -> Array:
+    """Returns `-x`. Pallas' Triton backend cannot negate a constant, as JAX traces one."""
+    return 0.0 - x
 
 
 def _packed(array: Array) -> Array:

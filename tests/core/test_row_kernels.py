@@ -150,6 +150,14 @@ def test_compiled_kernels_keep_nans_and_round_products(name, dtype, maximum, tmp
     assert "fma.rn.f32" in found[False]
 
 
+def test_a_difference_of_a_product_and_a_constant_compiles():
+    h100 = resolve("h100")
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2, 96, 64), (1, 1, 64))]
+    for function in (lambda x, s: x * s - 0.5, lambda x, s: 0.5 - x * s):
+        step = trace(by_row_kernel(function, exact=False), *shapes, target=h100)
+        assert "triton" in compile_step(step, h100).hlo_text
+
+
 @needs_older
 @pytest.mark.parametrize(("devices", "mapped"), [(1, False), (8, False), (8, True)])
 def test_programs_for_several_devices_have_kernels_in_shard_map_alone(devices, mapped):
