@@ -1,4 +1,4 @@
-"""Block-sparse storage: keeps the blocks of largest magnitude of each sample's activations."""
+"""Block-sparse storage: keeps the largest blocks of each sample's activations, or a sample."""
 
 import dataclasses
 import math
@@ -11,12 +11,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Integer
 
 from jaxcomp._core.integers import as_integer
+from jaxcomp.codecs import noise
 from jaxcomp.codecs._codec import Codec, Encoded, Exact, Seed, array_nbytes
 from jaxcomp.codecs._offload import inner_codec
 
 Block = int | tuple[int, int]
 Product = Literal["auto", "dense", "rows", "tpu"]
 _EXACT = Exact()
+_LEAST = 1e-6  # weight of a block of zeros beside that of the largest
 
 
 class Grid(NamedTuple):
@@ -57,13 +59,18 @@ class Grid(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class BlockSparse(Codec):
-    """Stores the largest blocks of each sample's matrix; all other blocks decode to zero. Biased.
+    """Stores some blocks of each sample's matrix; all others decode to zero. Biased by default.
 
     The matrix of a sample has one row for each token (all axes between the batch axis and the last
     axis) and one column for each feature. Each row of blocks keeps the same number of blocks, so
     shapes are static. Samples that are sharded over devices need no communication. Kept blocks are
-    stored by `values`, exactly by default. Dropped blocks are missing from the weight gradient, in
-    every step in the same way.
+    stored by `values`, exactly by default. By default the largest blocks are kept. Dropped blocks
+    are missing from the weight gradient, in every step in the same way.
+
+    With `sampled`, blocks are drawn at random, and divided by the probability with which they are
+    kept, so the decoded value is unbiased. The probability is proportional to a block's magnitude,
+    and 1 for the largest. A systematic sample draws the same number of blocks in each row, with
+    these probabilities. Values are as large as needed, and rounded to the array's dtype.
 
     Blocks are ranked by the sum of their magnitudes. The page on pruned activations compares this
     with the sum of squares: its gradients were at least as close to the exact ones. Among equal
@@ -74,7 +81,8 @@ class BlockSparse(Codec):
 
     Source: Barley and Fröning, "Compressing the Backward Pass of Large-Scale Neural Architectures
     by Structured Activation Pruning" (arXiv:2311.16883). There, the number of kept blocks is not
-    fixed for each row.
+    fixed for each row. Sampling: in blocks, what WTA-CRS does for rows (Liu et al., NeurIPS 2023,
+    arXiv:2305.15265, section 3.2). Systematic sample: Madow 1949.
 
     Attributes:
         block: Height (tokens) and width (features) of a block in elements; one integer means a
@@ -88,9 +96,10 @@ class BlockSparse(Codec):
             device or the inside of `jax.shard_map`; the width of a block must be a multiple of 8.
             "auto" is the TPU kernel on one TPU if it supports the blocks; otherwise "rows" if its
             products take less memory than the decoded matrix; otherwise "dense".
+        sampled: Whether blocks are drawn at random, without bias.
 
     Raises:
-        TypeError: If `values` is not a codec.
+        TypeError: If `values` is not a codec, or `sampled` is not a bool.
         ValueError: If another attribute is invalid. On encoding: if the array has fewer than two
             axes, or if the encoded array would not be smaller.
 
@@ -107,9 +116,14 @@ class BlockSparse(Codec):
     density: float = 0.25
     values: Codec = _EXACT
     product: Product = "auto"
+    sampled: bool = False
     name: ClassVar[str] = "block_sparse"
     kinds = ("conv", "dot", "affine")
-    unbiased = False
+
+    @property
+    def unbiased(self) -> bool:  # type: ignore[override]
+        """Whether blocks are drawn at random, and their values stored without bias."""
+        return self.sampled and self.values.unbiased
 
     def __post_init__(self) -> None:
         given = self.block if isinstance(self.block, tuple) else (self.block, self.block)
@@ -122,6 +136,8 @@ class BlockSparse(Codec):
             raise TypeError(f"values={self.values!r}: expected a codec such as Quantize(bits=4)")
         if self.product not in get_args(Product):
             raise ValueError(f"product={self.product!r}: expected one of {get_args(Product)}")
+        if not isinstance(self.sampled, bool):
+            raise TypeError(f"sampled={self.sampled!r}: expected True or False")
         object.__setattr__(self, "block", sides)
 
     def check(self, shape: tuple[int, ...], dtype: DTypeLike) -> None:
@@ -228,10 +244,19 @@ class BlockSparse(Codec):
         x = x.reshape(batch, grid.rows, tall, grid.columns, wide)
         sizes = _sizes(x.astype(jnp.float32))
         sizes = jnp.where(jnp.isnan(sizes), jnp.inf, sizes)
-        # `lax.top_k` would gather an array that is sharded over devices.
-        order = jnp.argsort(-sizes, axis=-1, stable=True)
-        chosen = jnp.sort(order[..., : grid.kept], axis=-1)
+        if self.sampled:
+            chances = _chances(sizes, grid.kept)
+            chosen = _systematic(
+                chances, grid.kept, noise.uniform(sizes[..., 0], noise.folded(seed, 1))
+            )
+        else:
+            # `lax.top_k` would gather an array that is sharded over devices.
+            order = jnp.argsort(-sizes, axis=-1, stable=True)
+            chosen = jnp.sort(order[..., : grid.kept], axis=-1)
         data = jax.vmap(jax.vmap(lambda row, i: row[:, i]))(x, chosen).swapaxes(2, 3)
+        if self.sampled:
+            chance = jnp.take_along_axis(chances, chosen, axis=-1)[..., None, None]
+            data = (data.astype(jnp.float32) / chance).astype(x.dtype)
         data = data.reshape(batch, grid.rows * grid.kept, tall, wide)
         indices = chosen.reshape(data.shape[:2]).astype(_index_dtype(grid.columns))
         return indices, *self.values.encode(data, seed).arrays
@@ -251,6 +276,58 @@ class BlockSparse(Codec):
 def _sizes(blocks: Array) -> Array:
     """Returns each block's sum of magnitudes; axes (batch, rows, height, columns, width)."""
     return jnp.abs(blocks).sum((2, 4))
+
+
+def _chances(sizes: Array, kept: int) -> Array:
+    """Returns the probability of each block of a row: they are proportional to sizes, up to 1.
+
+    Args:
+        sizes: Sizes of the blocks along the last axis; not negative.
+        kept: The sum of the probabilities.
+    """
+    if kept == sizes.shape[-1]:
+        return jnp.ones_like(sizes)
+    finite = jnp.where(jnp.isfinite(sizes), sizes, 0)
+    largest = jnp.max(finite, axis=-1, keepdims=True)
+    # A block of zeros has a small chance, too, so that each row has enough blocks.
+    weights = finite / jnp.where(largest > 0, largest, 1) + _LEAST
+    weights = jnp.where(jnp.isfinite(sizes), weights, 1 / _LEAST)
+    descending = -jnp.sort(-weights, axis=-1)
+    rest = jnp.flip(jnp.cumsum(jnp.flip(descending, -1), axis=-1), -1)[..., : kept + 1]
+    # If so many of the largest have the probability 1, the others share what is left.
+    factors = (kept - _count(rest)) / rest
+    certain = jnp.argmax(factors * descending[..., : kept + 1] <= 1, axis=-1, keepdims=True)
+    return jnp.minimum(weights * jnp.take_along_axis(factors, certain, axis=-1), 1)
+
+
+def _systematic(chances: Array, kept: int, start: Array) -> Array:
+    """Draws blocks with given probabilities, the same number in each row.
+
+    The probabilities lie one behind the other on a line. A block is drawn if one of the points
+    `start`, `start + 1`, ... lies in its part of the line.
+
+    Args:
+        chances: Probabilities along the last axis, none above 1; their sum is `kept`.
+        kept: Number of blocks to draw.
+        start: A random number in (0, 1) for each row.
+
+    Returns:
+        Ascending indices of the drawn blocks.
+    """
+    ends = jnp.cumsum(chances, axis=-1)
+    ends *= kept / ends[..., -1:]
+    points = jnp.broadcast_to(start[..., None], (*start.shape, kept))
+    points += _count(points)
+    index = (ends[..., None, :] <= points[..., None]).sum(-1)
+    # By the rounding of sums two points may lie in one part.
+    count = _count(index)
+    index = jax.lax.cummax(index - count, axis=index.ndim - 1) + count
+    return jnp.minimum(index, chances.shape[-1] - kept + count)
+
+
+def _count(like: Array) -> Array:
+    """Returns 0, 1, 2, ... along the last axis of an array of this shape, as int32."""
+    return jax.lax.broadcasted_iota(jnp.int32, like.shape, like.ndim - 1)
 
 
 def _index_dtype(count: int) -> jnp.dtype:

@@ -38,7 +38,7 @@ def kernel_gradient(
         A function of the encoded input and the cotangent. None if the codec has no such form and
         the decoded input is needed.
     """
-    if isinstance(codec, AvgPool):
+    if isinstance(codec, AvgPool) and codec.deviation is None:
         return _of_means(codec, product, numbers, kernel)
     if isinstance(codec, SignAware) and not codec.signed:
         return _of_multiples(codec, product, numbers, kernel, precision)

@@ -259,12 +259,12 @@ def division(window: int = 8, bits: int = 2) -> Policy:
     return along_features + everywhere(DualPrecision(window, bits))
 
 
-def pooling(window: int = 2, rest_bits: int | None = None) -> Policy:
+def pooling(window: int = 2, rest_bits: int | None = None, sampled: bool = False) -> Policy:
     """Returns average pooling of the input of every convolution.
 
     Masks and indices are exact and packed.
 
-    Barley and Fröning (arXiv:2409.11902). Biased, as `AvgPool` is. A
+    Barley and Fröning (arXiv:2409.11902). Biased, as `AvgPool` is, unless it is `sampled`. A
     policy in front gives another window to a part of the model:
     `pooling(4).at("blocks/[01]/.*") + pooling(2)`.
 
@@ -273,6 +273,8 @@ def pooling(window: int = 2, rest_bits: int | None = None) -> Policy:
         rest_bits: Bits of an element of all other saved activations (inputs of norms, linear and
             affine layers, derivatives of GELU and SiLU, in stock models values of 16,384 elements
             or more), by `Quantize`, without bias. None saves them as they are, as the paper does.
+        sampled: Whether the difference of one element of each window from its mean is stored, too,
+            in 4 bits: without bias, with more noise.
 
     Returns:
         The policy.
@@ -281,16 +283,20 @@ def pooling(window: int = 2, rest_bits: int | None = None) -> Policy:
         >>> [rule.op for rule in pooling(window=2, rest_bits=4).rules[:2]]
         ['conv', 'dot|affine|batch_norm|layer_norm|gelu|silu']
     """
-    conv = Rule(AvgPool(window), op="conv")
+    conv = Rule(AvgPool(window, Quantize(4) if sampled else None), op="conv")
     return Policy((conv, *_rest(rest_bits, f"dot|{_REST}"), *_PACKED))
 
 
 def pruning(
-    density: float = 0.25, block: Block = 8, rest_bits: int | None = None, product: Product = "auto"
+    density: float = 0.25,
+    block: Block = 8,
+    rest_bits: int | None = None,
+    product: Product = "auto",
+    sampled: bool = False,
 ) -> Policy:
-    """Prunes activations in blocks: the largest blocks of every linear layer's input.
+    """Prunes activations in blocks: keeps some blocks of every linear layer's input.
 
-    Barley and Fröning (arXiv:2311.16883). Biased, as `BlockSparse` is.
+    Barley and Fröning (arXiv:2311.16883). Biased, as `BlockSparse` is, unless it is `sampled`.
 
     Args:
         density: Fraction of the blocks that is kept, as `BlockSparse` takes it.
@@ -299,6 +305,7 @@ def pruning(
             LayerScale and norms, derivatives of GELU and SiLU), by `Quantize`, without bias; masks
             and indices are then exact and packed. None saves them as they are, as the paper does.
         product: How weight gradients are computed from the blocks, as `BlockSparse` takes it.
+        sampled: Whether blocks are drawn at random, without bias; by default the largest are kept.
 
     Returns:
         The policy.
@@ -307,7 +314,7 @@ def pruning(
         >>> [rule.op for rule in pruning(density=0.25, rest_bits=2).rules[:2]]
         ['dot', 'affine|batch_norm|layer_norm|gelu|silu']
     """
-    linear = Rule(BlockSparse(block, density, product=product), op="dot")
+    linear = Rule(BlockSparse(block, density, product=product, sampled=sampled), op="dot")
     if rest_bits is None:
         return Policy((linear,))
     return Policy((linear, *_rest(rest_bits, _REST), *_PACKED))

@@ -7,8 +7,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxcomp import BlockSparse, Cast, Quantize
-from tests.helpers import DTYPES, as_float, assert_same_bits, normal, without_type_checks
+from jaxcomp import BlockSparse, Cast, Exact, Quantize
+from jaxcomp.codecs import _block_sparse
+from tests.helpers import (
+    DTYPES,
+    as_float,
+    assert_same_bits,
+    assert_unbiased,
+    normal,
+    without_type_checks,
+)
 
 
 def pruned(x, block, kept):
@@ -162,3 +170,44 @@ def test_arrays_without_samples_are_an_error():
 
 def test_a_square_has_one_name():
     assert BlockSparse(8) == BlockSparse((8, 8))
+
+
+@pytest.mark.parametrize("values", [Exact(), Quantize(4)], ids=str)
+def test_a_sample_of_blocks_is_unbiased(values):
+    """Also beside rows of zeros, blocks of zeros, and blocks of which few are drawn."""
+    codec = BlockSparse((4, 4), 0.5, values, sampled=True)
+    assert codec.unbiased
+    assert not BlockSparse((4, 4), 0.5, values).unbiased
+    x = normal((2, 24, 44)) * jnp.exp(1.2 * normal((1, 1, 44), seed=1))
+    x = x.at[0, :8].set(0).at[1, 8:16, 8:].set(0)
+
+    @jax.jit
+    @jax.vmap
+    def draw(seed):
+        code = codec.encode(x, seed)
+        return codec.decode(code), codec.slots(code) > 0
+
+    decoded, kept = draw(jnp.arange(4000, dtype=jnp.uint32))
+    at_random = decoded.std(0) > 1e-3 * jnp.abs(x).max()
+    assert at_random.mean() > 0.3
+    assert_unbiased(decoded[:, at_random], x[at_random])
+    assert (kept.sum(-1) == codec.grid(x.shape).kept).all()
+    if values == Exact():
+        surely = kept.all(0).repeat(4, 1).repeat(4, 2)[:, :24, :44]
+        np.testing.assert_allclose(decoded[0][surely], x[surely], rtol=1e-5)
+
+
+def test_chances_are_proportional_to_sizes_and_at_most_1():
+    sizes = jnp.array([1.0, 100.0, 2.0, 4.0, 3.0])
+    chances = _block_sparse._chances(sizes, 3)
+    np.testing.assert_allclose(chances, [0.2, 1, 0.4, 0.8, 0.6], rtol=1e-4)
+    start = jnp.linspace(0.001, 0.999, 999)
+    drawn = _block_sparse._systematic(jnp.broadcast_to(chances, (999, 5)), 3, start)
+    assert (jnp.diff(drawn) > 0).all()
+    often = [float((drawn == block).any(-1).mean()) for block in range(5)]
+    np.testing.assert_allclose(often, chances, atol=2e-3)
+
+
+def test_sampled_is_true_or_false():
+    with without_type_checks(), pytest.raises(TypeError, match=r"sampled=1: expected True"):
+        BlockSparse(8, sampled=1)

@@ -32,6 +32,7 @@ from tests.helpers import (
     without_type_checks,
 )
 
+SAMPLED = [AvgPool(2, Quantize(4)), BlockSparse((4, 1), 0.5, sampled=True)]
 CODECS = [
     Exact(),
     Cast("bfloat16"),
@@ -40,6 +41,7 @@ CODECS = [
     Quantize(2, "row", "nearest"),
     PerSample((4, 1)),
     BlockSparse((4, 1), 0.5),
+    *SAMPLED,
 ]
 each_codec = pytest.mark.parametrize("codec", CODECS, ids=str)
 # One for each way of storing: 3 bits are native ones of 2 and single bits in bytes.
@@ -179,7 +181,7 @@ def test_all_finite_values_decode_to_finite_ones(codec, part, dtype):
     assert np.isfinite(as_float(decoded)).all()
 
 
-@pytest.mark.parametrize("codec", [codec for codec, _ in OF_FLOATS], ids=str)
+@pytest.mark.parametrize("codec", [*(codec for codec, _ in OF_FLOATS), *SAMPLED], ids=str)
 @pytest.mark.parametrize("shape", [(8, 16, 8, 16), (8, 1024)])
 def test_nan_and_inf_decode_to_non_finite_values(codec, shape):
     """XLA for CPUs computes the extremes of arrays of this size by a library that drops NaNs."""

@@ -8,8 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxcomp import AvgPool
-from tests.helpers import DTYPES, as_float, assert_close, normal, without_type_checks
+from jaxcomp import AvgPool, Exact, Quantize
+from tests.helpers import (
+    DTYPES,
+    as_float,
+    assert_close,
+    assert_unbiased,
+    normal,
+    without_type_checks,
+)
 
 
 def pooled(x, window):
@@ -100,3 +107,35 @@ def test_window_larger_than_the_map_is_an_error(shape):
 def test_no_spatial_axis_is_an_error(shape):
     with pytest.raises(ValueError, match=r"needs shape \(batch, spatial..., channels\)"):
         AvgPool(2).encode(jnp.ones(shape))
+
+
+@pytest.mark.parametrize(
+    ("window", "shape"), [(2, (2, 6, 6, 3)), (4, (2, 9, 10, 2)), (3, (2, 7, 4))]
+)
+def test_with_deviations_it_is_unbiased(window, shape):
+    codec, x = AvgPool(window, Quantize(4)), normal(shape)
+    assert codec.unbiased
+    assert not AvgPool(window).unbiased
+    draw = jax.jit(jax.vmap(lambda seed: codec.decode(codec.encode(x, seed))))
+    decoded = draw(jnp.arange(8000, dtype=jnp.uint32))
+    at_random = decoded.std(0) > 1e-3  # not in a window of one element
+    assert_unbiased(decoded[:, at_random], x[at_random])
+
+
+@pytest.mark.parametrize("window", [2, 3])
+def test_one_element_of_each_window_decodes_to_itself_and_others_to_the_mean(window):
+    x = normal((2, 7, 8, 3))
+    codec, mean = AvgPool(window, Exact()), AvgPool(window)
+    decoded, means = (c.decode(c.encode(x, 5)) for c in (codec, mean))
+    sums = mean.sums(decoded != means)
+    assert ((sums == 1) | (mean.sums(x == means) > 0)).all()
+    sizes = mean.sums(jnp.ones_like(x))
+    there = (decoded != means).astype(jnp.float32)
+    np.testing.assert_allclose(
+        mean.sums(decoded - means), sizes * mean.sums(there * (x - means)), atol=1e-5
+    )
+
+
+def test_a_deviation_is_a_codec():
+    with without_type_checks(), pytest.raises(TypeError, match=r"deviation=4: expected a codec"):
+        AvgPool(2, deviation=4)
