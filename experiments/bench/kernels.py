@@ -1,31 +1,27 @@
-"""Profiles training steps on the attached GPU: the time of its kernels beside their bytes.
+"""The kernels of profiled steps on a GPU: their time beside that of their bytes.
 
-    python -m experiments.bench.kernels --out experiments/results/device/kernels
-
-A kernel that waits for memory takes as long as its bytes at the device's bandwidth. One that takes
-longer waits for its instructions, or has too few bytes under way. The bytes are read from the
-compiled program, the times from a profile of `STEPS` steps.
+`experiments.bench.device --profile` makes the profiles. A kernel that waits for memory takes as
+long as its bytes at the device's bandwidth. One that takes longer waits for its instructions, or
+has too few bytes under way. The bytes are read from the compiled program, the times from a profile
+of `STEPS` steps.
 """
 
 import dataclasses
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import jax
-import typer
 from jax.profiler import ProfileData
 
-from experiments.bench.device import filled, make_step
-from experiments.common.options import Dtype, Image, Out, Strategies, usage_errors
-from experiments.common.record import describe_environment, make_folder, write_json, write_table
+from experiments.common.record import write_json, write_table
 from jaxcomp.memory._costs import Cost, costs
 from jaxcomp.memory._hlo import Computation, Instruction, Module, parse
-from jaxcomp.planning import Strategy
+from jaxcomp.memory._targets import resolve
+from jaxcomp.planning._probe import bandwidth_of
 
-STRATEGIES = "plain", "automatic"
 STEPS = 5  # steps of a profile
 SLOWEST = 60  # kernels of a step that kernels.json lists
 CODES = {"s4", "u2", "u4", "s8", "u8", "u16", "u32"}
@@ -96,48 +92,22 @@ def kind_of(module: Module, cost: Cost) -> str:
     return KINDS[2] if dtypes.isdisjoint(CODES) else KINDS[1]
 
 
-def profiled(step: Any, shapes: Any) -> tuple[str, bytes]:
-    """Runs a step and returns the text of the compiled program and the profile."""
-    compiled = step.lower(*shapes).compile()
-    state, *batch = filled(shapes)
+def profiled(step: Callable[..., Any], state: Any, arrays: Sequence[Any]) -> bytes:
+    """Runs a compiled step `STEPS` times after three others, and returns the profile."""
     for _ in range(3):
-        state = compiled(state, *batch)[0]
+        state = step(state, *arrays)[0]
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             for _ in range(STEPS):
-                state = compiled(state, *batch)[0]
+                state = step(state, *arrays)[0]
             jax.block_until_ready(state)
         (path,) = Path(folder).rglob("*.xplane.pb")
-        return compiled.as_text(), path.read_bytes()
+        return path.read_bytes()
 
 
-@usage_errors()
-def main(
-    out: Out,
-    strategy: Strategies = None,
-    model: Annotated[str, typer.Option(help="As of experiments.bench.device.")] = "resnet50",
-    batch: Annotated[int, typer.Option(help="Examples in a batch.", min=1)] = 128,
-    image: Image = 224,
-    dtype: Dtype = "bfloat16",
-    bandwidth: Annotated[float, typer.Option(help="HBM bandwidth in TB/s; an H200 has 4.8.")] = 4.8,
-) -> None:
-    """Profile the step of each strategy; write kernels.json and kernels.md."""
-    strategies = strategy or list(STRATEGIES)
-    for name in strategies:
-        Strategy.parse(name)
-    make_folder(out)
-    rows = {}
-    for name in strategies:
-        text, trace = profiled(*make_step(name, model, image, dtype, batch))
-        rows[name] = kernels(text, durations(trace))
-    described = {"model": model, "batch": batch, "image": image, "dtype": dtype}
-    typer.echo(write(out, rows, described | describe_environment(), bandwidth))
-
-
-def write(
-    out: Path, rows: Mapping[str, list[Kernel]], content: dict[str, Any], bandwidth: float
-) -> str:
+def write(out: Path, rows: Mapping[str, list[Kernel]], content: dict[str, Any]) -> str:
     """Writes the slowest kernels and the table of all kinds, and returns the table."""
+    bandwidth = bandwidth_of(resolve()) / 1e12
     slowest = {n: [*map(dataclasses.asdict, found[:SLOWEST])] for n, found in rows.items()}
     found = [*totals(rows, bandwidth)]
     described = {"bandwidth": bandwidth, "totals": found, "rows": slowest}
@@ -193,7 +163,3 @@ def _dtypes(computation: Computation, instruction: Instruction) -> Iterator[str]
     operands = (computation.instructions.get(name) for name in instruction.operands)
     for value in (instruction, *filter(None, operands)):
         yield from (array.dtype for array in value.arrays if array.elements > 2**16)
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -24,30 +24,36 @@ def small_step(strategy, *_):
     return step, SHAPES
 
 
-def whereabouts():
-    return os.getpid(), jax.config.values["jax_compilation_cache_dir"]
+class AtOnce(ThreadPoolExecutor):
+    """Runs calls in this process, one after another."""
+
+    def __init__(self, count):
+        super().__init__(1)
 
 
-def test_every_strategy_is_compiled_run_and_timed(tmp_path, monkeypatch):
+def test_every_strategy_of_every_model_is_compiled_run_timed_and_profiled(tmp_path, monkeypatch):
     monkeypatch.setattr(device, "make_step", small_step)
-    monkeypatch.setattr(device, "new_processes", lambda *_: ThreadPoolExecutor(1))
-    device.main(tmp_path, ["plain", "remat"], "small", 8, 1, "float32", rounds=2)
-    content = json.loads((tmp_path / "device.json").read_text())
-    plain, remat = content["rows"]
-    assert (plain["row"], remat["row"], content["model"]) == ("plain", "remat", "small")
-    assert plain["step_time_ratio"] == 1.0 and remat["step_time_ratio"] > 0
-    assert plain["total_bytes"] > 2 * 64 * 64 * 4 and plain["compile_seconds"] > 0
-    assert plain["in_use_bytes"] is None  # which a CPU does not tell
-    assert all(len(row["turn_seconds"]) == 2 for row in content["rows"])
-    assert "| remat |" in (tmp_path / "device.md").read_text()
+    monkeypatch.setattr(device, "new_processes", AtOnce)
+    device.main(tmp_path, ["plain", "remat"], ["a", "b"], 8, 1, "float32", rounds=2, profile=True)
+    for model in "ab":
+        folder = tmp_path / f"{model}-cpu"
+        content = json.loads((folder / "device.json").read_text())
+        plain, remat = content["rows"]
+        assert (plain["row"], remat["row"], content["model"]) == ("plain", "remat", model)
+        assert plain["step_time_ratio"] == 1.0 and remat["step_time_ratio"] > 0
+        assert plain["total_bytes"] > 2 * 64 * 64 * 4 and plain["compile_seconds"] > 0
+        assert plain["in_use_bytes"] is None  # which a CPU does not tell
+        assert all(len(row["turn_seconds"]) == 2 for row in content["rows"])
+        assert "| remat |" in (folder / "device.md").read_text()
+        profile = json.loads((tmp_path / f"kernels-{model}-cpu" / "kernels.json").read_text())
+        assert profile["rows"] == {"plain": [], "remat": []}  # a CPU has no kernels
 
 
 @pytest.mark.slow
-def test_a_process_of_its_own_has_the_cache(tmp_path):
-    with device.new_processes(str(tmp_path), 1) as processes:
-        calls = [processes.submit(whereabouts) for _ in range(2)]
-    (one, folder), (other, _) = [call.result() for call in calls]
-    assert (len({one, other, os.getpid()}), folder) == (3, str(tmp_path))
+def test_each_call_has_a_process_of_its_own():
+    with device.new_processes(1) as processes:
+        one, other = (processes.submit(os.getpid).result() for _ in range(2))
+    assert len({one, other, os.getpid()}) == 3
 
 
 def test_a_wrong_strategy_is_told_before_anything_is_compiled(tmp_path):
@@ -58,7 +64,7 @@ def test_a_wrong_strategy_is_told_before_anything_is_compiled(tmp_path):
 
 def test_what_a_transformer_would_ignore_is_an_error(tmp_path):
     with pytest.raises(device.typer.BadParameter, match="image=64"):
-        device.main(tmp_path / "out", ["plain"], "lm", image=64)
+        device.main(tmp_path / "out", ["plain"], ["lm"], image=64)
     assert not (tmp_path / "out").exists()
 
 

@@ -2,7 +2,6 @@ import json
 
 import jax
 import jax.numpy as jnp
-import pytest
 
 from experiments.bench import kernels
 from jaxcomp.memory._costs import costs
@@ -56,27 +55,31 @@ def test_durations_are_those_of_the_kernels_of_gpus():
     assert kernels.durations(gpu + others) == {"a": (2, 11), "b": (1, 7)}
 
 
-def test_kernels_are_joined_with_the_bytes_of_their_instructions(tmp_path, monkeypatch):
-    monkeypatch.setattr(kernels, "make_step", coded_step)
-    text, trace = kernels.profiled(*coded_step())
+def _arrays(shapes):
+    state, *arrays = (jnp.ones(shape.shape, shape.dtype) for shape in shapes)
+    return state, arrays
+
+
+def test_kernels_are_joined_with_the_bytes_of_their_instructions(tmp_path):
+    step, shapes = coded_step()
+    program = step.lower(*shapes).compile()
+    text = program.as_text()
+    trace = kernels.profiled(program, *_arrays(shapes))
     assert kernels.durations(trace) == {}  # a CPU has none
     names = [c.instruction.name.replace(".", "_") for c in costs(text) if c.kernels]
-    profile = {name: (2 * kernels.STEPS, 1e6 * kernels.STEPS) for name in [*names, "of_a_library"]}
-    monkeypatch.setattr(kernels, "durations", lambda _: profile)
-    kernels.main(tmp_path, ["plain"], "small", 8, 1, "float32", bandwidth=1.0)
+    names += ["of_a_library", "rows__3"]
+    profile = {name: (2 * kernels.STEPS, 1e6 * kernels.STEPS) for name in names}
+    rows = {"plain": kernels.kernels(text, profile)}
+    content = {"model": "small", "devices": ["GPU"], "command": "python"}
+    kernels.write(tmp_path, rows, content)
     found = json.loads((tmp_path / "kernels.json").read_text())["rows"]["plain"]
     assert {k["runs"] for k in found} == {2} and {k["milliseconds"] for k in found} == {1}
     nbytes = {kind: {k["nbytes"] for k in found if k["kind"] == kind} for kind in kernels.KINDS}
     array = 4 * SIZE**2
-    assert nbytes[kernels.KINDS[1]] == {2 * (array + SIZE**2)}  # two runs: a product in, a code out
+    # Two runs: a product in, a code out. A kernel of rows is known by its name alone.
+    assert nbytes[kernels.KINDS[1]] == {2 * (array + SIZE**2), 0}
     assert nbytes[kernels.KINDS[2]] == {2 * 2 * array}
     assert 0 in nbytes[kernels.KINDS[0]]  # the library's
     table = (tmp_path / "kernels.md").read_text()
-    assert "| plain | kernels that read or write codes | 2 | 1.00 | 0.00 |" in table
-
-
-@pytest.mark.parametrize("strategy", ["zip", "quantize:bits=9"])
-def test_a_wrong_strategy_is_an_error_before_anything_is_written(tmp_path, strategy):
-    with pytest.raises(kernels.typer.BadParameter):
-        kernels.main(tmp_path / "out", [strategy])
-    assert not (tmp_path / "out").exists()
+    assert "| plain | kernels that read or write codes | 4 | 2.00 |  |  |" in table
+    assert "| plain | other fused kernels | 2 | 1.00 | 0.00 |" in table
