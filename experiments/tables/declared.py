@@ -275,18 +275,29 @@ def cheat_sheet(record: str, rows: tuple[str, ...], gradients: Mapping[str, int]
     return Table(columns, (Source(record, rows),), others)
 
 
+RAN: Columns = {
+    "row": name,
+    "needs, MiB": needed,
+    "in use, MiB": mib("in_use_bytes"),
+    "step, ms": number("step_seconds", 1e-3, ".1f"),
+    "step / plain": TIME,
+}
+FLAGS = "all_fusions_with_triton", "enable_fusion_autotuner", "enable_conv_fusion"
+FLAGGED = "plain", "fused:bits=4", "fused:bits=4,kernels=true"
+
+
 def measured(estimates: str, *sources: Source) -> Table:
     """Steps that ran, beside the estimates of another record."""
-    columns = {
-        "row": name,
-        "needs, MiB": needed,
-        "in use, MiB": mib("in_use_bytes"),
-        "step, ms": number("step_seconds", 1e-3, ".1f"),
-        "step / plain": TIME,
+    columns = RAN | {
         "estimated": of(estimates, ratio("estimated_seconds")),
         "HBM traffic / plain": of(estimates, ratio("hbm_traffic_bytes")),
     }
     return Table(columns, sources, (Source(estimates),))
+
+
+def earlier(model: str, *rows: str) -> Source:
+    """Rows that ran on an H200 with earlier code alone."""
+    return Source(f"device/{model}-h200-before/device.json", rows)
 
 
 def time_over_plain(row: Row) -> str:
@@ -321,8 +332,8 @@ RESNET50_MAIN = (
 )
 RESNET50_H200 = (
     Source(H200("resnet50")),
-    Source("device/resnet50-h200-2bits/device.json", ("fused:bits=2",)),
-    Source("device/resnet50-h200-exact/device.json", ("remat", "quantize:bits=2")),
+    Source("device/resnet50-h200-uint2/device.json", ("automatic:bits=3", "fused:bits=2")),
+    Source("device/resnet50-h200-exact/device.json", ("quantize:bits=2",)),
     Source("device/resnet50-h200-before/device.json", ("accumulate:4",)),
 )
 POOLING = (
@@ -390,14 +401,13 @@ TABLES: dict[str, Table] = {
                 ("plain", "remat", "accumulate:2", "transformer:bits=4"),
                 step="language model, H200",
             ),
-            Source(H200("resnet50"), ("plain",), step="own ResNet-50, H200"),
-            *(
-                Source(
-                    f"device/resnet50-h200-{run}/device.json", (row,), step="own ResNet-50, H200"
-                )
-                for run, row in (("exact", "remat"), ("before", "accumulate:4"))
+            Source(H200("resnet50"), ("plain", "remat"), step="own ResNet-50, H200"),
+            Source(
+                "device/resnet50-h200-before/device.json",
+                ("accumulate:4",),
+                step="own ResNet-50, H200",
             ),
-            Source(H200("resnet50"), ("automatic",), step="own ResNet-50, H200"),
+            Source(H200("resnet50"), ("fused:bits=4",), step="own ResNet-50, H200"),
             Source(
                 ZOO,
                 ("plain", "remat", "accumulate:4", "automatic"),
@@ -408,8 +418,25 @@ TABLES: dict[str, Table] = {
     ),
     "resnet50-h200": measured(MEMORY("resnet50-h200"), *RESNET50_H200),
     "scanned_lm-h200": measured(MEMORY("transformers-h200/scanned_lm"), Source(H200("scanned_lm"))),
-    "lm-h200": measured(MEMORY("transformers-h200/lm"), Source(H200("lm"))),
-    "vit_b16-h200": measured(MEMORY("transformers-h200/vit_b16"), Source(H200("vit_b16"))),
+    "lm-h200": measured(
+        MEMORY("transformers-h200/lm"), Source(H200("lm")), earlier("lm", "accumulate:2")
+    ),
+    "vit_b16-h200": measured(
+        MEMORY("transformers-h200/vit_b16"),
+        Source(H200("vit_b16")),
+        earlier("vit_b16", "accumulate:4", "quantize:bits=4"),
+    ),
+    "efficientnet_b0-h200": Table(RAN, (Source(H200("efficientnet_b0")),)),
+    "flags-h200": Table(
+        {"flag": text("step"), "row": name, "step, ms": RAN["step, ms"]},
+        (
+            Source(H200("resnet50"), FLAGGED, step="none"),
+            *(
+                Source(f"device/flags-resnet50-h200/{flag}/device.json", FLAGGED, step=flag)
+                for flag in FLAGS
+            ),
+        ),
+    ),
     **folded(MEMORY("resnet50-h100"), STEP, RESNET50_MAIN, "resnet50-h100"),
     "resnet50-a100": Table(STEP, (Source(MEMORY("resnet50-a100")),)),
     "resnet50-v5e": Table(CYCLES, (Source(MEMORY("resnet50-v5e")),)),
@@ -515,9 +542,16 @@ TABLES: dict[str, Table] = {
         (Source("quantization/comparison.json", ("plain", "remat", "actnn"), reader=trained),),
     ),
     "transformer-lm": Table(TEXTS, (Source("transformers/lm/runs.json", reader=texts),)),
+    "transformer-lm-cpu": Table(TEXTS, (Source("transformers-cpu/lm/runs.json", reader=texts),)),
     "transformer-vit": Table(TEXTS, (Source("transformers/vit/runs.json", reader=texts),)),
     "noise-lm": Table(NOISE, (Source("gradients-lm/gradients.json", reader=noise),)),
     "noise-lm-dither": Table(NOISE, (Source("gradients-lm-dither/gradients.json", reader=noise),)),
+    "noise-pooling-sampled": Table(
+        NOISE, (Source("gradients-sampled/gradients.json", reader=noise),)
+    ),
+    "noise-pruning-sampled": Table(
+        NOISE, (Source("gradients-sampled-resmlp/gradients.json", reader=noise),)
+    ),
     "attention": Table(ATTENTION, (Source("attention-h100/attention.json"),)),
     "limit": Table(LIMIT, (Source("limit/limit.json", reader=distances),)),
     "noise-vit": Table(NOISE, (Source("gradients-vit/gradients.json", reader=noise),)),
@@ -572,8 +606,12 @@ TABLES: dict[str, Table] = {
     "kernels-h200": Table(
         KERNELS,
         tuple(
-            Source(f"device/kernels-{network}-h200/kernels.json", reader=kinds_of_kernels)
-            for network in ("resnet50", "lm", "vit_b16")
+            Source(f"device/kernels-{network}-h200/kernels.json", rows, reader=kinds_of_kernels)
+            for network, rows in (
+                ("resnet50", ("plain", "fused:bits=4")),
+                ("lm", ()),
+                ("vit_b16", ()),
+            )
         ),
     ),
     "kernels-h200-3bits": Table(
