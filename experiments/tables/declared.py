@@ -288,7 +288,8 @@ FLAGGED = "plain", "fused:bits=4", "fused:bits=4,kernels=true"
 
 def measured(estimates: str, *sources: Source) -> Table:
     """Steps that ran, beside the estimates of another record."""
-    columns = RAN | {
+    columns = {
+        **RAN,
         "estimated": of(estimates, ratio("estimated_seconds")),
         "HBM traffic / plain": of(estimates, ratio("hbm_traffic_bytes")),
     }
