@@ -134,3 +134,38 @@ def test_kernels_make_the_same_codes_and_gradients(case, shape, dtype, launched_
         assert differ < (1e-3 if array.dtype == jnp.uint4 else 0.1)
     assert_close(made[0], expected[0], rtol=1e-6 if dtype == jnp.float32 else 1e-2)
     assert_close(by_kernels, gradients, rtol=1e-4 if dtype == jnp.float32 else 2e-2)
+
+
+def _by_loop(layer, x, kernels):
+    def step(x, kernel):
+        return layer(x, kernel), None
+
+    return jax.lax.scan(step, x, kernels)[0]
+
+
+def _by_vmap(layer, x, kernels):
+    return jax.vmap(layer, (None, 0))(x, kernels)
+
+
+@pytest.mark.parametrize("around", [lambda layer: layer, jax.checkpoint], ids=["", "checkpoint"])
+@pytest.mark.parametrize("through", [_by_loop, _by_vmap])
+def test_kernels_in_loops_lanes_and_checkpoints(through, around, launched_kernels):
+    x, kernels = normal((2, 8, 8, 64)), 0.05 * normal((2, 3, 3, 64, 64), seed=1)
+    scale, bias = jnp.ones(64), jnp.zeros(64)
+
+    def gradients(codec):
+        @around
+        def layer(x, kernel):
+            coded, *_ = ops.norm_act(x, scale, bias, codec=codec)
+            return ops.conv_general_dilated(coded, kernel, (1, 1), "SAME", dimension_numbers=NHWC)
+
+        def loss(x, kernels):
+            return (through(layer, x, kernels) ** 2).sum()
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1)))(x, kernels)
+
+    expected = gradients(SignAware())
+    assert not launched_kernels
+    found = gradients(SignAware(kernels=True))
+    assert launched_kernels
+    assert_close(found, expected, rtol=1e-4)
