@@ -24,9 +24,18 @@ _POINT = re.compile(r"    (\d+):(\S+)$")
 _HEADING = re.compile(r"<\d+ ([^\s{]+)(\{[\d,]*\})?(?: \(phi\))? @\d+>$")
 
 
-def dump_options(directory: str | Path) -> dict[str, str | bool]:
-    """Returns compiler options that make XLA dump its buffer assignment to a directory."""
-    return {"xla_dump_to": str(directory), "xla_dump_hlo_as_text": True}
+def dump_options(directory: str | Path, platform: str) -> dict[str, str | bool]:
+    """Returns compiler options that make XLA dump its buffer assignment to a directory.
+
+    Args:
+        directory: the directory.
+        platform: JAX's name of the platform. For "cuda" the PTX of kernels is dumped, too; XLA of
+            JAX 0.11 and later has to be asked for it.
+    """
+    options: dict[str, str | bool] = {"xla_dump_to": str(directory), "xla_dump_hlo_as_text": True}
+    if platform == "cuda" and jax.__version_info__ >= (0, 11):
+        options["xla_dump_emitter_re"] = ".*"
+    return options
 
 
 @contextmanager

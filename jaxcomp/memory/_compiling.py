@@ -171,7 +171,7 @@ def _compile_here(
             if dump_dir is None:
                 return CompiledStep(**compile_worker.compile_lowered(lowered, {}))
             with no_compilation_cache():
-                options = dump_options(dump_dir)
+                options = dump_options(dump_dir, target.platform)
                 return CompiledStep(**compile_worker.compile_lowered(lowered, options))
     except jax.errors.JaxRuntimeError as error:
         raise CompileError(str(error)) from error
@@ -201,7 +201,7 @@ def _compile_in_child(
     kept = answers.answer_file(program, rest, dump_dir is not None)
     answer = answers.read(kept) if kept else None
     if answer is None:
-        dump = {} if dump_dir is None else dump_options(dump_dir)
+        dump = {} if dump_dir is None else dump_options(dump_dir, target.platform)
         answer = _with_tile_sizes(request | {"compiler_options": own | dump}, target)
         if kept:
             answers.write(kept, answer | {"dump": read_dump(dump_dir) if dump_dir else {}})

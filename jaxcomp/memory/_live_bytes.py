@@ -258,7 +258,7 @@ def compile_with_timeline(
 def read_timeline(
     directory: str | Path, hlo_text: str, argument_names: Mapping[str, str] = MappingProxyType({})
 ) -> Timeline:
-    """Reads a timeline from the dump of a compilation with `dump_options(directory)`.
+    """Reads a timeline from the dump of a compilation with `dump_options`.
 
     A compilation that JAX serves from its cache writes no dump. Use `no_compilation_cache()`.
 

@@ -18,7 +18,7 @@ from jaxcomp.memory._tracing import trace
 from tests.helpers import AS_WRITTEN, DTYPES, assert_close, assert_same_bits, normal
 
 needs_older = pytest.mark.skipif(
-    jax.__version_info__ >= (0, 12), reason="it asks for the GPU that Pallas lowers for"
+    jax.__version_info__ >= (0, 11), reason="it asks for the GPU that Pallas lowers for"
 )
 
 

@@ -45,7 +45,7 @@ def of_step():
 def test_every_value_that_xla_lists_at_its_peak_is_read(tmp_path):
     lowered = jax.jit(jax.value_and_grad(loss)).lower(WEIGHTS, X)
     with no_compilation_cache():
-        compiled = lowered.compile(compiler_options=dump_options(tmp_path))
+        compiled = lowered.compile(compiler_options=dump_options(tmp_path, "cpu"))
     t = read_timeline(tmp_path, compiled.as_text())
     (file,) = tmp_path.glob("*-live-range.txt")
     point = int(re.search(r"Live ranges at (\d+) \(peak\)", file.read_text()).group(1))
