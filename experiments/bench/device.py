@@ -241,8 +241,10 @@ def _measure(
     content = settings | {"rows": rows} | clocks() | describe_environment()
     folder = out / _folder(settings["model"])
     write_json(folder / "device.json", content)
-    of = ", ".join(str(settings[key]) for key in ("model", "dtype"))
-    title = f"{of}, batch {settings['batch']}, whole training step on one {content['devices'][0]}:"
+    title = (
+        f"{settings['model']}, batch {settings['batch']}, {settings['dtype']}, whole training step "
+        f"on one {content['devices'][0]}:"
+    )
     typer.echo(write_table(folder / "device.md", title, _table(rows), content["command"]))
 
 

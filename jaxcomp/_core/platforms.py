@@ -15,12 +15,9 @@ T = TypeVar("T")
 Form = Callable[..., T]
 
 
-def pack_by_platform(
-    operand: Any, *, tpu: Form[T], gpu: Form[T] | None = None, other: Form[T]
-) -> T:
+def pack_by_platform(operand: Any, *, tpu: Form[T], other: Form[T]) -> T:
     """Packs or unpacks codes by the operations that are fast on the platform."""
-    forms = {"tpu": tpu, "default": other} | ({} if gpu is None else {"cuda": gpu})
-    return lax.platform_dependent(operand, **forms)
+    return lax.platform_dependent(operand, tpu=tpu, default=other)
 
 
 def convert_to_round_on_tpu(

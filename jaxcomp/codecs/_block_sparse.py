@@ -70,7 +70,8 @@ class BlockSparse(Codec):
     With `sampled`, blocks are drawn at random, and divided by the probability with which they are
     kept, so the decoded value is unbiased. The probability is proportional to a block's magnitude,
     and 1 for the largest. A systematic sample draws the same number of blocks in each row, with
-    these probabilities. Values are as large as needed, and rounded to the array's dtype.
+    these probabilities. The divided values are rounded to the array's dtype; beyond its largest
+    number they become Inf.
 
     Blocks are ranked by the sum of their magnitudes. The page on pruned activations compares this
     with the sum of squares: its gradients were at least as close to the exact ones. Among equal

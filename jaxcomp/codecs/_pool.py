@@ -28,6 +28,7 @@ class AvgPool(Codec):
     mean is stored, too. The element decodes to the mean and the difference times the number of
     elements of the window, all others to the mean. So the decoded value is unbiased if `deviation`
     is. Its variance is that of the values in a window times the number of its elements less one.
+    What exceeds the largest number of the dtype becomes Inf.
     No index is stored: it is a hash of the window's place and of a sample of the array's values
     (`noise.salt`), whose words, one for each index along each axis, are stored.
 
@@ -90,7 +91,7 @@ class AvgPool(Codec):
         # A power of two is exact and keeps the sum of the largest floats finite.
         scale = 0.5 ** (self.window ** len(x.shape[1:-1])).bit_length()
         sums = self.sums(x.astype(jnp.float32) * scale)
-        means = (sums / (self._sizes(x.shape) * scale).astype(np.float32)).astype(x.dtype)
+        means = (sums / (self._sizes(x.shape) * scale)).astype(x.dtype)
         if self.deviation is None:
             return (means,)
         words = noise.axis_words(means.shape, noise.salt(seed, x))

@@ -314,9 +314,9 @@ class NormActVjp:
         if index is not None:
             masked = passed(dy, positive).astype(dy.dtype)
             dy, (dbias, dscales) = platforms.pool_over_map_on_tpu(
-                (masked, index, kept.own, normalized, variances),
-                self._over_map,
-                functools.partial(self._over_windows, hold),
+                (masked, index, variances),
+                functools.partial(self._over_map, normalized),
+                functools.partial(self._over_windows, kept.own, hold),
             )
         else:
             found, masked = by_kernel(totals)(kept, dy, scales[0])
@@ -353,11 +353,10 @@ class NormActVjp:
 
     def _over_windows(
         self,
+        own: tuple[Normalized, ...],
         hold: barriers.Hold,
         masked: Array,
         index: Array,
-        own: tuple[Normalized, ...],
-        normalized: list[Affine],
         variances: tuple[Array, ...],
     ) -> tuple[Array, _Sums]:
         """Computes the pool's backward pass with sums over windows.
@@ -381,10 +380,9 @@ class NormActVjp:
 
     def _over_map(
         self,
+        normalized: list[Affine],
         masked: Array,
         index: Array,
-        own: tuple[Normalized, ...],
-        normalized: list[Affine],
         variances: tuple[Array, ...],
     ) -> tuple[Array, _Sums]:
         """Computes the same as `_over_windows` with sums over the map before the pool.
@@ -392,7 +390,6 @@ class NormActVjp:
         This form is for TPUs, on which slices of the decoded values cost more than sums over the
         map.
         """
-        del own
         window = cast(Window, self.window)
         dz = window.scatter(index, masked).astype(jnp.float32)
         return dz, self._sums(self._totals(dz, normalized), normalized, variances)
