@@ -17,7 +17,7 @@ import multiprocessing
 import os
 import random
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,8 +40,7 @@ from jaxcomp.planning._probe import declared_bytes, seconds_of, trace_scoped
 from jaxcomp.planning._watched import trace_step
 
 BUDGETS = 9  # of each step
-SMALL = 4  # steps of which all choices are compiled
-TARGETS = ("cpu", "cpu", "cpu", "h100")
+TARGETS = ["cpu", "cpu", "cpu", "h100"]
 OF_BUDGET = 0.05  # a group outside of the blocks that saves less of all is kept
 CLOSE = 1.02
 CODE = "bits=4"
@@ -72,19 +71,24 @@ def network(name: str, depth: int, width: int) -> Network:
     return tokens(of_linen, bf16(llama.Llama, kv_heads=2, hidden=2 * width, **sizes), length=128)
 
 
-def drawn(number: int, seed: int) -> dict[str, Any]:
-    """Draws a step: its network, device, budgets, and what a plan may do."""
+def drawn(
+    number: int, seed: int, targets: Sequence[str], depth: int, small: bool
+) -> dict[str, Any]:
+    """Draws a step: its network, device, budgets, and what a plan may do.
+
+    All choices are compiled of a small one, so they are few.
+    """
     draw = random.Random(f"{seed} {number}")
-    small = number < SMALL
     names = ["resmlp", "resnet"] if small else ["resmlp", "vit", "resnet", "gpt2", "llama"]
     return {
         "number": number,
         "network": names[number % len(names)],
-        "depth": 2,
+        "depth": depth,
         "width": draw.choice([64, 128, 256]),
         "batch": draw.choice([64, 128, 256]),
-        "target": ("h100" if number == 2 else "cpu") if small else draw.choice(TARGETS),
+        "target": draw.choice(targets),
         "parts": sorted((round(draw.uniform(0.3, 1), 3) for _ in range(BUDGETS)), reverse=True),
+        "small": small,
         "actions": ["keep", "quantize", "recompute"] if small else list(ACTIONS),
         "bits": [4] if small else list(BITS),
     }
@@ -155,7 +159,7 @@ def audited(step: dict[str, Any]) -> dict[str, Any]:
                 text = json.dumps(row["plan"])
                 row["bytes_again"] = pool.submit(again, step, text).result()
     found: list[dict[str, Any]] = []
-    if step["number"] < SMALL:
+    if step["small"]:
         for chosen in choices(step):
             needed, _, took = compiled(step, Strategy.of(policy_of(chosen, biased=False)))
             found.append({"choices": chosen, "total_bytes": needed, "milliseconds": took})
@@ -197,6 +201,9 @@ def main(
     out: Out,
     count: Annotated[int, typer.Option("--steps", help="Number of steps.")] = 12,
     seed: Annotated[int, typer.Option(help="Seed of what is drawn.")] = 0,
+    target: Annotated[list[str], typer.Option(help="Drawn for each step; repeatable.")] = TARGETS,
+    depth: Annotated[int, typer.Option(help="Number of blocks of a network.")] = 2,
+    small: Annotated[int, typer.Option(help="First steps of which all choices compile.")] = 4,
 ) -> None:
     """Fit the budgets of random steps; exit with 1 if a plan has a defect."""
     set_up()
@@ -204,7 +211,7 @@ def main(
     file = out / "fit_audit.json"
     steps: list[dict[str, Any]] = json.loads(file.read_text())["steps"] if file.exists() else []
     for number in track(range(len(steps), count), "fitting"):
-        steps.append(audited(drawn(number, seed)))
+        steps.append(audited(drawn(number, seed, target, depth, number < small)))
         write(out, steps)
         jax.clear_caches()
     found = [defect for step in steps for defect in defects(step)]

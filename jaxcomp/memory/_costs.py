@@ -6,6 +6,7 @@ from typing import NamedTuple
 from jaxcomp.memory._hlo import Computation, Instruction, Module, parse
 from jaxcomp.memory._kernels import is_kernel
 from jaxcomp.memory._loops import trip_count
+from jaxcomp.memory._products import products_of
 from jaxcomp.memory._traffic import CALLS, cycles_of, in_hbm, on_host, traffic_of
 from jaxcomp.memory._vector import operations_of
 
@@ -22,6 +23,7 @@ class Cost(NamedTuple):
         host: Bytes that it copies to or from the host.
         cycles: XLA's estimate of its cycles.
         vector: Its elementwise operations.
+        flops: The FLOPs of its products.
         kernels: Kernels that it starts.
     """
 
@@ -32,6 +34,7 @@ class Cost(NamedTuple):
     host: int
     cycles: int
     vector: int
+    flops: int
     kernels: int
 
 
@@ -61,14 +64,17 @@ def _costs(
             for inner in called:
                 yield from _costs(module, inner, times, (*calls, instruction))
         else:
-            hbm, host, cycles, vector, started = (
+            hbm, host, cycles, vector, flops, started = (
                 times * count
                 for count in (
                     traffic_of(module, computation, instruction, in_hbm),
                     traffic_of(module, computation, instruction, on_host),
                     cycles_of(instruction) or 0,
                     operations_of(module, computation, instruction),
+                    products_of(module, computation, instruction),
                     is_kernel(instruction),
                 )
             )
-            yield Cost(computation, instruction, calls, hbm, host, cycles, vector, started)
+            yield Cost(
+                *(computation, instruction, calls, hbm, host, cycles, vector, flops, started)
+            )

@@ -1,8 +1,10 @@
-"""The estimated time of one run of a compiled program."""
+"""The estimated time of one run of a compiled program, whole and by instruction."""
 
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
+from jaxcomp.memory._costs import costs
 from jaxcomp.memory._targets import Target
 
 _KERNEL_SECONDS = 2e-6
@@ -36,6 +38,36 @@ def estimated_seconds(figures: Mapping[str, Any], target: Target) -> float | Non
     products = flops / target.devices / target.flops_per_second
     rest = kernel_seconds(figures["vector_operations"], figures["kernels"], target)
     return copying + traffic / target.bandwidth + products + rest
+
+
+def seconds_by_instruction(hlo_text: str, target: Target) -> dict[str, float] | None:
+    """Returns the estimated seconds of each instruction of a compiled program, by name.
+
+    They are those of `estimated_seconds`, with the FLOPs of the products that XLA kept. An
+    instruction in a loop has the seconds of all iterations.
+
+    Args:
+        hlo_text: the text of a compiled module, `compiled.as_text()`.
+        target: the target that it was compiled for.
+
+    Returns:
+        The seconds; `None` where the rates of the target are not known.
+    """
+    seconds: dict[str, float] = defaultdict(float)
+    for cost in costs(hlo_text):
+        figures = {
+            "hbm_traffic_bytes": cost.hbm,
+            "host_traffic_bytes": cost.host,
+            "flops": cost.flops * target.devices,
+            "vector_operations": cost.vector,
+            "kernels": cost.kernels,
+            "estimated_cycles": cost.cycles if target.platform == "tpu" else None,
+        }
+        estimate = estimated_seconds(figures, target)
+        if estimate is None:
+            return None
+        seconds[cost.instruction.name] += estimate
+    return dict(seconds)
 
 
 def host_seconds(nbytes: int | None, target: Target) -> float:

@@ -18,6 +18,7 @@ from jaxcomp.memory._buffer_assignment import (
     read_values,
 )
 from jaxcomp.memory._compiling import CompiledStep, compile_step
+from jaxcomp.memory._estimate import seconds_by_instruction
 from jaxcomp.memory._hlo import Instruction, Module, parse
 from jaxcomp.memory._origin import Origins
 from jaxcomp.memory._passes import backward_start, phase
@@ -42,6 +43,8 @@ class Timeline:
         buffers: all values in device memory. A buffer has the attributes `name`, `bytes`,
             `shape`, `origin`, `start`, `end`, `reads`, `allocation` and `offset`.
         backward_start: the point at which the backward pass starts; `None` if there is none.
+        seconds: the estimated seconds of each instruction, in a loop of all iterations; `None`
+            where the rates of the target are not known, as on a CPU.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -58,6 +61,7 @@ class Timeline:
     live_bytes: tuple[int, ...]
     buffers: tuple[Buffer, ...]
     backward_start: int | None
+    seconds: tuple[float, ...] | None
 
     @property
     def peak_bytes(self) -> int:
@@ -252,11 +256,14 @@ def compile_with_timeline(
         compiled = compile_step(
             step, target, xla_remat=xla_remat, dump_dir=directory, with_lines=with_lines
         )
-        return compiled, read_timeline(directory, compiled.hlo_text, step.argument_names)
+        return compiled, read_timeline(directory, compiled.hlo_text, target, step.argument_names)
 
 
 def read_timeline(
-    directory: str | Path, hlo_text: str, argument_names: Mapping[str, str] = MappingProxyType({})
+    directory: str | Path,
+    hlo_text: str,
+    target: Target,
+    argument_names: Mapping[str, str] = MappingProxyType({}),
 ) -> Timeline:
     """Reads a timeline from the dump of a compilation with `dump_options`.
 
@@ -265,6 +272,7 @@ def read_timeline(
     Args:
         directory: the folder of the dump of a single compilation.
         hlo_text: the text of the compiled module, `compiled.as_text()`.
+        target: the target of the compilation.
         argument_names: readable names of arguments, by their names in the module.
 
     Returns:
@@ -301,6 +309,7 @@ def read_timeline(
             )
         )
     work = [_work(module, name) for name in sequence]
+    seconds = seconds_by_instruction(hlo_text, target)
     return Timeline(
         points=tuple(sequence),
         phases=tuple(phase(inside[0].op_name) if inside else "other" for inside in work),
@@ -308,6 +317,7 @@ def read_timeline(
         live_bytes=tuple(_live_bytes(buffers, len(sequence))),
         buffers=tuple(buffers),
         backward_start=backward_start(module, sequence),
+        seconds=None if seconds is None else tuple(seconds.get(name, 0.0) for name in sequence),
     )
 
 

@@ -4,6 +4,7 @@ import html
 import json
 from collections.abc import Callable, Mapping
 from importlib import resources
+from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from jaxcomp.memory._areas import KINDS, PHASES, areas, kind
 from jaxcomp.memory._buffer import Buffer
 from jaxcomp.memory._live_bytes import Timeline, short_source
+from jaxcomp.memory._report import format_seconds
 
 
 def draw_html(
@@ -26,7 +28,8 @@ def draw_html(
 
     A table has the bytes at each peak: parameters, optimizer, saved, temporary. The page has one
     chart for each timeline, all at the same scale of bytes, colored by pass, kind, module or
-    largest buffer. Pointing at a chart lists the largest buffers alive at that point, with their
+    largest buffer. Its axis is the estimated time in per cent, or the number of instructions where
+    no time is known. Pointing at a chart lists the largest buffers alive at that point, with their
     shape, pass and source line. A table, which can be sorted and saved as CSV, lists the buffers
     alive at the peak, or at the point that is clicked; a click on a buffer shows its life. Below,
     the first chart and another one are compared at their peaks. Dragging zooms. The page loads no
@@ -93,6 +96,8 @@ def _page_data(title: str, timeline: Timeline, texts: dict[str, int]) -> dict[st
         "title": title,
         "points": timeline.points,
         "live": timeline.live_bytes,
+        "ends": _ends(timeline),
+        "time": format_seconds(sum(timeline.seconds)) if timeline.seconds else None,
         **areas(timeline),
         "peak": timeline.peak_bytes,
         "peakPoint": timeline.peak_point,
@@ -111,3 +116,14 @@ def _page_data(title: str, timeline: Timeline, texts: dict[str, int]) -> dict[st
             "source": column(lambda b: short_source(b.origin.source)),
         },
     }
+
+
+def _ends(timeline: Timeline) -> list[float]:
+    """Returns where each instruction ends on the axis of a chart, from 0 to 1.
+
+    The axis is the estimated time, or the number of instructions where no time is known.
+    """
+    ends = list(accumulate(timeline.seconds or ()))
+    if not ends or not ends[-1]:
+        ends = list(range(1, len(timeline.points) + 1))
+    return [round(end / ends[-1], 7) for end in ends]

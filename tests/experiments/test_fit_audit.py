@@ -5,6 +5,7 @@ import pytest
 from experiments.checks.fit_audit import defects, drawn
 from experiments.tables.rows import load
 
+RECORDS = ("fit-audit",)
 STEP = {"number": 0, "network": "vit", "target": "cpu", "all_choices": []}
 CHOICES = [{"total_bytes": 80, "milliseconds": 1.0}]
 
@@ -30,7 +31,17 @@ def test_each_defect_is_named(budgets, choices, defect):
     assert all(defect in text for text in found)
 
 
-def test_the_record_has_no_defects_and_is_of_the_steps_that_are_drawn():
-    for step in load("fit-audit/fit_audit.json")["steps"]:
-        assert defects(step) == []
-        assert drawn(step["number"], seed=0).items() <= step.items()
+def test_a_step_is_drawn_from_its_seed_of_what_is_asked_for():
+    steps = [drawn(k, 0, ["h100", "a100"], depth=4, small=k < 2) for k in range(9)]
+    assert steps == [drawn(k, 0, ["h100", "a100"], depth=4, small=k < 2) for k in range(9)]
+    assert {step["target"] for step in steps} == {"h100", "a100"}
+    assert {step["depth"] for step in steps} == {4} and len({s["network"] for s in steps}) == 5
+    assert [step["actions"] == ["keep", "quantize", "recompute"] for step in steps[:3]] == [
+        *(True, True, False)
+    ]
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_the_records_have_no_defects(record):
+    steps = load(f"{record}/fit_audit.json")["steps"]
+    assert steps and not any(defects(step) for step in steps)

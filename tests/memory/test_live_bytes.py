@@ -46,7 +46,7 @@ def test_every_value_that_xla_lists_at_its_peak_is_read(tmp_path):
     lowered = jax.jit(jax.value_and_grad(loss)).lower(WEIGHTS, X)
     with no_compilation_cache():
         compiled = lowered.compile(compiler_options=dump_options(tmp_path, "cpu"))
-    t = read_timeline(tmp_path, compiled.as_text())
+    t = read_timeline(tmp_path, compiled.as_text(), resolve("cpu"))
     (file,) = tmp_path.glob("*-live-range.txt")
     point = int(re.search(r"Live ranges at (\d+) \(peak\)", file.read_text()).group(1))
     listed = dict(re.findall(r"    (\S+): (\d+) bytes \(cumul", file.read_text()))
@@ -172,7 +172,7 @@ def test_an_h100_timeline_names_layers(tmp_path):
     except ImportError as error:
         pytest.skip(str(error))
     compiled = compile_step(trace(jax.value_and_grad(loss), WEIGHTS, X), h100, dump_dir=tmp_path)
-    t = read_timeline(tmp_path, compiled.hlo_text)
+    t = read_timeline(tmp_path, compiled.hlo_text, h100)
     kinds = ("argument", "output", "temp")
     allocated = sum(compiled.memory[f"{kind}_size_in_bytes"] for kind in kinds)
     assert 0.9 * allocated <= t.peak_bytes <= allocated + 1024
@@ -224,7 +224,7 @@ def test_buffers_of_an_nnx_step_have_the_names_of_the_model_and_equal_layers_sha
 def test_a_folder_without_a_dump_is_an_error(tmp_path):
     text = jax.jit(jnp.sin).lower(X).compile().as_text()
     with pytest.raises(RuntimeError, match=r"no \*-live-range.txt"):
-        read_timeline(tmp_path, text)
+        read_timeline(tmp_path, text, resolve("cpu"))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The page holds what the timelines say, stands alone, and works in a browser."""
 
 import csv
+import dataclasses
 import html
 import io
 import json
@@ -34,6 +35,12 @@ def timelines():
     return {"plain": large, "half</script>": small}
 
 
+def data_of(page):
+    pattern = r'<script type="application/json" id="data">(.*?)</script>'
+    (encoded,) = re.findall(pattern, page.read_text())
+    return json.loads(encoded)
+
+
 @pytest.mark.parametrize("by", [bytes_by_phase, bytes_by_kind, bytes_by_module, bytes_by_buffer])
 def test_the_colors_add_up_to_the_live_bytes(timelines, by):
     t = timelines["plain"]
@@ -53,7 +60,9 @@ def test_kinds_tell_parameters_from_the_optimizer_and_what_is_saved_from_the_res
         buffer("blocks/1", "forward", 3, 5, reads=(3, 5)),
         buffer("blocks/2", "forward", 4, 5, reads=(4,)),
     )
-    timeline = Timeline(("p",) * 6, ("other",) * 6, (False,) * 6, (1, 3, 7, 15, 31, 31), buffers, 5)
+    timeline = Timeline(
+        ("p",) * 6, ("other",) * 6, (False,) * 6, (1, 3, 7, 15, 31, 31), buffers, 5, None
+    )
     kinds = {name: values[-1] for name, values in bytes_by_kind(timeline).items()}
     assert kinds == {"parameters": 1, "optimizer": 2, "other": 4, "saved": 8, "temporary": 16}
     assert bytes_by_buffer(timeline)["blocks/2 · mul f32[1]"] == [0, 0, 0, 0, 16, 16]
@@ -94,12 +103,24 @@ def test_sources_are_relative_to_the_folder(tmp_path, timelines):
     assert "<h1>a &lt;b&gt;</h1>" in page and "made &amp; dated" in page
 
 
+def test_an_axis_is_the_estimated_time_or_the_instructions(tmp_path, timelines):
+    t = timelines["plain"]
+    seconds = [0.0] * len(t.points)
+    seconds[1], seconds[-1] = 0.003, 0.001
+    drawn = {"without": t, "with": dataclasses.replace(t, seconds=tuple(seconds))}
+    draw_html(tmp_path / "page.html", drawn)
+    without, timed = data_of(tmp_path / "page.html")["timelines"]
+    count = len(t.points)
+    assert without["ends"] == [round(k / count, 7) for k in range(1, count + 1)]
+    assert timed["ends"] == [0, *[0.75] * (count - 2), 1]
+    assert [without["time"], timed["time"]] == [None, "4 ms"]
+
+
 def test_html_holds_the_data_and_loads_nothing(tmp_path, timelines):
     draw_html(tmp_path / "page.html", timelines, limit=12345)
     page = (tmp_path / "page.html").read_text()
     assert not re.search(r"(src|href)=|url\(|@import|fetch\(", page)
-    (encoded,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page)
-    data = json.loads(encoded)
+    data = data_of(tmp_path / "page.html")
     assert data["limit"] == 12345
     assert [d["title"] for d in data["timelines"]] == list(timelines)
     for drawn, t in zip(data["timelines"], timelines.values(), strict=True):
