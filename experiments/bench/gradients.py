@@ -6,7 +6,9 @@
 
 The unit of the noise is that of SGD: the standard deviation of the exact gradient over batches of
 this size. "planned:" in front of a strategy that quantizes gives each layer and rank of samples its
-own bits, with the same mean (`jaxcomp.diagnostics.plan_bits`, on another batch).
+own bits, with the same mean (`jaxcomp.diagnostics.plan_bits`, on another batch). "allocated:bits=N"
+gives each part of a model its own bits, in the bytes of `automatic:bits=N`
+(`jaxcomp.planning.allocate`, on another batch).
 """
 
 import dataclasses
@@ -38,7 +40,7 @@ from jaxcomp._core.modules import split_model
 from jaxcomp.diagnostics import plan_bits
 from jaxcomp.memory import declared_residual_bytes
 from jaxcomp.models.training import TrainState
-from jaxcomp.planning import Strategy
+from jaxcomp.planning import Strategy, allocate
 
 _EVERYWHERE = (
     *(f"quantize:bits={bits}" for bits in (1, 2, 3, 4, 8)),
@@ -66,6 +68,7 @@ STRATEGIES = {
     ),
 }
 PLANNED = "planned:"
+ALLOCATED = "allocated:bits="
 DEFAULT_STEPS = (60, 600)
 CONFIG = TrainConfig(epochs=1, augment=False, warmup_epochs=0.2)
 OPTIMIZER: dict[str, dict[str, Any]] = {"resmlp_tiny": {"optimizer": "adamw", "lr": 2e-3}}
@@ -134,6 +137,22 @@ def declared_bytes(model: nnx.Module, batch: tuple[jax.Array, jax.Array]) -> int
     return declared_residual_bytes(loss, params, rest, batch)
 
 
+def in_training(subject: Subject, strategy: str, state: TrainState) -> nnx.Module:
+    """Returns a model of the subject in a state of its training, coded by a row's strategy."""
+    is_allocated = strategy.startswith(ALLOCATED)
+    coded = subject.model("plain" if is_allocated else strategy.removeprefix(PLANNED))
+    coded.train()
+    nnx.update(coded, state.params, state.model_state)
+    if is_allocated:
+        bits = float(strategy.removeprefix(ALLOCATED))
+        return jc.compress(coded, allocate(cross_entropy, coded, subject.other, bits))
+    if strategy.startswith(PLANNED):
+        (budget, *_) = quantized_bits(strategy.removeprefix(PLANNED))
+        planned = plan_bits(cross_entropy, coded, subject.other, budget)
+        jc.compress(jc.uncompress(coded), planned)
+    return coded
+
+
 @usage_errors()
 def main(
     out: Out,
@@ -159,33 +178,23 @@ def main(
             f"model={model!r}: expected one of {[*STRATEGIES]}, or some --strategy"
         )
     for name in strategies:
-        Strategy.parse(name.removeprefix(PLANNED))  # raises before the training
+        Strategy.parse(name.replace(ALLOCATED, "automatic:bits=").removeprefix(PLANNED))  # raises
     counts = sorted(set(steps or DEFAULT_STEPS))
     if counts[0] < 1:
         raise typer.BadParameter(f"steps={counts[0]}: expected 1 or more")
     subject = (transformer if model in TASKS else network)(model, counts, batch)
 
-    def in_training(strategy: str) -> nnx.Module:
-        made = subject.model(strategy)
-        made.train()
-        return made
-
     described = {"model": model, "batch": batch, "draws": draws, "steps": counts}
-    exact_bytes = declared_bytes(in_training("plain"), subject.batch)
+    start = subject.states[0]
+    exact_bytes = declared_bytes(in_training(subject, "plain", start), subject.batch)
     rows: list[dict[str, Any]] = []
     if add:
         rows = read_table(out / "gradients.json", described)["rows"]
     text = ""
     for name in track(strategies, "checking"):
         rows = [row for row in rows if row["row"] != name]
-        strategy_itself = name.removeprefix(PLANNED)
-        coded = in_training(strategy_itself)
         for trained, state in zip((0, *counts), subject.states, strict=True):
-            nnx.update(coded, state.params, state.model_state)
-            if name != strategy_itself:
-                (budget, *_) = quantized_bits(strategy_itself)
-                planned = plan_bits(cross_entropy, coded, subject.other, budget)
-                jc.compress(jc.uncompress(coded), planned)
+            coded = in_training(subject, name, state)
             bits = 32 * declared_bytes(coded, subject.batch) / exact_bytes
             report = jc.check_gradients(cross_entropy, coded, subject.batch, draws)
             figures = {"row": name, "steps": trained, "bits": bits}

@@ -154,7 +154,7 @@ class Runs:
             state, metrics = self.step(state, *batch)
             losses.append(metrics.loss)
         points = self.steps // SMOOTHING
-        of_points = np.array(jax.device_get(losses[: points * SMOOTHING])).reshape(points, -1)
+        of_points = np.array(jax.device_get(losses[: points * SMOOTHING])).reshape(points, SMOOTHING)
         return state, [round(float(mean), 4) for mean in of_points.mean(1)]
 
     @functools.cached_property

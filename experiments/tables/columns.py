@@ -58,7 +58,9 @@ def is_biased(name: str) -> bool:
     _, spec = LABELS.get(name, ("", name))
     for way in ("remat+", "planned:"):  # on the author's `jax.checkpoint`; with planned bits
         spec = spec.removeprefix(way)
-    if spec.startswith("fit:"):  # `fit` has no biased codes unless it is asked for them
+    if spec.startswith(
+        ("fit:", "allocated:")
+    ):  # they have no biased codes unless they are asked for them
         return False
     spec = spec.replace("remat:quantize", "boundary:quantize")  # as older records name it
     strategy = Strategy.parse(spec)

@@ -1,5 +1,6 @@
 """Strategies for a training step's memory, and tables that compare them."""
 
+from jaxcomp.planning._allocate import allocate as allocate
 from jaxcomp.planning._answer import DoesNotFitError as DoesNotFitError
 from jaxcomp.planning._comparison import Comparison as Comparison
 from jaxcomp.planning._comparison import Row as Row

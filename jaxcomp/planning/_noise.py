@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -65,9 +65,22 @@ class Noise:
         return self.total(dict.fromkeys(groups, choice))
 
 
+def alike(groups: Iterable[str]) -> list[list[str]]:
+    """Returns the groups that differ in their indices alone, such as those of repeated blocks.
+
+    Example:
+        >>> alike(["blocks/0", "blocks/1", "head"])
+        [['blocks/0', 'blocks/1'], ['head']]
+    """
+    found: dict[str, list[str]] = collections.defaultdict(list)
+    for group in groups:
+        found[without_indices(group)].append(group)
+    return list(found.values())
+
+
 def measure(
     data: Data,
-    groups: Iterable[str],
+    together: Sequence[Sequence[str]],
     bits: Iterable[int],
     biased: bool,
     part: float,
@@ -75,12 +88,9 @@ def measure(
 ) -> Noise:
     """Measures the noise of the groups.
 
-    Groups that differ in their indices alone, such as those of repeated blocks, are coded together,
-    and have equal parts of what that adds.
-
     Args:
         data: A loss of a model and a batch, the model or the parameters of a function, and a batch.
-        groups: Their names.
+        together: Names of groups that are coded together. Each has an equal part of what they add.
         bits: Bits of an element that are measured.
         biased: Whether batch norms may have 2-bit codes, which are biased.
         part: The size of the batch as a part of that of the plan. Values that are too small for a
@@ -91,10 +101,7 @@ def measure(
         ValueError: If the gradient of the batch has no variance.
     """
     loss, model, batch = data
-    alike: dict[str, list[str]] = collections.defaultdict(list)
-    for group in groups:
-        alike[without_indices(group)].append(group)
-    kept = {group: "keep" for members in alike.values() for group in members}
+    kept = {group: "keep" for members in together for group in members}
     params = parameters_of(model)
     drawn = [moved(params, draw) for draw in range(_DRAWS)]
     exact = jax.jit(jax.grad(of_parameters(loss, model)))
@@ -104,7 +111,7 @@ def measure(
     if not 0 < scale < np.inf:
         raise ValueError(f"data: expected examples whose gradients vary; their variance is {scale}")
 
-    def variance(members: list[str], choice: str) -> float:
+    def variance(members: Sequence[str], choice: str) -> float:
         policy = policy_of(kept | dict.fromkeys(members, choice), biased)
         rules = (dataclasses.replace(r, min_size=int(part * r.min_size)) for r in policy.rules)
         coded = _coded_gradient(loss, model, Policy(tuple(rules)))
@@ -113,7 +120,8 @@ def measure(
         return float(np.mean(errors)) / scale
 
     measured: dict[int, dict[str, float]] = collections.defaultdict(dict)
-    for number, (name, members) in itertools.product(bits, alike.items()):
+    for number, members in itertools.product(bits, together):
+        name = members[0] if len(members) == 1 else without_indices(members[0])
         with progress(f"noise of {number} bits in {name or 'no module'}"):
             found = variance(members, coded(number)) / len(members)
         measured[number] |= dict.fromkeys(members, found)

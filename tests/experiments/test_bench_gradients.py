@@ -97,11 +97,12 @@ def test_plans_are_other_widths_of_the_same_bits(tmp_path, monkeypatch):
         return module.Subject(in_strategy, (state, state), *batches)
 
     monkeypatch.setattr(module, "network", network)
-    strategies = ["quantize:bits=2", "planned:quantize:bits=2"]
+    strategies = ["quantize:bits=2", "planned:quantize:bits=2", "allocated:bits=4"]
     module.main(tmp_path, strategy=strategies, model="mlp", steps=[1], batch=32, draws=16)
     rows = json.loads((tmp_path / "gradients.json").read_text())["rows"]
-    assert [row["row"] for row in rows] == [strategies[0]] * 2 + [strategies[1]] * 2
-    equal, planned = rows[0], rows[2]
+    assert [row["row"] for row in rows] == [name for name in strategies for _ in range(2)]
+    equal, planned, allocated = rows[0], rows[2], rows[4]
+    assert 0 < allocated["noise_over_sgd"] < planned["noise_over_sgd"]
     assert planned["bits"] == pytest.approx(equal["bits"], rel=0.05)
     assert 0 < planned["noise_over_sgd"] < 0.9 * equal["noise_over_sgd"]
 
