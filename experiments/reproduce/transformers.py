@@ -154,8 +154,9 @@ class Runs:
             state, metrics = self.step(state, *batch)
             losses.append(metrics.loss)
         points = self.steps // SMOOTHING
-        of_points = np.array(jax.device_get(losses[: points * SMOOTHING])).reshape(points, SMOOTHING)
-        return state, [round(float(mean), 4) for mean in of_points.mean(1)]
+        kept = np.array(jax.device_get(losses[: points * SMOOTHING]))
+        means = kept.reshape(points, SMOOTHING).mean(1)
+        return state, [round(float(mean), 4) for mean in means]
 
     @functools.cached_property
     def report(self) -> memory.MemoryReport:
