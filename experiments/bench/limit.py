@@ -107,6 +107,8 @@ def coded(x: Float[Array, "batch *rest"], seed: int) -> Iterator[tuple[str, Code
         yield str(codec), (codec.decode(codec.encode(x, seed)), bits)
     for number in (2, 3, 4):
         yield f"levels of a norm, {number} bits", _by_levels(x, number, seed)
+    for part in (16, 8):
+        yield f"subspace, 1/{part} of the channels in 8 bits", _in_subspace(x, part, seed)
 
 
 def _by_levels(x: Array, bits: int, seed: int) -> Coded:
@@ -116,6 +118,27 @@ def _by_levels(x: Array, bits: int, seed: int) -> Coded:
     random = noise.indexed_words(x.shape, noise.salt(seed, x))
     code = codec.encode_normalized((x - mean) / deviation, random)
     return codec.decode_normalized(code, x.shape) * deviation + mean, float(bits)
+
+
+def _in_subspace(x: Array, part: int, seed: int) -> Coded:
+    """Encodes the products with some directions of the channels, without bias.
+
+    Half of the directions are the principal ones, the others are drawn from the rest and scaled, as
+    in PRAC ("principal subspace and random complement").
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    size = rows.shape[1]
+    rank = max(2, size // part)
+    others, principal = jnp.split(jnp.linalg.eigh(rows.T @ rows)[1], [size - rank // 2], axis=1)
+    random = jax.random.normal(jax.random.key(seed), (others.shape[1], rank - rank // 2))
+    drawn = others @ jnp.linalg.qr(random)[0]
+    scale = others.shape[1] / drawn.shape[1]
+    codec = Quantize(8)
+    products = rows @ jnp.concatenate([principal, drawn], axis=1)
+    kept = codec.decode(codec.encode(products, seed))
+    decoded = kept @ jnp.concatenate([principal, scale * drawn], axis=1).T
+    nbytes = codec.nbytes(products.shape, x.dtype) + 2 * rank * size  # the directions in bfloat16
+    return decoded.reshape(x.shape), 8 * nbytes / x.size
 
 
 def _statistics(x: Array) -> tuple[Array, Array]:

@@ -35,6 +35,7 @@ from experiments.tables.rows import (
     operations,
     products,
     seeds,
+    subspaces,
     texts,
     trained,
 )
@@ -137,6 +138,14 @@ LIMIT: Columns = {
     "bits": number("bits", 1, ".2f"),
     "error / variance": number("error", 1, ".2g"),
     "/ limit": number("distance", 1, ".1f"),
+}
+OUTLIERS: Columns = {
+    "values": text("kind"),
+    "code": text("row"),
+    "bits": number("bits", 1, ".2f"),
+    "median channel": number("median", 1, ".2g"),
+    "mean of the channels": number("mean", 1, ".2g"),
+    "total": number("total", 1, ".2g"),
 }
 BUDGETS: Columns = {
     "budget / plain": number("fraction", 1, ".2f"),
@@ -555,6 +564,8 @@ TABLES: dict[str, Table] = {
     ),
     "attention": Table(ATTENTION, (Source("attention-h100/attention.json"),)),
     "limit": Table(LIMIT, (Source("limit/limit.json", reader=distances),)),
+    "subspaces": Table(LIMIT, (Source("limit/limit.json", reader=subspaces),)),
+    "outliers": Table(OUTLIERS, (Source("outliers/outliers.json"),)),
     "noise-vit": Table(NOISE, (Source("gradients-vit/gradients.json", reader=noise),)),
     "noise-actnn": Table(
         NOISE,

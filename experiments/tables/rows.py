@@ -319,6 +319,16 @@ def distances(content: Values) -> list[dict[str, Any]]:
     return [row for row in content["rows"] if row["distance"] < 100 and row["bits"] > 1.9]
 
 
+def subspaces(content: Values) -> list[dict[str, Any]]:
+    """Rows of bench.limit: subspaces of the inputs of products, beside 1 and 2 bits with dither."""
+    codes = (
+        "subspace",
+        *(f"Quantize(bits={bits}, group='channel', rounding='dit" for bits in "12"),
+    )
+    inputs = [row for row in content["rows"] if row["kind"] == "inputs of products"]
+    return [row for row in inputs if row["row"].startswith(codes)]
+
+
 def named(rows: Sequence[Row], names: Sequence[str]) -> list[Row]:
     """Returns the rows with these names, in their order.
 

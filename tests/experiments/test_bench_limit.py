@@ -22,6 +22,13 @@ def test_distances_of_gaussian_values():
     assert min(unbiased) > 1
 
 
+def test_a_subspace_is_unbiased():
+    x = normal((512, 64)) @ normal((64, 64), seed=1)
+    drawn = np.stack([limit._in_subspace(x, part=8, seed=seed)[0] for seed in range(400)])
+    error, noise = drawn.mean(0) - x, drawn.std(0) / np.sqrt(len(drawn))
+    assert np.abs(error / noise).mean() < 1.05 * np.sqrt(2 / np.pi)
+
+
 def test_what_a_backward_pass_saves_is_recorded():
     def loss(x, w):
         return jnp.square(jax.nn.gelu(x @ w) @ w).mean()
