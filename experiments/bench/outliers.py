@@ -11,7 +11,7 @@ of 64 channels before the code, and back after it, is what QuaRot does (Ashkboos
 variance of all channels, in which the largest ones count most.
 """
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -75,7 +75,7 @@ def main(
 ) -> None:
     """Encode the values of each kind by each code; write outliers.json and outliers.md."""
     make_folder(out)
-    rows = []
+    rows: list[dict[str, Any]] = []
     for kind, x in made(seed).items():
         for name, (codec, rotates) in CODES.items():
             bits = 8 * codec.nbytes(x.shape, x.dtype) / x.size

@@ -1,5 +1,6 @@
 """Bits for each part of a model, so that the codes add the least noise to the gradient."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from flax.nnx import filterlib
 from scipy import optimize
 
 from jaxcomp.diagnostics._losses import Loss, check_data, of_parameters, parameters_of
@@ -31,6 +33,7 @@ def allocate(
     *,
     widths: Sequence[int] = WIDTHS,
     biased: bool = False,
+    wrt: filterlib.Filter = nnx.Param,
     progress: Callable[[str], AbstractContextManager[Any]] = nullcontext,
 ) -> Policy:
     """Chooses the bits of each part of a model so that the gradient has the least noise.
@@ -55,6 +58,8 @@ def allocate(
         widths: Bits that a part may have.
         biased: Whether batch norms may have 2-bit codes, which are biased. Otherwise they have 3
             bits where others have 2.
+        wrt: Selects the variables of a module that the gradient is taken by, as in `nnx.grad`, such
+            as `nnx.LoRAParam`.
         progress: Is entered with what is measured.
 
     Returns:
@@ -75,13 +80,18 @@ def allocate(
     """
     _check(bits, widths)
     check_data(loss, batch, PARTS)
-    traced, models = _traced(loss, model, batch, Strategy.parse("plain"))
-    groups = Groups.of(models, traced)
-    names = sorted(declared_bytes(traced, groups), key=in_blocks)
+
+    def traced(strategy: Strategy) -> tuple[TracedStep, list[Any]]:
+        make_step = functools.partial(_gradient, loss, model, batch, wrt)
+        return trace_scoped(make_step, strategy, len(jax.tree.leaves(batch)[0]), resolve(None))
+
+    plain, models = traced(Strategy.parse("plain"))
+    groups = Groups.of(models, plain)
+    names = sorted(declared_bytes(plain, groups), key=in_blocks)
 
     def nbytes(width: int) -> dict[str, int]:
         policy = policy_of(dict.fromkeys(names, coded(width)), biased)
-        return declared_bytes(_traced(loss, model, batch, Strategy.of(policy))[0], groups)
+        return declared_bytes(traced(Strategy.of(policy))[0], groups)
 
     declared = {width: nbytes(width) for width in sorted(widths)}
     least, *_, most = declared.values()
@@ -91,7 +101,7 @@ def allocate(
     middle = min(widths, key=lambda width: abs(width - _MEASURED))
     measured = {middle, *({2} & {*widths} if biased else ())}
     alone = [[name] for name in changed]
-    noise = measure((loss, model, batch), alone, measured, biased, 1.0, progress)
+    noise = measure((loss, model, batch), alone, measured, biased, 1.0, progress, wrt)
     totals = [sum(found.get(name, 0) for name in changed) for found in declared.values()]
     budget = float(np.interp(bits, list(declared), totals))
     return policy_of(_least_noise(changed, declared, noise, budget), biased)
@@ -101,21 +111,21 @@ def _check(bits: float, widths: Sequence[int]) -> None:
     """Raises a ValueError for widths that no code has, or bits that are not among them."""
     if not {*widths} <= {*WIDTHS} or len({*widths}) < 2:
         raise ValueError(f"widths={widths!r}: expected at least two of {WIDTHS}")
+    if not isinstance(bits, int | float):
+        raise TypeError(f"bits={bits!r}: expected a number")
     if not min(widths) <= bits <= max(widths):
         raise ValueError(f"bits={bits!r}: expected from {min(widths)} to {max(widths)} (widths)")
 
 
-def _traced(loss: Loss, model: Any, batch: Any, strategy: Strategy) -> tuple[TracedStep, list[Any]]:
-    """Returns the gradient that saves as a strategy says, traced, and the model."""
-
-    def make_step(transform: Strategy, _: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        if isinstance(model, nnx.Module):
-            of = of_parameters(loss, transform(nnx.clone(model)))
-        else:
-            of = transform(of_parameters(loss, model))
-        return jax.grad(of), (parameters_of(model), batch)
-
-    return trace_scoped(make_step, strategy, len(jax.tree.leaves(batch)[0]), resolve(None))
+def _gradient(
+    loss: Loss, model: Any, batch: Any, wrt: filterlib.Filter, transform: Strategy, size: int
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Returns the gradient that saves as a strategy says, and its arguments; a step factory."""
+    if isinstance(model, nnx.Module):
+        of = of_parameters(loss, transform(nnx.clone(model)), wrt=wrt)
+    else:
+        of = transform(of_parameters(loss, model))
+    return jax.grad(of), (parameters_of(model, wrt), batch)
 
 
 def _least_noise(

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 from flax import nnx
+from flax.nnx import filterlib
 
 from jaxcomp.diagnostics._losses import (
     Loss,
@@ -85,6 +86,7 @@ def measure(
     biased: bool,
     part: float,
     progress: Callable[[str], AbstractContextManager[Any]],
+    wrt: filterlib.Filter = nnx.Param,
 ) -> Noise:
     """Measures the noise of the groups.
 
@@ -96,15 +98,16 @@ def measure(
         part: The size of the batch as a part of that of the plan. Values that are too small for a
             code are so by this part.
         progress: Is entered with what is measured.
+        wrt: Selects the variables of a module that the gradient is taken by.
 
     Raises:
         ValueError: If the gradient of the batch has no variance.
     """
     loss, model, batch = data
     kept = {group: "keep" for members in together for group in members}
-    params = parameters_of(model)
+    params = parameters_of(model, wrt)
     drawn = [moved(params, draw) for draw in range(_DRAWS)]
-    exact = jax.jit(jax.grad(of_parameters(loss, model)))
+    exact = jax.jit(jax.grad(of_parameters(loss, model, wrt=wrt)))
     with progress("noise of SGD"):
         right = [vector(exact(p, batch)) for p in drawn]
         scale = sgd_variance(exact, params, batch, PARTS)
@@ -114,7 +117,7 @@ def measure(
     def variance(members: Sequence[str], choice: str) -> float:
         policy = policy_of(kept | dict.fromkeys(members, choice), biased)
         rules = (dataclasses.replace(r, min_size=int(part * r.min_size)) for r in policy.rules)
-        coded = _coded_gradient(loss, model, Policy(tuple(rules)))
+        coded = _coded_gradient(loss, model, Policy(tuple(rules)), wrt)
         pairs = zip(drawn, right, strict=True)
         errors = [np.square(vector(coded(p, batch)) - gradient).sum() for p, gradient in pairs]
         return float(np.mean(errors)) / scale
@@ -128,10 +131,12 @@ def measure(
     return Noise(measured)
 
 
-def _coded_gradient(loss: Loss, model: Any, policy: Policy) -> Callable[[Any, Any], Any]:
+def _coded_gradient(
+    loss: Loss, model: Any, policy: Policy, wrt: filterlib.Filter
+) -> Callable[[Any, Any], Any]:
     """Returns a gradient that saves what a policy says, of the parameters and a batch."""
     if isinstance(model, nnx.Module):
-        of = of_parameters(loss, compress(nnx.clone(model), policy))
+        of = of_parameters(loss, compress(nnx.clone(model), policy), wrt=wrt)
     else:
         of = checkpoint(of_parameters(loss, model), policy)
     return jax.jit(jax.grad(of))

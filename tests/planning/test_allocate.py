@@ -1,6 +1,7 @@
 """Bits by part: the least noise within the bytes of uniform bits."""
 
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +71,23 @@ def test_parts_that_matter_get_more_bits_in_no_more_bytes():
 
 
 @pytest.mark.slow
+def test_the_gradient_may_be_of_adapters_alone():
+    model, x = Net(nnx.Rngs(0)), DATA[2]
+    for seed, block in enumerate(model.blocks):
+        rngs = nnx.Rngs(seed)
+        block.linear = nnx.LoRA(WIDTH, 4, WIDTH, base_module=block.linear, rngs=rngs)
+        block.linear.lora_b[...] = jax.random.normal(rngs.params(), (4, WIDTH))
+    policy = allocate(loss, model, x, 4, wrt=nnx.LoRAParam)
+    noises = [
+        jc.check_gradients(
+            loss, jc.compress(nnx.clone(model), p), x, draws=6, wrt=nnx.LoRAParam
+        ).noise_over_sgd
+        for p in (policy, jc.recipes.automatic(4))
+    ]
+    assert noises[0] < noises[1]
+
+
+@pytest.mark.slow
 def test_a_function_has_the_parts_of_its_scopes():
     x = jax.random.normal(jax.random.key(1), (BATCH, WIDTH))
     params = LinenNet().init(jax.random.key(0), x)
@@ -92,6 +110,7 @@ def test_a_function_has_the_parts_of_its_scopes():
         ({"bits": 2, "widths": (3, 4)}, r"bits=2: expected from 3 to 4 \(widths\)"),
         ({"widths": (4,)}, r"widths=\(4,\): expected at least two of \(2, 3, 4, 8\)"),
         ({"widths": (4, 5)}, r"widths=\(4, 5\): expected at least two of"),
+        ({"bits": math.nan}, "bits=nan: expected from 2 to 8"),
     ],
 )
 def test_bits_that_no_code_has_are_errors(arguments, message):
