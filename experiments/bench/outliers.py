@@ -26,12 +26,12 @@ from jaxcomp.codecs import Codec, Quantize
 
 SAMPLES, TOKENS, CHANNELS, ROTATED = 8, 512, 1024, 64
 CODES: dict[str, tuple[Codec, bool]] = {
-    f"{bits} bits{way}": (Quantize(bits, rounding=rounding), rotates)
+    name: code
     for bits in (2, 3, 4)
-    for way, rounding, rotates in (
-        ("", "stochastic", False),
-        (", dither", "dither", False),
-        (", rotated", "stochastic", True),
+    for name, code in (
+        (f"{bits} bits", (Quantize(bits), False)),
+        (f"{bits} bits, dither", (Quantize(bits, rounding="dither"), False)),
+        (f"{bits} bits, rotated", (Quantize(bits), True)),
     )
 }
 Values = Float[Array, "samples tokens channels"]
