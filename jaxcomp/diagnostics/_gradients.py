@@ -26,6 +26,7 @@ from jaxcomp.diagnostics._losses import (
 from jaxcomp.transform._program.without_codes import has_codes, saves_codes
 
 _SIGNIFICANCE = 0.05
+_NO_PARTS = "; parts=None measures no noise of SGD, such as for a batch that is one graph"
 _LOST, _NEAR = 0.1, 0.5  # noise in units of SGD's: lost in it, and of its size
 
 
@@ -185,7 +186,7 @@ def check_gradients(
         True
     """
     _check(draws, parts)
-    check_data(loss, batch, parts)
+    check_data(loss, batch, parts, _NO_PARTS)
     params = parameters_of(model, wrt)
     of = of_parameters(loss, model, has_aux, wrt)
     coded, exact = jax.jit(jax.grad(of)), jax.jit(jax.grad(exactly(of)))

@@ -17,8 +17,14 @@ from jaxcomp.transform._program.without_codes import has_codes, without_codes
 Loss = Callable[[Any, Any], Any]  # of a model and a batch
 
 
-def check_data(loss: Any, batch: Any, parts: int | None) -> None:
+def check_data(loss: Any, batch: Any, parts: int | None, hint: str = "") -> None:
     """Checks what a gradient is measured on. Without parts, the batch need not divide.
+
+    Args:
+        loss: The loss.
+        batch: The batch.
+        parts: Into how many parts the batch has to divide.
+        hint: What to do where it does not.
 
     Raises:
         TypeError: If one of them has another type.
@@ -35,8 +41,7 @@ def check_data(loss: Any, batch: Any, parts: int | None) -> None:
         return
     if len(sizes) != 1 or () in sizes or sizes.pop()[0] % parts:
         raise ValueError(
-            f"batch: expected arrays whose axis 0 is the same multiple of {parts}; parts=None "
-            "measures no noise of SGD, such as for a batch that is one graph"
+            f"batch: expected arrays whose axis 0 is the same multiple of {parts}{hint}"
         )
 
 

@@ -95,6 +95,7 @@ def allocate(
 
     declared = {width: nbytes(width) for width in sorted(widths)}
     least, *_, most = declared.values()
+    names = sorted({*names, *most}, key=in_blocks)
     changed = [name for name in names if least.get(name) != most.get(name)]
     if not changed:
         raise ValueError("model: nothing in it is large enough to be coded; expected larger values")

@@ -88,7 +88,9 @@ class Groups:
         """Returns the group of a module."""
         block = block_of(path)
         if not block:
-            return "/".join(path.split("/")[: 2 if self.of_scopes else 1])
+            outer, _, rest = path.partition("/")
+            inner = f"{outer}/{rest.partition('/')[0]}"
+            return inner if self.of_scopes and inner in self.paths else outer
         if block in self.whole:
             return block
         child = path.removeprefix(block).removeprefix("/").partition("/")[0]

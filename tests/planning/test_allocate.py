@@ -110,12 +110,14 @@ def test_a_function_has_the_parts_of_its_scopes():
         ({"bits": 2, "widths": (3, 4)}, r"bits=2: expected from 3 to 4 \(widths\)"),
         ({"widths": (4,)}, r"widths=\(4,\): expected at least two of \(2, 3, 4, 8\)"),
         ({"widths": (4, 5)}, r"widths=\(4, 5\): expected at least two of"),
+        ({"batch": DATA[2][:30]}, "batch: expected arrays whose axis 0 is the same multiple of 4$"),
         ({"bits": math.nan}, "bits=nan: expected from 2 to 8"),
     ],
 )
-def test_bits_that_no_code_has_are_errors(arguments, message):
+def test_bad_arguments_are_errors(arguments, message):
+    given = dict(zip(("loss", "model", "batch"), DATA, strict=True))
     with pytest.raises(ValueError, match=message):
-        allocate(*DATA, **arguments)
+        allocate(**given | arguments)
 
 
 def test_a_model_without_large_values_is_an_error():

@@ -26,6 +26,12 @@ def test_groups_and_their_patterns():
     assert paths == ["(blocks/(0))/mlp(/.*)?", "(blocks/(0))(?!(/mlp)(/|$))(/.*)?", "()", ""]
 
 
+def test_scopes_that_only_codes_have_belong_to_the_outer_one():
+    scopes = Groups(frozenset({"MLP", "MLP/first"}), of_scopes=True)
+    paths = ["MLP/first/act", "MLP/second", "MLP", "other/inner"]
+    assert [scopes.group_of(path) for path in paths] == ["MLP/first", "MLP", "MLP", "other"]
+
+
 def test_what_is_kept_leaves_operations_of_other_groups():
     """An attention in a block that is kept, or beside what no module computes, is still coded."""
     inner = ["Net/blocks_0/attn", "Net/blocks_1/attn"]
