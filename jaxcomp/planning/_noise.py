@@ -28,6 +28,7 @@ from jaxcomp.transform._plan import without_indices
 
 # A loss of a model and a batch, the model or the parameters of a function, and a batch.
 Data = tuple[Loss, Any, Any]
+Meter = Callable[[Mapping[str, str]], float]
 
 _DRAWS = 3
 PARTS = 4  # of the batch, for SGD's noise
@@ -79,21 +80,17 @@ def alike(groups: Iterable[str]) -> list[list[str]]:
     return list(found.values())
 
 
-def measure(
+def meter(
     data: Data,
-    together: Sequence[Sequence[str]],
-    bits: Iterable[int],
     biased: bool,
     part: float,
     progress: Callable[[str], AbstractContextManager[Any]],
     wrt: filterlib.Filter = nnx.Param,
-) -> Noise:
-    """Measures the noise of the groups.
+) -> Meter:
+    """Returns what measures the variance that choices for groups add, in units of SGD's own.
 
     Args:
         data: A loss of a model and a batch, the model or the parameters of a function, and a batch.
-        together: Names of groups that are coded together. Each has an equal part of what they add.
-        bits: Bits of an element that are measured.
         biased: Whether batch norms may have 2-bit codes, which are biased.
         part: The size of the batch as a part of that of the plan. Values that are too small for a
             code are so by this part.
@@ -104,7 +101,6 @@ def measure(
         ValueError: If the gradient of the batch has no variance.
     """
     loss, model, batch = data
-    kept = {group: "keep" for members in together for group in members}
     params = parameters_of(model, wrt)
     drawn = [moved(params, draw) for draw in range(_DRAWS)]
     exact = jax.jit(jax.grad(of_parameters(loss, model, wrt=wrt)))
@@ -114,19 +110,37 @@ def measure(
     if not 0 < scale < np.inf:
         raise ValueError(f"data: expected examples whose gradients vary; their variance is {scale}")
 
-    def variance(members: Sequence[str], choice: str) -> float:
-        policy = policy_of(kept | dict.fromkeys(members, choice), biased)
+    def variance(assignment: Mapping[str, str]) -> float:
+        policy = policy_of(assignment, biased)
         rules = (dataclasses.replace(r, min_size=int(part * r.min_size)) for r in policy.rules)
         coded = _coded_gradient(loss, model, Policy(tuple(rules)), wrt)
         pairs = zip(drawn, right, strict=True)
         errors = [np.square(vector(coded(p, batch)) - gradient).sum() for p, gradient in pairs]
         return float(np.mean(errors)) / scale
 
+    return variance
+
+
+def measure(
+    variance: Meter,
+    together: Sequence[Sequence[str]],
+    bits: Iterable[int],
+    progress: Callable[[str], AbstractContextManager[Any]],
+) -> Noise:
+    """Measures the noise of the groups.
+
+    Args:
+        variance: What measures it.
+        together: Names of groups that are coded together. Each has an equal part of what they add.
+        bits: Bits of an element that are measured.
+        progress: Is entered with what is measured.
+    """
+    kept = {group: "keep" for members in together for group in members}
     measured: dict[int, dict[str, float]] = collections.defaultdict(dict)
     for number, members in itertools.product(bits, together):
         name = members[0] if len(members) == 1 else without_indices(members[0])
         with progress(f"noise of {number} bits in {name or 'no module'}"):
-            found = variance(members, coded(number)) / len(members)
+            found = variance(kept | dict.fromkeys(members, coded(number))) / len(members)
         measured[number] |= dict.fromkeys(members, found)
     return Noise(measured)
 

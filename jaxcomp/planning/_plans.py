@@ -12,7 +12,7 @@ from jaxcomp.codecs import Quantize
 from jaxcomp.planning._blocks import FirstBlocks, first_blocks, seconds_of_each, shares_of
 from jaxcomp.planning._groups import bits_of, coded, pattern_of, policy_of, rules_of
 from jaxcomp.planning._improve import Plans, Variant, improve
-from jaxcomp.planning._noise import Data, Noise, alike, measure
+from jaxcomp.planning._noise import Data, Noise, alike, measure, meter
 from jaxcomp.planning._probe import Probe
 from jaxcomp.planning._problem import Action, Known, make_problem
 from jaxcomp.planning._search import Candidate, Search
@@ -152,7 +152,8 @@ def _measured(
     bits = {middle, *({2} & {*allowed.bits})}  # 2 bits: batch norms have 3
     size = jax.tree.leaves(data[2])[0].shape[0]
     part = min(1.0, size / search.batch)
-    return measure(data, alike(groups), bits, allowed.biased, part, search.progress)
+    variance = meter(data, allowed.biased, part, search.progress)
+    return measure(variance, alike(groups), bits, search.progress)
 
 
 def _may_fit(

@@ -6,6 +6,7 @@ from typing import Any, cast
 import jax
 import numpy as np
 from jax.extend.core import DropVar, Literal, Var
+from jax.tree_util import PyTreeDef
 from jaxtyping import Array, PyTree
 
 from jaxcomp.transform._program.origins import located, placed
@@ -33,7 +34,8 @@ class Builder:
     def __init__(self) -> None:
         self._equations: list[Equation] = []
         self._constants: dict[int, tuple[Variable, Array]] = {}
-        self._traced: dict[Hashable, Program] = {}  # by key and types of operands
+        # Programs and the structure of their results, by key and types of operands.
+        self._traced: dict[Hashable, tuple[Program, PyTreeDef]] = {}
         self._known: dict[Hashable, list[Variable]] = {}
         # Of an array, the shapes that it was reshaped from.
         self._before: dict[Variable, list[Variable]] = {}
@@ -102,33 +104,42 @@ class Builder:
 
     def trace(
         self,
-        function: Callable[..., list[Array]],
+        function: Callable[..., PyTree],
         *operands: PyTree,
         at: Equation | None = None,
         key: Hashable | None = None,
-    ) -> list[Atom]:
+    ) -> PyTree:
         """Adds the equations of a function of arrays.
 
         Args:
-            function: The function. It returns a list of arrays.
+            function: The function.
             *operands: Its arguments: pytrees of atoms.
             at: Equation whose name scope and source line the new ones get.
             key: What the function depends on. With a key, it is traced once for operands of equal
                 types.
 
         Returns:
-            The function's results.
+            The function's results: a pytree of atoms.
         """
         leaves, tree = jax.tree.flatten(operands)
         kinds = avals(leaves)
         traced, types = {} if key is None else self._traced, (key, tree, *kinds)
         if types not in traced:
-            traced[types] = Program.trace(function, *jax.tree.unflatten(tree, kinds))
+            of_results: list[PyTreeDef] = []
+
+            def flat(*operands: PyTree) -> list[Array]:
+                results, structure = jax.tree.flatten(function(*operands))
+                of_results.append(structure)
+                return results
+
+            program = Program.trace(flat, *jax.tree.unflatten(tree, kinds))
+            traced[types] = program, of_results[0]
+        program, structure = traced[types]
 
         def step(equation: Equation, values: list[Atom]) -> Sequence[Atom]:
             return self.add(equation if at is None else placed(equation, at), values)
 
-        return self.inline(traced[types], leaves, step)
+        return jax.tree.unflatten(structure, self.inline(program, leaves, step))
 
     def program(self, like: Program, arguments: Sequence[Atom], results: Sequence[Atom]) -> Program:
         """Returns the program so far.
@@ -211,23 +222,39 @@ def _key_of(equation: Equation, operands: Sequence[Hashable]) -> Hashable | None
     """
     if equation.effects or equation.primitive.name == _BARRIER:
         return None
-    key = (
+    return (
         equation.primitive,
         tuple(_key_of_literal(a) if isinstance(a, Constant) else a for a in operands),
-        tuple(equation.params.items()),
+        tuple((name, _hashable(value)) for name, value in equation.params.items()),
         equation.ctx,
     )
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return key
 
 
 def key_of_step(equation: Equation) -> Hashable | None:
     """Returns what is equal for equations that do the same to variables of equal types."""
     number = {v: i for i, v in enumerate(variables(equation.invars))}
     return _key_of(equation, [number[a] if is_variable(a) else a for a in equation.invars])
+
+
+class _Itself:
+    """A value without a hash. It is equal to itself alone."""
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Itself) and self._value is other._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+
+def _hashable(value: object) -> Hashable:
+    try:
+        hash(value)
+    except TypeError:
+        return _Itself(value)
+    return value
 
 
 def _key_of_literal(literal: Constant) -> Hashable:

@@ -2,10 +2,9 @@
 
 import dataclasses
 import functools
-import itertools
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +25,7 @@ from jaxcomp.ops._norm_act import Statistics, norms_act
 from jaxcomp.ops._norm_act_vjp import Input
 from jaxcomp.ops._norm_curve import norm_curve
 from jaxcomp.ops._pooling import Window, index_codec
-from jaxcomp.transform._program.builder import Builder, renamed
+from jaxcomp.transform._program.builder import Builder, key_of_step, renamed
 from jaxcomp.transform._program.program import Program, avals
 from jaxcomp.transform._program.types import Atom, Equation, Renaming, Variable, is_variable
 from jaxcomp.transform._recognition.activations import channel_axis
@@ -108,18 +107,20 @@ def _type_of_seed(arguments: Sequence[Atom]) -> Any:
     return kind
 
 
-class _Coded(NamedTuple):
-    """The variables of an array, or of an `ops.CodedArray`, with the features last.
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Coded:
+    """An array, or an `ops.CodedArray`, with the features last, as its arrays or their variables.
 
     Attributes:
-        leaves: The variables.
+        leaves: The arrays, or the variables.
         tree: Their structure.
         feature: The feature axis in the program.
     """
 
     leaves: list[Any]
-    tree: Any
-    feature: int
+    tree: Any = dataclasses.field(metadata={"static": True})
+    feature: int = dataclasses.field(metadata={"static": True})
 
 
 def _convolve(params: dict[str, Any], tree: Any, leaves: list[Array], rhs: Array) -> list[Array]:
@@ -179,7 +180,9 @@ def _with_code(
     else:
         function = functools.partial(_multiply, equation.params, position == 0, coded)
     operands = coded.leaves, *renamed(env, [other])
-    (env[equation.outvars[0]],) = builder.trace(function, *operands, at=equation)
+    equal = key_of_step(equation)
+    key = equal and (equal, position, coded.tree, coded.feature)
+    (env[equation.outvars[0]],) = builder.trace(function, *operands, at=equation, key=key)
 
 
 def _key(unit: Product, codec: Codec | None) -> Hashable | None:
@@ -193,15 +196,13 @@ def _key(unit: Product, codec: Codec | None) -> Hashable | None:
 def _encoded(builder: Builder, unit: Product, codec: Codec, env: Renaming, seed: Atom) -> _Coded:
     """Adds the code of an activation that several products read."""
     (feature,) = feature_axes(unit)
-    trees: list[Any] = []
 
-    def encode(x: Array, seed: Array) -> list[Array]:
-        leaves, tree = jax.tree.flatten(encode_operand(jnp.moveaxis(x, feature, -1), codec, seed))
-        trees.append(tree)
-        return leaves
+    def encode(x: Array, seed: Array) -> _Coded:
+        code = encode_operand(jnp.moveaxis(x, feature, -1), codec, seed)
+        return _Coded(*jax.tree.flatten(code), feature)
 
-    leaves = builder.trace(encode, env[unit.x], seed, at=unit.equation)
-    return _Coded(leaves, trees[0], feature)
+    encoded: _Coded = builder.trace(encode, env[unit.x], seed, at=unit.equation)
+    return encoded
 
 
 def _take(
@@ -336,7 +337,22 @@ def _norm_act(
         return _evaluate(unit, codec, operands_of_norms, added, seed, observe)
 
     operands = operands_of_norms, residual if before is None else before.leaves, seed
-    _set(builder, unit, evaluated, operands, unit.feature, env, coded)
+    norms, tree = tuple(norm.norm for norm in unit.norms), None if before is None else before.tree
+    shapes = tuple(v.aval.shape for v in unit.results[1:])
+    key = norms, unit.relu, unit.pool, unit.feature, codec, tree, shapes
+    is_traced_once = observe is None and _is_hashable(key)
+    _set(
+        *(builder, unit, evaluated, operands, unit.feature, env, coded),
+        key=key if is_traced_once else None,
+    )
+
+
+def _is_hashable(key: object) -> bool:
+    try:
+        hash(key)
+    except TypeError:
+        return False
+    return True
 
 
 def _norm_curve(
@@ -371,30 +387,28 @@ def _set(
     env: Renaming,
     coded: dict[Variable, _Coded],
     also: Sequence[Variable] = (),
+    key: Hashable | None = None,
 ) -> None:
     """Adds a function that makes a unit's results.
 
     It returns the result, features last, a list of the unit's other results, and then the
-    variables in `also`, features last and with codes.
+    variables in `also`, features last and with codes. With a key, it is traced once for all units
+    of equal keys.
     """
-    trees: list[Any] = []
 
-    def run(*operands: Any) -> list[Array]:
+    def run(*operands: Any) -> tuple[list[Array], list[_Coded | None]]:
         result, others, *of_operands = function(*operands)
-        with_codes = [x if _has_code(x) else None for x in (result, *of_operands)]
-        flat = [jax.tree.flatten(x) for x in with_codes]
-        trees.extend(tree for _, tree in flat)
-        leaves = [leaf for leaves, _ in flat for leaf in leaves]
-        return [jnp.moveaxis(result.value, -1, feature), *others, *leaves]
+        with_codes = [
+            _Coded(*jax.tree.flatten(x), feature) if _has_code(x) else None
+            for x in (result, *of_operands)
+        ]
+        return [jnp.moveaxis(result.value, -1, feature), *others], with_codes
 
-    results = builder.trace(run, *operands, at=unit.origin)
-    count = len(unit.results)
-    env.update(zip(unit.results, results[:count], strict=True))
-    leaves = iter(results[count:])
-    for value, tree in zip((unit.results[0], *also), trees, strict=True):
-        if tree.num_leaves:
-            own = _Coded([*itertools.islice(leaves, tree.num_leaves)], tree, feature)
-            coded.setdefault(value, own)
+    results, with_codes = builder.trace(run, *operands, at=unit.origin, key=key)
+    env.update(zip(unit.results, results, strict=True))
+    for value, with_code in zip((unit.results[0], *also), with_codes, strict=True):
+        if with_code is not None:
+            coded.setdefault(value, with_code)
 
 
 def _has_code(result: ops.CodedArray | Concatenated) -> bool:
