@@ -556,12 +556,6 @@ TABLES: dict[str, Table] = {
     "transformer-vit": Table(TEXTS, (Source("transformers/vit/runs.json", reader=texts),)),
     "noise-lm": Table(NOISE, (Source("gradients-lm/gradients.json", reader=noise),)),
     "noise-lm-dither": Table(NOISE, (Source("gradients-lm-dither/gradients.json", reader=noise),)),
-    "noise-lm-allocated": Table(
-        NOISE, (Source("gradients-lm-allocated/gradients.json", reader=noise),)
-    ),
-    "noise-vit-allocated": Table(
-        NOISE, (Source("gradients-vit-allocated/gradients.json", reader=noise),)
-    ),
     "noise-pooling-sampled": Table(
         NOISE, (Source("gradients-sampled/gradients.json", reader=noise),)
     ),
@@ -681,7 +675,12 @@ TABLES: dict[str, Table] = {
         {"fault": lambda row: FAULTS[row.name], "tried": number("tried")},
         (Source("faults/faults.json", reader=faults),),
     ),
-    "fit-audit": Table(AUDIT, (Source("fit-audit/fit_audit.json", reader=audits),)),
+    "fit-audit": Table(
+        AUDIT,
+        tuple(
+            Source(f"{of}/fit_audit.json", reader=audits) for of in ("fit-audit", "fit-audit-gpu")
+        ),
+    ),
     "fit": Table(FITTED, (Source("fit/fit.json", reader=fitted),)),
     **{
         f"budgets-{case}": Table(BUDGETS, (Source(f"budgets-{case}/budgets.json", reader=budgets),))

@@ -5,7 +5,7 @@ import pytest
 from experiments.checks.fit_audit import defects, drawn
 from experiments.tables.rows import load
 
-RECORDS = ("fit-audit",)
+RECORDS = "fit-audit", "fit-audit-gpu"
 STEP = {"number": 0, "network": "vit", "target": "cpu", "all_choices": []}
 CHOICES = [{"total_bytes": 80, "milliseconds": 1.0}]
 
