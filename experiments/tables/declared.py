@@ -556,6 +556,12 @@ TABLES: dict[str, Table] = {
     "transformer-vit": Table(TEXTS, (Source("transformers/vit/runs.json", reader=texts),)),
     "noise-lm": Table(NOISE, (Source("gradients-lm/gradients.json", reader=noise),)),
     "noise-lm-dither": Table(NOISE, (Source("gradients-lm-dither/gradients.json", reader=noise),)),
+    "noise-lm-allocated": Table(
+        NOISE, (Source("gradients-lm-allocated/gradients.json", reader=noise),)
+    ),
+    "noise-vit-allocated": Table(
+        NOISE, (Source("gradients-vit-allocated/gradients.json", reader=noise),)
+    ),
     "noise-pooling-sampled": Table(
         NOISE, (Source("gradients-sampled/gradients.json", reader=noise),)
     ),
