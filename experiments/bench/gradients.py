@@ -178,7 +178,8 @@ def main(
             f"model={model!r}: expected one of {[*STRATEGIES]}, or some --strategy"
         )
     for name in strategies:
-        Strategy.parse(name.replace(ALLOCATED, "automatic:bits=").removeprefix(PLANNED))  # raises
+        # An unknown strategy raises before the training.
+        Strategy.parse(name.replace(ALLOCATED, "automatic:bits=").removeprefix(PLANNED))
     counts = sorted(set(steps or DEFAULT_STEPS))
     if counts[0] < 1:
         raise typer.BadParameter(f"steps={counts[0]}: expected 1 or more")

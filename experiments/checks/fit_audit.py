@@ -76,7 +76,7 @@ def drawn(
 ) -> dict[str, Any]:
     """Draws a step: its network, device, budgets, and what a plan may do.
 
-    All choices are compiled of a small one, so they are few.
+    All choices are compiled of a small one, so they are few. Small ones take the targets in turn.
     """
     draw = random.Random(f"{seed} {number}")
     names = ["resmlp", "resnet"] if small else ["resmlp", "vit", "resnet", "gpt2", "llama"]
@@ -86,9 +86,8 @@ def drawn(
         "depth": depth,
         "width": draw.choice([64, 128, 256]),
         "batch": draw.choice([64, 128, 256]),
-        "target": draw.choice(targets),
+        "target": targets[(number + 1) % len(targets)] if small else draw.choice(targets),
         "parts": sorted((round(draw.uniform(0.3, 1), 3) for _ in range(BUDGETS)), reverse=True),
-        "small": small,
         "actions": ["keep", "quantize", "recompute"] if small else list(ACTIONS),
         "bits": [4] if small else list(BITS),
     }
@@ -148,7 +147,7 @@ def fitted(step: Mapping[str, Any], budget: int) -> dict[str, Any]:
     return row | {"seconds": round(time.perf_counter() - start, 1)}
 
 
-def audited(step: dict[str, Any]) -> dict[str, Any]:
+def audited(step: dict[str, Any], small: bool) -> dict[str, Any]:
     """Fits the budgets of a step, compiles the plans again, and all choices of a small one."""
     total, given, _ = compiled(step, Strategy.parse("plain"))
     rows = [fitted(step, given + int(part * (total - given))) for part in step["parts"]]
@@ -159,7 +158,7 @@ def audited(step: dict[str, Any]) -> dict[str, Any]:
                 text = json.dumps(row["plan"])
                 row["bytes_again"] = pool.submit(again, step, text).result()
     found: list[dict[str, Any]] = []
-    if step["small"]:
+    if small:
         for chosen in choices(step):
             needed, _, took = compiled(step, Strategy.of(policy_of(chosen, biased=False)))
             found.append({"choices": chosen, "total_bytes": needed, "milliseconds": took})
@@ -211,7 +210,8 @@ def main(
     file = out / "fit_audit.json"
     steps: list[dict[str, Any]] = json.loads(file.read_text())["steps"] if file.exists() else []
     for number in track(range(len(steps), count), "fitting"):
-        steps.append(audited(drawn(number, seed, target, depth, number < small)))
+        is_small = number < small
+        steps.append(audited(drawn(number, seed, target, depth, is_small), is_small))
         write(out, steps)
         jax.clear_caches()
     found = [defect for step in steps for defect in defects(step)]

@@ -58,9 +58,7 @@ def is_biased(name: str) -> bool:
     _, spec = LABELS.get(name, ("", name))
     for way in ("remat+", "planned:"):  # on the author's `jax.checkpoint`; with planned bits
         spec = spec.removeprefix(way)
-    if spec.startswith(
-        ("fit:", "allocated:")
-    ):  # they have no biased codes unless they are asked for them
+    if spec.startswith(("fit:", "allocated:")):  # no biased codes unless they are asked for
         return False
     spec = spec.replace("remat:quantize", "boundary:quantize")  # as older records name it
     strategy = Strategy.parse(spec)

@@ -2,10 +2,14 @@
 
 import pytest
 
-from experiments.checks.fit_audit import defects, drawn
+from experiments.checks.fit_audit import TARGETS, defects, drawn
 from experiments.tables.rows import load
 
-RECORDS = "fit-audit", "fit-audit-gpu"
+# The seed, targets and number of blocks of each record, and how many of its steps are small.
+RECORDS = {
+    "fit-audit": (0, TARGETS, 2, 4),
+    "fit-audit-gpu": (1, ["h100", "rtx4090"], 3, 0),
+}
 STEP = {"number": 0, "network": "vit", "target": "cpu", "all_choices": []}
 CHOICES = [{"total_bytes": 80, "milliseconds": 1.0}]
 
@@ -42,6 +46,11 @@ def test_a_step_is_drawn_from_its_seed_of_what_is_asked_for():
 
 
 @pytest.mark.parametrize("record", RECORDS)
-def test_the_records_have_no_defects(record):
+def test_the_record_has_no_defects_and_is_of_the_steps_that_are_drawn(record):
+    seed, targets, depth, small = RECORDS[record]
     steps = load(f"{record}/fit_audit.json")["steps"]
-    assert steps and not any(defects(step) for step in steps)
+    for step in steps:
+        number = step["number"]
+        assert defects(step) == []
+        assert drawn(number, seed, targets, depth, number < small).items() <= step.items()
+    assert steps

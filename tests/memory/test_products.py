@@ -27,6 +27,19 @@ def loss(weights, x):
     return jnp.sum(jnp.sin(scores @ rows).astype(jnp.float32))
 
 
+def test_the_products_of_a_library_call_are_counted():
+    """As XLA writes them for an attached GPU, of which none is needed here."""
+    numbers = '{"dot_dimension_numbers":{"lhs_contracting_dimensions":["0"]}}'
+    call = f'custom-call(%a, %b), custom_call_target="__cublas$gemm", backend_config={numbers}'
+    text = f"""
+ENTRY %main (a: f32[16,8], b: f32[16,4]) -> (f32[8,4], s8[4]) {{
+  %a = f32[16,8]{{1,0}} parameter(0)
+  %b = f32[16,4]{{1,0}} parameter(1)
+  ROOT %gemm = (f32[8,4]{{1,0}}, s8[4]{{0}}) {call}
+}}"""
+    assert sum(cost.flops for cost in costs(text)) == 2 * 8 * 4 * 16
+
+
 def shape(*dims):
     return jax.ShapeDtypeStruct(dims, jnp.bfloat16)
 

@@ -225,7 +225,7 @@ def _key_of(equation: Equation, operands: Sequence[Hashable]) -> Hashable | None
     return (
         equation.primitive,
         tuple(_key_of_literal(a) if isinstance(a, Constant) else a for a in operands),
-        tuple((name, _hashable(value)) for name, value in equation.params.items()),
+        tuple((name, hashable(value)) for name, value in equation.params.items()),
         equation.ctx,
     )
 
@@ -249,7 +249,8 @@ class _Itself:
         return id(self._value)
 
 
-def _hashable(value: object) -> Hashable:
+def hashable(value: object) -> Hashable:
+    """Returns a value, or what is equal to it alone where it has no hash."""
     try:
         hash(value)
     except TypeError:

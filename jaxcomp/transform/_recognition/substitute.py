@@ -25,7 +25,7 @@ from jaxcomp.ops._norm_act import Statistics, norms_act
 from jaxcomp.ops._norm_act_vjp import Input
 from jaxcomp.ops._norm_curve import norm_curve
 from jaxcomp.ops._pooling import Window, index_codec
-from jaxcomp.transform._program.builder import Builder, key_of_step, renamed
+from jaxcomp.transform._program.builder import Builder, hashable, key_of_step, renamed
 from jaxcomp.transform._program.program import Program, avals
 from jaxcomp.transform._program.types import Atom, Equation, Renaming, Variable, is_variable
 from jaxcomp.transform._recognition.activations import channel_axis
@@ -339,20 +339,9 @@ def _norm_act(
     operands = operands_of_norms, residual if before is None else before.leaves, seed
     norms, tree = tuple(norm.norm for norm in unit.norms), None if before is None else before.tree
     shapes = tuple(v.aval.shape for v in unit.results[1:])
-    key = norms, unit.relu, unit.pool, unit.feature, codec, tree, shapes
-    is_traced_once = observe is None and _is_hashable(key)
-    _set(
-        *(builder, unit, evaluated, operands, unit.feature, env, coded),
-        key=key if is_traced_once else None,
-    )
-
-
-def _is_hashable(key: object) -> bool:
-    try:
-        hash(key)
-    except TypeError:
-        return False
-    return True
+    alike = norms, unit.relu, unit.pool, unit.feature, codec, tree, shapes
+    key = hashable(alike) if observe is None else None  # each unit is observed
+    _set(builder, unit, evaluated, operands, unit.feature, env, coded, key=key)
 
 
 def _norm_curve(
