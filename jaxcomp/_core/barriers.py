@@ -179,7 +179,7 @@ def _keep(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
     return primals[0], tangents[0]
 
 
-def barrier_together(one: C, other: T, codec: SavedBy | None = None) -> tuple[C, T]:
+def barrier_together(one: C, other: T, *, except_on_tpu: bool = False) -> tuple[C, T]:
     """Places one barrier around two values of a backward rule: neither is used before both exist.
 
     A residual in a barrier with the arriving cotangent is not decoded before the cotangent exists.
@@ -191,12 +191,13 @@ def barrier_together(one: C, other: T, codec: SavedBy | None = None) -> tuple[C,
         one: Any pytree, such as a residual from `save_residual` or a weight gradient.
         other: Any pytree of arrays that are written to memory anyway, such as a cotangent that a
             product reads.
-        codec: Codec of the residual. On a TPU there is no barrier if it has `fuses_decode_on_tpu`.
+        except_on_tpu: Whether there is no barrier on a TPU. It would add a pass over `other`, which
+            XLA can fuse with the convolution that computes or reads it.
 
     Returns:
         Both values, to be used in place of the arguments.
     """
-    one, other = _held((one, other), codec)
+    one, other = _held((one, other), except_on_tpu)
     return on_device(one), other
 
 
@@ -257,7 +258,7 @@ def decode_after(
         cotangent: The arriving cotangent; axis 0 is the batch.
         residual: Any pytree; the residual that `save_residual` returned.
         decode: Function of the residual that returns one or more arrays with as many samples.
-        codec: As in `barrier_together`.
+        codec: Codec of the residual. On a TPU there is no barrier if it has `fuses_decode_on_tpu`.
 
     Returns:
         The result of `decode`.
@@ -328,7 +329,8 @@ def hold_until(cotangent: Array, residual: C, codec: SavedBy | None = None) -> t
 def _until(cotangent: Array, residual: C, codec: SavedBy | None) -> tuple[C, Array, Array]:
     """Returns a residual that waits for an element per sample, this element, and False."""
     first = cotangent[(slice(None), *(slice(1),) * (cotangent.ndim - 1))[: cotangent.ndim]]
-    residual, first, never = _held((residual, first, jnp.bool(False)), codec)
+    is_fused = codec is not None and codec.fuses_decode_on_tpu
+    residual, first, never = _held((residual, first, jnp.bool(False)), is_fused)
     return on_device(residual), first, never
 
 
@@ -340,12 +342,8 @@ def _using(decoded: Array, first: Array, never: Array) -> Array:
     return jnp.where(never, of_sample, decoded)
 
 
-def _held(operands: T, codec: SavedBy | None) -> T:
-    """Places a barrier around the operands, but none on a TPU if readers decode there.
-
-    On a TPU, the barrier would add a pass over the cotangent. Without it, the cotangent is fused
-    with the product that computes or reads it.
-    """
-    if codec is None or not codec.fuses_decode_on_tpu:
-        return lax.optimization_barrier(operands)
-    return platforms.no_barrier_on_tpu(match_varying(operands))
+def _held(operands: T, except_on_tpu: bool) -> T:
+    """Places a barrier around the operands."""
+    if except_on_tpu:
+        return platforms.no_barrier_on_tpu(match_varying(operands))
+    return lax.optimization_barrier(operands)

@@ -197,6 +197,7 @@ def coded_convolution(
         uses=uses,
         reads=reads,
         weight_gradient=gradient,
+        convolves=True,
     )
 
 
@@ -259,4 +260,4 @@ def conv_transpose(
     if codec is None:
         return stock(lhs, rhs)
     uses = math.prod(rhs.shape[:-2]) / math.prod(strides)
-    return bilinear(stock, codec, lhs, rhs, seed, sink=sink, uses=uses)
+    return bilinear(stock, codec, lhs, rhs, seed, sink=sink, uses=uses, convolves=True)

@@ -156,6 +156,7 @@ def bilinear(
     uses: float = 1.0,
     reads: Reads | None = None,
     weight_gradient: WeightGradient | None = None,
+    convolves: bool = False,
 ) -> Array:
     """Computes `stock(lhs, rhs)`, which is linear in each argument, and saves `lhs` encoded.
 
@@ -173,6 +174,8 @@ def bilinear(
         reads: The part of `lhs` that is saved and decoded. None is all.
         weight_gradient: Computes the gradient of `rhs` from the code and the cotangent, without the
             decoded `lhs`. None decodes `lhs`.
+        convolves: Whether `stock` is a convolution. XLA for TPUs fuses its cotangent with what
+            computes it, if no barrier stands between them.
 
     Returns:
         The result of `stock`.
@@ -181,6 +184,8 @@ def bilinear(
     stored = jax.eval_shape(part, lhs)
     codec.check(stored.shape, stored.dtype)
     check_sink(sink, lhs.shape)
+    is_fused = codec.fuses_decode_on_tpu or (convolves and not codec.on_host)
+    held_together = functools.partial(barriers.barrier_together, except_on_tpu=is_fused)
     travels = code is not None
 
     lhs, rhs, code, sink, seed = match_varying((lhs, rhs, code, sink, seed))
@@ -220,7 +225,7 @@ def bilinear(
             cotangent = cotangents[0]
             found: ByPosition = {}
             if choice:
-                code, cotangent = barriers.barrier_together(code, cotangent, codec)
+                code, cotangent = held_together(code, cotangent)
                 decode = by_row_kernel(codec.decode, exact=False, wanted=codec.kernels)
                 decoded = decode(code)
                 if travels and reads is not None:
@@ -237,7 +242,7 @@ def bilinear(
                 else:
                     transpose = jax.linear_transpose(lambda rhs: product(decoded, rhs), like_rhs)
                     (drhs,) = transpose(cotangent)
-                found[1], cotangent = barriers.barrier_together(row_major(drhs), cotangent, codec)
+                found[1], cotangent = held_together(row_major(drhs), cotangent)
             (found[0],) = jax.linear_transpose(lambda lhs: stock(lhs, rhs), like_lhs)(cotangent)
             return found
 
