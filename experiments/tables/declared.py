@@ -124,7 +124,7 @@ NOISE: Columns = {
     "bias": bias,
 }
 ATTENTION: Columns = {
-    "tokens": text("length"),
+    "network": text("network"),
     "attention": text("attention"),
     "row": name,
     "needs, MiB": mib("total_bytes"),
