@@ -9,9 +9,8 @@ tokamax (`pip install tokamax`) is asked for its kernel for Hopper GPUs, in Mosa
 
 import contextlib
 import functools
-import types
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 from unittest import mock
 
 import jax
@@ -52,16 +51,21 @@ def cudnn() -> Iterator[None]:
         yield
 
 
+class Hopper(NamedTuple):
+    """What tokamax asks of a device."""
+
+    device_kind: str = "NVIDIA H100 80GB HBM3"
+    platform: str = "gpu"
+    compute_capability: str = "9.0"
+
+
 @contextlib.contextmanager
 def tokamax() -> Iterator[None]:
     """Takes tokamax for each attention, which asks for a device; an H100 is described to it."""
     from tokamax import dot_product_attention
 
-    hopper = types.SimpleNamespace(
-        device_kind="NVIDIA H100 80GB HBM3", platform="gpu", compute_capability="9.0"
-    )
     by_kernel = functools.partial(dot_product_attention, implementation="mosaic")
-    with mock.patch.object(backend, "get_default_device", lambda: hopper), attention_is(by_kernel):
+    with mock.patch.object(backend, "get_default_device", Hopper), attention_is(by_kernel):
         yield
 
 
