@@ -62,8 +62,10 @@ class Hopper(NamedTuple):
 @contextlib.contextmanager
 def tokamax() -> Iterator[None]:
     """Takes tokamax for each attention, which asks for a device; an H100 is described to it."""
+    from absl import flags
     from tokamax import dot_product_attention
 
+    flags.FLAGS.mark_as_parsed()  # else tokamax takes the options of this command for its own
     by_kernel = functools.partial(dot_product_attention, implementation="mosaic")
     with mock.patch.object(backend, "get_default_device", Hopper), attention_is(by_kernel):
         yield
