@@ -44,6 +44,7 @@ COVERED_BY = {
     "_program.builder": "test_checkpoint.py",
     "_program.keyed": "program/test_custom_rules.py",
     "_program.origins": "test_plan.py",
+    "_program.replaced": "test_interceptors.py",
     "_program.types": "choice/test_choice.py",
     "_program.without_codes": "program/test_custom_rules.py",
     "_recognition.batch_norms": "recognition/test_recognize.py",

@@ -75,6 +75,20 @@ def _recurrence(x, w):
 
 
 @jax.custom_vjp
+def _own_gate(gate, up):
+    return jax.nn.silu(gate) * up
+
+
+def _of_own_gate(saved, g):
+    gate, up = saved
+    of_gate = jax.vjp(jax.nn.silu, gate)[1](g * up)[0]
+    return of_gate, jax.nn.silu(gate) * g
+
+
+_own_gate.defvjp(lambda gate, up: (_own_gate(gate, up), (gate, up)), _of_own_gate)
+
+
+@jax.custom_vjp
 def _own_vjp(x):
     return jnp.sin(x)
 
@@ -212,6 +226,7 @@ OTHERS = {
     "vmap": (lambda x, w: jax.vmap(lambda r: jnp.sin(w @ r) * r)(jnp.cos(x)), (X, W)),
     "remat": (lambda x, w: jax.checkpoint(lambda h: jnp.sin(jnp.sin(h) @ w))(x @ w), (X, W)),
     "custom_vjp": (lambda x, w: _own_vjp(x @ w) @ w, (X, W)),
+    "custom_vjp of a gate": (lambda x, w: _own_gate(x @ w, x) @ w, (X, W)),
     "custom_jvp": (lambda x, w: _own_jvp(jnp.sin(x @ w)) @ w, (X, W)),
     "inner_grad": (lambda x, w: jax.grad(lambda h: jnp.sin(h @ w).sum())(jnp.cos(x)), (X, W)),
     "stop_gradient": (lambda x, w: jnp.sin(x @ w) * lax.stop_gradient(jnp.cos(x @ w)), (X, W)),

@@ -42,6 +42,9 @@ class Context:
             waits only while the backward pass evaluates it again.
         regions_are_decided: Whether it is such a body in which regions are opened already that the
             policy opens.
+        keeps_rules: Whether rules of users' `jax.custom_vjp` functions stay one equation each. So
+            it is while the bytes of a region under `jax.checkpoint` are compared: its author has
+            chosen to make the residuals of these functions again.
     """
 
     policy: Policy | JaxPolicy
@@ -50,6 +53,13 @@ class Context:
     iterations: int = 1
     is_region_body: bool = False
     regions_are_decided: bool = False
+    keeps_rules: bool = False
+
+    @property
+    def opens_rules(self) -> bool:
+        """Whether such rules become equations, where they are linear."""
+        names_residuals = any(rule.is_for_residuals for rule in self.rules)
+        return self.encodes and not names_residuals and not self.keeps_rules
 
     @property
     def rules(self) -> Sequence[Rule]:

@@ -1,6 +1,7 @@
 """Second ways to compute a value of the forward program, for when its operands are lossy."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -33,7 +34,7 @@ def with_rewrites(forward: Program) -> tuple[Program, dict[Any, Any]]:
     builder = Builder()
     same: dict[Any, Any] = {}
 
-    def step(equation: Equation, operands: list[Atom]) -> list[Any]:
+    def step(equation: Equation, operands: list[Atom]) -> Sequence[Any]:
         results = builder.add(equation, operands)
         if any(result in same for result in results):
             return results  # of an equal equation

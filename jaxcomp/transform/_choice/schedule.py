@@ -120,7 +120,7 @@ def schedule(
     Raises:
         TypeError: If the policy answers what is no answer.
     """
-    linearized = linearize(program, active)
+    linearized = linearize(program, active, opens=context.opens_rules)
     why_exact = ""
     if context.encodes:
         merged = _with_merged_derivatives(linearized, coded, casts=True)
@@ -129,6 +129,8 @@ def schedule(
             return chosen
         are_larger = any(how.note == _LARGER for how in chosen.stored.values())
         why_exact = _LARGER if are_larger else BIASES
+    if linearized.opened:
+        linearized = linearize(program, active)
     recomputes = any(rule.action == "recompute" for rule in context.rules)
     exact = _with_merged_derivatives(linearized, coded, casts=recomputes)
     return _of_linearized(exact, coded, context, why_exact)
@@ -259,7 +261,7 @@ def _number_codes(
     def numbered(atom: Atom, uses: paths.Uses = ()) -> Atom:
         return variable_of[atom, uses] if is_variable(atom) and atom in behind else atom
 
-    def step(equation: Equation, operands: list[Atom]) -> list[Variable]:
+    def step(equation: Equation, operands: list[Atom]) -> Sequence[Atom]:
         index = positions[id(equation)]
         with_codes = [
             numbered(atom, assignment.uses.get((index, position), ()))

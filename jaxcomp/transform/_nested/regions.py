@@ -269,7 +269,7 @@ def _found(
     rule = _rule_for(path, context)
     if rule is not None:
         context.notes.matched.add(rule)
-    aside = dataclasses.replace(context, notes=Notes())
+    aside = dataclasses.replace(context, notes=Notes(), keeps_rules=True)
     body, inside = with_open_regions(closed, active, coded, aside, schedule)
     context.notes.regions.extend([path, *aside.notes.regions])
     context.notes.matched.update(r for r in aside.notes.matched if r.is_for_regions)

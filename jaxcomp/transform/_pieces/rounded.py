@@ -1,5 +1,6 @@
 """Operands of products, rounded where they are made, as the products would round them."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ def with_rounded_operands(program: Program) -> Program:
         return program
     builder = Builder()
 
-    def step(equation: Equation, operands: list[Any]) -> list[Any]:
+    def step(equation: Equation, operands: list[Any]) -> Sequence[Any]:
         if _is_rounding(equation):
             (out,) = avals(equation.outvars)
             operands = builder.trace(_rounded, operands, at=equation)

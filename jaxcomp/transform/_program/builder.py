@@ -36,11 +36,11 @@ class Builder:
         self._constants: dict[int, tuple[Variable, Array]] = {}
         # Programs and the structure of their results, by key and types of operands.
         self._traced: dict[Hashable, tuple[Program, PyTreeDef]] = {}
-        self._known: dict[Hashable, list[Variable]] = {}
+        self._known: dict[Hashable, Sequence[Atom]] = {}
         # Of an array, the shapes that it was reshaped from.
         self._before: dict[Variable, list[Variable]] = {}
 
-    def add(self, equation: Equation, operands: Sequence[Atom]) -> list[Variable]:
+    def add(self, equation: Equation, operands: Sequence[Atom]) -> Sequence[Atom]:
         """Adds an equation with other operands, and returns its results."""
         key = _key_of(equation, operands)
         if key is not None and key in self._known:
@@ -53,6 +53,10 @@ class Builder:
         else:
             before = []
         results = [Variable(v.aval) for v in equation.outvars]
+        returned = [
+            forwarded if is_variable(forwarded) else v
+            for forwarded, v in zip(_returned(equation, operands), results, strict=True)
+        ]
         self._before.update((v, before) for v in results if before)
         effects = equation.effects
         if effects:
@@ -63,8 +67,8 @@ class Builder:
             equation.replace(invars=list(operands), outvars=results, effects=effects)
         )
         if key is not None:
-            self._known[key] = results
-        return results
+            self._known[key] = returned
+        return returned
 
     def copy(self, equation: Equation, env: Renaming) -> None:
         """Adds an equation of another program, whose variables `env` renames."""
@@ -198,6 +202,15 @@ def _is_reshape(equation: Equation) -> bool:
         return False
     (before, *_), (after,) = avals(equation.invars), avals(equation.outvars)
     return before.size == after.size
+
+
+def _returned(equation: Equation, operands: Sequence[Atom]) -> Sequence[Atom | None]:
+    """Returns the operands that a `jax.custom_batching.custom_vmap` function returns, by result."""
+    if equation.primitive.name != "custom_vmap_call":
+        return [None] * len(equation.outvars)
+    jaxpr = equation.params["call"].jaxpr
+    operand_of = dict(zip(jaxpr.invars, operands, strict=True))
+    return [operand_of.get(v) if is_variable(v) else None for v in jaxpr.outvars]
 
 
 def _within(equation: Equation, call: Equation) -> Equation:

@@ -16,6 +16,7 @@ from jaxcomp._core.custom_derivative import undivided
 from jaxcomp._core.shard_map import filled
 from jaxcomp.transform._program.builder import Builder, key_of_step, renamed
 from jaxcomp.transform._program.custom_rules import is_rule_of_user
+from jaxcomp.transform._program.opened_rules import opened
 from jaxcomp.transform._program.primitives import tangents_of
 from jaxcomp.transform._program.program import (
     Program,
@@ -26,6 +27,7 @@ from jaxcomp.transform._program.program import (
     read,
     variables,
 )
+from jaxcomp.transform._program.replaced import are_replaced
 from jaxcomp.transform._program.types import Atom, Equation, Renaming, Variable, is_variable
 
 
@@ -40,6 +42,7 @@ class Linearized:
         results: Number of the function's results.
         active: The arguments that are differentiated.
         smooth: The results that have a tangent.
+        opened: Whether it has the equations of a user's rule in place of the rule.
     """
 
     forward: Program
@@ -47,6 +50,7 @@ class Linearized:
     results: int
     active: tuple[int, ...]
     smooth: tuple[int, ...]
+    opened: bool = False
 
     @property
     def coefficients(self) -> list[Any]:
@@ -55,11 +59,21 @@ class Linearized:
         return self.forward.results[self.results :][:count]
 
 
-def linearize(program: Program, active: Sequence[int]) -> Linearized:
+def linearize(program: Program, active: Sequence[int], *, opens: bool = False) -> Linearized:
     """Takes the derivative of a flat program with respect to some of its arguments.
 
     Every coefficient of the linear program is computed in the forward one, at the exact values.
     Both consist of the derivatives of the equations. JAX takes that of equal equations once.
+
+    Args:
+        program: The program.
+        active: The arguments.
+        opens: Whether the rule of a user's `jax.custom_vjp` becomes equations where `opened` can
+            make it so. Otherwise each is one equation, as it is while a library replaces functions
+            of JAX: that is for the user's calls alone.
+
+    Returns:
+        The derivative.
 
     Raises:
         NotImplementedError: If the function makes or differentiates references.
@@ -67,7 +81,7 @@ def linearize(program: Program, active: Sequence[int]) -> Linearized:
     arguments = program.arguments
     tangents = [Variable(arguments[i].aval) for i in active]
     _check_no_references([*tangents, *program.made_by])
-    builder = _Split(tangents)
+    builder = _Split(tangents, opens)
     env = builder.constants_of(program) | {v: v for v in arguments}
     tangent_of: Renaming = {arguments[i]: v for i, v in zip(active, tangents, strict=True)}
     for equation in program.equations:
@@ -93,24 +107,50 @@ def linearize(program: Program, active: Sequence[int]) -> Linearized:
     coefficients = linear.arguments[: len(linear.arguments) - len(tangents)]
     values = renamed(env, program.results)
     forward = builder.program(program, arguments, [*values, *coefficients])
-    return Linearized(forward, linear, len(program.results), tuple(active), tuple(smooth))
+    return Linearized(
+        forward, linear, len(program.results), tuple(active), tuple(smooth), builder.opened
+    )
 
 
 class _Split(Builder):
     """Builds a program, and a linear one of the equations that read tangents."""
 
-    def __init__(self, tangents: Sequence[Variable]) -> None:
+    def __init__(self, tangents: Sequence[Variable], opens: bool) -> None:
         super().__init__()
         self.linear = Builder()
         self.tangents: set[Variable] = set(tangents)
+        self.opened = False
+        self._opens = opens
+        self._of_rules: dict[Hashable, Program | None] = {}
 
-    def add(self, equation: Equation, operands: Sequence[Atom]) -> list[Variable]:
-        """Adds an equation to one of the programs."""
+    def add(self, equation: Equation, operands: Sequence[Atom]) -> Sequence[Atom]:
+        """Adds an equation to one of the programs, or what a user's rule consists of to both."""
         if self.tangents.isdisjoint(variables(operands)):
             return super().add(equation, operands)
+        if self._opens and is_rule_of_user(equation) and not self._are_replaced:
+            pairs = zip(equation.invars, operands, strict=True)
+            given = {v: operand for v, operand in pairs if is_variable(v)}
+            moving = [v for v, a in given.items() if is_variable(a) and a in self.tangents]
+            if rule := self._rule(equation, moving):
+                self.opened = True
+                return self.inline(rule, [*given.values()])
         results = self.linear.add(equation, operands)
-        self.tangents.update(results)
+        self.tangents.update(variables(results))
         return results
+
+    def _rule(self, equation: Equation, moving: Sequence[Variable]) -> Program | None:
+        """Returns what a user's rule consists of, as `opened`; once for equal rules."""
+        key = _key(equation, moving)
+        if key is None or key not in self._of_rules:
+            results = [v for v in equation.outvars if not isinstance(v, DropVar)]
+            pushed = [v for v in results if _is_smooth(v)]
+            pull = functools.partial(_transposed, equation, moving, pushed)
+            self._of_rules[key] = opened(equation, moving, pushed, pull)
+        return self._of_rules[key]
+
+    @functools.cached_property
+    def _are_replaced(self) -> bool:
+        return are_replaced()
 
     def linear_program(
         self, like: Program, tangents: Sequence[Variable], results: Sequence[Atom]
@@ -249,11 +289,11 @@ class _Following(Builder):
         super().__init__()
         self.followed: set[Variable] = set(followed)
 
-    def add(self, equation: Equation, operands: Sequence[Atom]) -> list[Variable]:
+    def add(self, equation: Equation, operands: Sequence[Atom]) -> Sequence[Atom]:
         """Adds an equation, whose results depend on what its operands do."""
         results = super().add(equation, operands)
         if not self.followed.isdisjoint(variables(operands)):
-            self.followed.update(results)
+            self.followed.update(variables(results))
         return results
 
 
