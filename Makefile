@@ -108,7 +108,7 @@ docs: $(DOCS_STAMP)
 # the extra zoo may be old and do not hold the others back.
 constraints: $(STAMP)
 	$(BIN)/uv pip compile pyproject.toml --extra dev --extra docs --extra gpu-aot \
-	  --extra tpu-aot --universal --python-version 3.11 --upgrade \
+	  --extra tpu-aot --extra machine-code --universal --python-version 3.11 --upgrade \
 	  --no-annotate --custom-compile-command "make constraints" --output-file constraints.txt
 
 clean:

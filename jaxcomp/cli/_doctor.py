@@ -6,6 +6,7 @@ import os
 import platform
 import shutil
 import textwrap
+from collections.abc import Sequence
 
 import jax
 
@@ -19,6 +20,7 @@ _COMPILERS = {
     "GPUs": ("gpu-aot", "jax-cuda13-pjrt", "jax-cuda12-pjrt"),
     "TPUs": ("tpu-aot", "libtpu"),
 }
+_ASSEMBLERS = "nvidia-cuda-nvcc", "nvidia-cuda-nvcc-cu12"  # the wheels with ptxas
 _EXTRAS = {"plot": "matplotlib", "train": "orbax"}
 
 
@@ -31,9 +33,10 @@ def doctor() -> None:
     except RuntimeError as error:
         lines.append(("devices", f"none: {error}"))
     for devices, (extra, *wheels) in _COMPILERS.items():
-        found = [f"{w} {importlib.metadata.version(w)}" for w in wheels if is_installed(w)]
         missing = f"not installed: pip install 'jaxcomp[{extra}]'"
-        lines.append((f"compiler for {devices}", ", ".join(found) or missing))
+        lines.append((f"compiler for {devices}", _found(wheels) or missing))
+    missing = "not installed: pip install 'jaxcomp[gpu-aot]'"
+    lines.append(("ptxas for GPUs", _found(_ASSEMBLERS) or shutil.which("ptxas") or missing))
     lines += [
         ("optimization barriers", removed_barriers({}) or "kept"),
         ("cache of compilations", _cache()),
@@ -51,6 +54,10 @@ def doctor() -> None:
     )
     for name, text in lines:
         print(wrap.fill(f"{name:<{width}}{text}"))
+
+
+def _found(wheels: Sequence[str]) -> str:
+    return ", ".join(f"{w} {importlib.metadata.version(w)}" for w in wheels if is_installed(w))
 
 
 def _cache() -> str:

@@ -42,6 +42,7 @@ from jaxcomp.memory._tracing import TracedStep, inner_jaxprs
 # and cuBLAS if none fit; other products have the same operands and results as without the flag.
 # The second flag takes cuBLAS for all products.
 _NO_TILE_SIZES = "Couldn't find output tile sizes"
+_NO_PTXAS = "No PTX compilation provider is available"
 _TILE_FLAGS = (
     "--xla_gpu_experimental_cost_model_gemm_tiling_options=top=1,top_from_default=1",
     "--xla_gpu_enable_triton_gemm=false",
@@ -262,8 +263,18 @@ def _ask_child(request: dict[str, Any], target: Target, flag: str = "") -> dict[
             )
         answer: dict[str, Any] = pickle.loads(answer_file.read_bytes())
     if "error" in answer:
-        raise CompileError(answer["error"])
+        raise CompileError(_explained(answer["error"]))
     return answer
+
+
+def _explained(error: str) -> str:
+    """Returns an error of XLA, or what to do about it."""
+    if _NO_PTXAS not in error:
+        return error
+    return (
+        "XLA found no ptxas, the assembler for NVIDIA GPUs; install it with: pip install "
+        "'jaxcomp[gpu-aot]', or put that of a CUDA toolkit into PATH"
+    )
 
 
 def _check_places(step: TracedStep, target: Target) -> None:

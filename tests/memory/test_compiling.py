@@ -325,3 +325,9 @@ def test_text_that_jax_cannot_read_is_that_of_a_dump():
                 file.write_text(text)
 
     assert compile_worker._text(Compiled(), Lowered(), {}) == "HloModule whole"
+
+
+def test_without_an_assembler_the_error_says_what_to_install():
+    error = f"UNAVAILABLE: {compiling._NO_PTXAS}. Neither ptxas/nvlink nor nvjtlink is available."
+    assert "pip install 'jaxcomp[gpu-aot]'" in compiling._explained(error)
+    assert compiling._explained("another") == "another"
