@@ -12,7 +12,7 @@ CASES = [
     ("lm", None, "quantize:bits=4"),
     *(("scanned_lm", None, "remat"), ("vit_b16", 32, "remat"), ("efficientnet_b0", 32, "remat")),
 ]
-MESH = jax.sharding.AbstractMesh((2,), ("data",))
+MESH = jax.sharding.AbstractMesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
 @pytest.mark.parametrize(("name", "image", "row"), CASES)
