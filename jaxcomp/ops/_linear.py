@@ -15,7 +15,7 @@ from jaxcomp._core.explicit import over_automatic_axes
 from jaxcomp._core.linear_map import ByPosition
 from jaxcomp._core.row_kernels import by_row_kernel
 from jaxcomp._core.shard_map import match_varying, type_like
-from jaxcomp.codecs import BlockSparse, Codec, Encoded, Offload
+from jaxcomp.codecs import BlockSparse, Codec, Encoded, Offload, Quantize, SignAware
 from jaxcomp.codecs._codec import Seed
 from jaxcomp.codecs._offload import inner_codec
 from jaxcomp.ops import _block_product as block_product
@@ -175,7 +175,8 @@ def bilinear(
         weight_gradient: Computes the gradient of `rhs` from the code and the cotangent, without the
             decoded `lhs`. None decodes `lhs`.
         convolves: Whether `stock` is a convolution. XLA for TPUs fuses its cotangent with what
-            computes it, if no barrier stands between them.
+            computes it, if no barrier stands between them. There is none for codes in few bits;
+            with pooled codes the step needs more memory so.
 
     Returns:
         The result of `stock`.
@@ -184,7 +185,7 @@ def bilinear(
     stored = jax.eval_shape(part, lhs)
     codec.check(stored.shape, stored.dtype)
     check_sink(sink, lhs.shape)
-    is_fused = codec.fuses_decode_on_tpu or (convolves and not codec.on_host)
+    is_fused = codec.fuses_decode_on_tpu or (convolves and isinstance(codec, Quantize | SignAware))
     held_together = functools.partial(barriers.barrier_together, except_on_tpu=is_fused)
     travels = code is not None
 
