@@ -23,7 +23,7 @@ from jaxcomp.transform._program.primitives import (
 from jaxcomp.transform._program.program import Program, avals, variables
 from jaxcomp.transform._program.types import Atom, Constant, Equation, Variable, is_variable
 
-_OF_FIRST = (MOVES - {"stop_gradient"}) | {"div", "dynamic_slice", "gather", "reduce_sum", "pad"}
+_OF_FIRST = (MOVES - {"stop_gradient"}) | {"div", "dynamic_slice", "reduce_sum", "pad"}
 _OF_ONE = HEAVY | {"mul"}
 
 Pull = Callable[[Sequence[Array], Sequence[Array]], list[Array]]
