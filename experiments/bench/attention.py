@@ -36,9 +36,11 @@ def attention_is(attention: Callable[..., jax.Array]) -> Iterator[None]:
     What was traced before has XLA's attention, so JAX's caches are cleared.
     """
     jax.clear_caches()
-    with mock.patch.object(jax.nn, "dot_product_attention", attention):
-        yield
-    jax.clear_caches()
+    try:
+        with mock.patch.object(jax.nn, "dot_product_attention", attention):
+            yield
+    finally:
+        jax.clear_caches()
 
 
 @contextlib.contextmanager
