@@ -67,6 +67,35 @@ def save_residual(value: T, residual: C, codec: SavedBy) -> tuple[T, C]:
     return to_host(value, residual) if codec.on_host else (value, residual)
 
 
+def save_operands(
+    operands: T, function: Callable[[T], Array], residual: C, codec: SavedBy
+) -> tuple[Array, C]:
+    """Does what `save_residual` does with `function(operands)` and the residual.
+
+    On a TPU the operands are written to memory, not the result: a codec reads them anyway, and XLA
+    computes the function where it is read.
+
+    Args:
+        operands: Any pytree of arrays.
+        function: Elementwise, and cheap.
+        residual: As in `save_residual`.
+        codec: As there.
+    """
+    if not codec.is_exact:
+        residual = undifferentiable(residual)
+
+    def before(operands: T, residual: C) -> tuple[Array, C]:
+        operands, residual = lax.optimization_barrier((operands, residual))
+        return function(operands), residual
+
+    def after(operands: T, residual: C) -> tuple[Array, C]:
+        return lax.optimization_barrier((function(operands), residual))
+
+    value, residual = platforms.hold_operands_on_tpu((operands, residual), before, after)
+    residual = name_residual(residual, codec)
+    return to_host(value, residual) if codec.on_host else (value, residual)
+
+
 def materialize(value: Array) -> Array:
     """Writes an array to memory before it is encoded.
 

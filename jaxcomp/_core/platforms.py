@@ -44,6 +44,11 @@ def no_barrier_on_tpu(operands: T) -> T:
     )
 
 
+def hold_operands_on_tpu(operands: tuple[Any, ...], before: Form[T], after: Form[T]) -> T:
+    """Places a barrier before a cheap function on a TPU, and after it elsewhere."""
+    return lax.platform_dependent(*operands, tpu=before, default=after)
+
+
 def constrain_on_tpu(value: T, constrain: Form[T]) -> T:
     """Constrains a sharding on a TPU; elsewhere the compiler chooses one."""
     return lax.platform_dependent(value, tpu=constrain, default=lambda value: value)

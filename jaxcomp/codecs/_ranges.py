@@ -24,10 +24,11 @@ def extremes(
     """Returns the smallest and largest value of an increasing function, rounded outward.
 
     Without `axes` they are of each channel of each sample. The function is only computed at the
-    extremes of `x`: what is reduced and read again, too, XLA would write to memory.
+    extremes of `x`: what is reduced and read again, too, XLA would write to memory. These are taken
+    in the dtype of `x`: XLA for TPUs then takes both where it computes `x`.
     """
     axes = channel_axes(x.ndim) if axes is None else axes
-    low, high = map(function, least_and_greatest(x, axes))
+    low, high = (function(end.astype(jnp.float32)) for end in least_and_greatest(x, axes))
     return -outward(-low), outward(high)
 
 

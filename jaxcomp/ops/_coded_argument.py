@@ -44,6 +44,7 @@ class CodedArgument(Codec):
     name: ClassVar[str] = "coded_argument"
     kinds = ()
     unbiased = True
+    fuses_decode_on_tpu = True
 
     def _encode(self, x: Array, seed: Seed) -> tuple[Any, ...]:
         return (self.encode_between(x, seed, self._level),)
@@ -52,9 +53,8 @@ class CodedArgument(Codec):
         self, x: Array, seed: Seed, function: Callable[[Array], Array] = lambda x: x
     ) -> Dithered:
         """Encodes an increasing function of `x` on equidistant levels between its extremes."""
-        x = x.astype(jnp.float32)
         ends = extremes(x, self.quantize.range_axes(x.shape), function)
-        return _dithered.encode(function(x), self.quantize.bits, seed, ends)
+        return _dithered.encode(function(x.astype(jnp.float32)), self.quantize.bits, seed, ends)
 
     def _level(self, x: Array) -> Array:
         x = jnp.maximum(x, self.curve.zero_below) + 0 * x  # NaN where x is infinite
@@ -98,6 +98,7 @@ class GatedLinearUnit(Codec):
     name: ClassVar[str] = "gated_linear_unit"
     kinds = ()
     unbiased = True
+    fuses_decode_on_tpu = True
 
     def _encode(self, x: Array, seed: Seed) -> tuple[Array, ...]:
         raise NotImplementedError("a product is not encoded: its factors have codes")
@@ -150,7 +151,7 @@ def coded_activation(
         for factor in factors:
             of_factor = noise.folded(seed, jnp.uint32(1))
             arrays += (argument.encode_between(factor, of_factor),)
-        y, arrays = barriers.save_residual(function(*operands), arrays, codec)
+        y, arrays = barriers.save_operands(operands, lambda xs: function(*xs), arrays, codec)
         return Encoded(arrays, y.shape, y.dtype, own), y
 
     @jax.custom_vjp
@@ -170,7 +171,7 @@ def coded_activation(
             slope, factor = gated.factors(code.arrays, code.shape, 1)
             return slope * factor, argument.function(code.arrays[:1], code.shape, 0)
 
-        derivatives = barriers.decode_after(dy, code, read, codec)
+        derivatives = barriers.decode_after(dy, code, read, placed_like(codec, own))
         wide = dy.astype(jnp.float32)
         return tuple((wide * d).astype(dy.dtype) for d in derivatives), None
 
