@@ -35,7 +35,7 @@ class DualPrecision(Codec):
 
     Attributes:
         window: Edge of the window in elements. An axis that is smaller than `window` limits it.
-        bits: Bits per element of the differences: 1, 2, 3, 4 or 8.
+        bits: Bits per element of the differences: 1, 2, 3, 4, 5, 6 or 8.
         along: Axes of a window. "map" means all axes but the first (batch) and the last (channels).
             "features" means the last axis. Arrays of fewer than 3 axes always use the last axis.
 

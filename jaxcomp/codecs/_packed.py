@@ -19,7 +19,7 @@ class Packed(Codec):
     Values are not checked. A value outside of the range loses its upper bits.
 
     Attributes:
-        bits: Bits per element: 1, 2, 3, 4 or 8.
+        bits: Bits per element: 1, 2, 3, 4, 5, 6 or 8.
 
     Raises:
         ValueError: If `bits` is none of these.

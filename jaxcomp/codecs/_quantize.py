@@ -53,7 +53,7 @@ class Quantize(Codec):
     dither: Roberts 1962, "Picture coding using pseudo-random noise".
 
     Attributes:
-        bits: Bits per element: 1, 2, 3, 4 or 8.
+        bits: Bits per element: 1, 2, 3, 4, 5, 6 or 8.
         group: Values that share a range. "channel": the values of one sample and one index of the
             last axis; for arrays of fewer than 3 axes, and where a channel would have fewer than 16
             values, the values of one sample. "sample": the values of one sample. "row": the values

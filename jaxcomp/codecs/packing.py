@@ -2,14 +2,15 @@
 
 Codes of 8 and 4 bits use XLA's own dtypes, which keep the array's layout and any odd size. Two
 2-bit codes share a `uint4`, because an optimisation barrier on a TPU cannot hold XLA's own 2-bit
-arrays. Eight 1-bit codes share a byte. 3-bit codes are stored as 2 bits and 1 bit. Neighbours along
-the last axis share an element.
+arrays. Eight 1-bit codes share a byte. Codes of 3, 5 and 6 bits are stored in two parts, of 2 and
+1, 4 and 1, 4 and 2 bits. Neighbours along the last axis share an element.
 
 No array has the dtype `uint2`. Where a kernel of an NVIDIA GPU takes a sum of rows and accesses two
 elements at once, XLA reads and writes the lower half of a byte for both pairs of `uint2`s in it
 (seen with JAX 0.10 and 0.11). Codes of a byte are joined by a sum, so one thread writes the byte.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -20,8 +21,35 @@ from jaxtyping import Array, Bool, Int8, Int32, Integer, UInt
 
 from jaxcomp._core import platforms
 
-WIDTHS = (1, 2, 3, 4, 8)
-_SHARING = {1: (jnp.uint8, 8), 2: (jnp.uint4, 2)}  # dtype of the shared element, codes in it
+WIDTHS = (1, 2, 3, 4, 5, 6, 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """Some bits of each code, and what stores them.
+
+    Attributes:
+        bits: The bits.
+        dtype: Dtype of the stored elements.
+        sharing: Codes that share an element.
+    """
+
+    bits: int
+    dtype: DTypeLike
+    sharing: int
+
+
+_ONE, _TWO = _Part(1, jnp.uint8, 8), _Part(2, jnp.uint4, 2)
+_FOUR, _EIGHT = _Part(4, jnp.uint4, 1), _Part(8, jnp.uint8, 1)
+_PARTS = {
+    1: (_ONE,),
+    2: (_TWO,),
+    3: (_TWO, _ONE),
+    4: (_FOUR,),
+    5: (_FOUR, _Part(1, jnp.uint4, 4)),
+    6: (_FOUR, _TWO),
+    8: (_EIGHT,),
+}
 
 
 def check_bits(bits: int) -> None:
@@ -31,7 +59,7 @@ def check_bits(bits: int) -> None:
         bits: The number of bits.
 
     Raises:
-        ValueError: If `bits` is not 1, 2, 3, 4 or 8.
+        ValueError: If `bits` is not 1, 2, 3, 4, 5, 6 or 8.
     """
     if type(bits) is not int or bits not in WIDTHS:
         raise ValueError(f"bits={bits!r}: expected one of {WIDTHS}")
@@ -44,27 +72,20 @@ def pack(
 
     Args:
         codes: Integer or boolean array of any shape.
-        bits: Bits per element: 1, 2, 3, 4 or 8.
+        bits: Bits per element: 1, 2, 3, 4, 5, 6 or 8.
 
     Returns:
-        One array, or two for 3 bits.
+        One array, or two for 3, 5 and 6 bits.
 
     Example:
         >>> [(a.dtype.name, a.shape) for a in pack(jnp.arange(16), 3)]
         [('uint4', (8,)), ('uint8', (2,))]
     """
-    if bits == 3:
-        by_sum = _two_and_one_bit_by_sum
-        return platforms.pack_by_platform(codes, tpu=_two_and_one_bit, other=by_sum)
-    if bits == 8:
-        return (codes.astype(jnp.uint8),)
-    if bits == 4:
-        return (platforms.pack_by_platform(codes & 15, tpu=_convert_by_float, other=_convert),)
-    _, sharing = _SHARING[bits]
-    padded = _padded(codes, bits, 8 // bits, jnp.uint8)
-    tpu, other = (functools.partial(join, bits) for join in (_join_by_matmul, _join_by_sum))
-    joined = platforms.pack_by_platform(padded, tpu=tpu, other=other)
-    return (joined[..., : -(-(codes.shape or (1,))[-1] // sharing)],)
+    if len(_PARTS[bits]) > 1:
+        codes = codes.reshape(codes.shape or (1,))
+        tpu, other = (functools.partial(form, bits) for form in (_each_part, _parts_by_sum))
+        return platforms.pack_by_platform(codes, tpu=tpu, other=other)
+    return _each_part(bits, codes)
 
 
 def unpack(
@@ -80,12 +101,11 @@ def unpack(
     Returns:
         int32 array of this shape.
     """
-    if bits == 3:
-        return unpack(arrays[:1], shape, 2) | (unpack(arrays[1:], shape, 1) << 2)
-    (codes,) = arrays
-    if bits in _SHARING:
-        codes = _unpack_last(codes, shape, bits)
-    return codes.astype(jnp.int32)
+    parts = [
+        _unpack_part(part, array, shape).astype(jnp.int32).reshape(shape)
+        for part, array in zip(_PARTS[bits], arrays, strict=True)
+    ]
+    return parts[0] if len(parts) == 1 else parts[0] | parts[1] << _PARTS[bits][0].bits
 
 
 def map_codes(
@@ -119,23 +139,54 @@ def map_codes(
     return lax.bitcast_convert_type(joined, jnp.int8).reshape(codes.shape)
 
 
-def _two_and_one_bit(codes: Array) -> tuple[Array, ...]:
-    """Splits 3-bit codes into 2 bits and 1 bit, each packed."""
-    return *pack(codes & 3, 2), *pack(codes >> 2, 1)
+def _each_part(bits: int, codes: Array) -> tuple[Array, ...]:
+    """Packs the parts of codes one by one."""
+    low, *high = _PARTS[bits]
+    return _pack_part(low, codes), *(_pack_part(part, codes >> low.bits) for part in high)
 
 
-def _two_and_one_bit_by_sum(codes: Array) -> tuple[Array, ...]:
-    """Computes `_two_and_one_bit` by one sum of eight codes, except on TPUs.
+def _parts_by_sum(bits: int, codes: Array) -> tuple[Array, Array]:
+    """Computes `_each_part` of two parts by one sum of four or eight codes, except on TPUs.
 
     The codes have one reader, the sum: two would make XLA write them to memory with 32 bits each.
     """
-    count = (codes.shape or (1,))[-1]
-    eight = _in_groups(_padded(codes, 3, 8, jnp.uint32), 8)
-    parts = (eight & 3) << _places(eight, 2) | (eight >> 2) << (_places(eight, 1) + 16)
-    joined = jnp.sum(parts, -1, dtype=jnp.uint32)
-    low = lax.bitcast_convert_type(joined.astype(jnp.uint16), jnp.uint4)
-    low = low.reshape(*joined.shape[:-1], 4 * joined.shape[-1])[..., : -(-count // 2)]
-    return low, (joined >> 16).astype(jnp.uint8)
+    low, high = _PARTS[bits]
+    together = 16 // low.bits
+    group = _in_groups(_padded(codes, bits, together, jnp.uint32), together)
+    lower = (group & (2**low.bits - 1)) << _places(group, low.bits)
+    upper = (group >> low.bits) << (_places(group, high.bits) + 16)
+    words, count = jnp.sum(lower | upper, -1, dtype=jnp.uint32), codes.shape[-1]
+    upper_bits = together * high.bits
+    return _elements(words, 16, low, count), _elements(words >> 16, upper_bits, high, count)
+
+
+def _elements(words: Array, bits: int, part: _Part, count: int) -> Array:
+    """Returns the stored elements of which each word has some in its lower bits."""
+    if bits == part.bits * part.sharing:
+        elements = words.astype(part.dtype)
+    else:
+        several = lax.bitcast_convert_type(words.astype(f"uint{bits}"), part.dtype)
+        elements = several.reshape(*words.shape[:-1], words.shape[-1] * several.shape[-1])
+    return elements[..., : -(-count // part.sharing)]
+
+
+def _pack_part(part: _Part, codes: Array) -> Array:
+    if part is _EIGHT:
+        return codes.astype(jnp.uint8)
+    if part is _FOUR:
+        return platforms.pack_by_platform(codes & 15, tpu=_convert_by_float, other=_convert)
+    padded = _padded(codes, part.bits, 8 // part.bits, jnp.uint8)
+    tpu, other = (functools.partial(join, part) for join in (_join_by_matmul, _join_by_sum))
+    joined = platforms.pack_by_platform(padded, tpu=tpu, other=other)
+    return joined[..., : -(-(codes.shape or (1,))[-1] // part.sharing)]
+
+
+def _unpack_part(part: _Part, packed: Array, shape: tuple[int, ...]) -> Array:
+    if part.sharing == 1:
+        return packed
+    tpu, other = (functools.partial(split, part) for split in (_split_by_matmul, _split_by_shift))
+    codes = platforms.pack_by_platform(packed, tpu=tpu, other=other)
+    return lax.slice_in_dim(codes, 0, (shape or (1,))[-1], axis=-1)
 
 
 def _places(x: Array, bits: int) -> Array:
@@ -162,59 +213,49 @@ def _padded(codes: Array, bits: int, sharing: int, dtype: DTypeLike) -> Array:
     return jnp.pad(codes, padding)
 
 
-def _unpack_last(packed: Array, shape: tuple[int, ...], bits: int) -> Array:
-    tpu, other = (functools.partial(split, bits) for split in (_split_by_matmul, _split_by_shift))
-    codes = platforms.pack_by_platform(packed, tpu=tpu, other=other)
-    return lax.slice_in_dim(codes, 0, (shape or (1,))[-1], axis=-1).reshape(shape)
-
-
 def _in_groups(codes: Array, sharing: int) -> Array:
     """Splits the last axis into the codes that share an element."""
     return codes.reshape(*codes.shape[:-1], codes.shape[-1] // sharing, sharing)
 
 
-def _join_by_sum(bits: int, codes: Array) -> Array:
-    of_byte = _in_groups(codes, 8 // bits)
-    joined = jnp.sum(of_byte << _places(of_byte, bits), -1, dtype=jnp.uint8)
-    if bits == 1:
+def _join_by_sum(part: _Part, codes: Array) -> Array:
+    of_byte = _in_groups(codes, 8 // part.bits)
+    joined = jnp.sum(of_byte << _places(of_byte, part.bits), -1, dtype=jnp.uint8)
+    if part.dtype == jnp.uint8:
         return joined
     pairs = lax.bitcast_convert_type(joined, jnp.uint4)
     return pairs.reshape(*joined.shape[:-1], 2 * joined.shape[-1])
 
 
-def _split_by_shift(bits: int, packed: Array) -> Array:
-    _, sharing = _SHARING[bits]
-    count = sharing * packed.shape[-1]
-    if bits == 2:
+def _split_by_shift(part: _Part, packed: Array) -> Array:
+    of_byte, count = 8 // part.bits, part.sharing * packed.shape[-1]
+    if part.dtype == jnp.uint4:
         pairs = jnp.pad(packed, [(0, 0)] * (packed.ndim - 1) + [(0, packed.shape[-1] % 2)])
         packed = lax.bitcast_convert_type(_in_groups(pairs, 2), jnp.uint8)
-    each = jnp.broadcast_to(packed[..., None], (*packed.shape, 8 // bits))
-    codes = (each >> _places(each, bits)) & (2**bits - 1)
-    return codes.reshape(*packed.shape[:-1], 8 // bits * packed.shape[-1])[..., :count]
+    each = jnp.broadcast_to(packed[..., None], (*packed.shape, of_byte))
+    codes = (each >> _places(each, part.bits)) & (2**part.bits - 1)
+    return codes.reshape(*packed.shape[:-1], of_byte * packed.shape[-1])[..., :count]
 
 
-def _join_by_matmul(bits: int, codes: Array) -> Array:
+def _join_by_matmul(part: _Part, codes: Array) -> Array:
     """Computes `_join_by_sum` for TPUs, which move data across lanes fastest by matrix products."""
 
     def join(codes: Array) -> Array:
-        return _product(codes, _factors(codes.shape[-1], bits)).astype(jnp.uint8)
+        return _product(codes, _factors(codes.shape[-1], part)).astype(jnp.uint8)
 
-    dtype, sharing = _SHARING[bits]
-    return _by_blocks(codes, 128 * sharing, join).astype(dtype)
+    return _by_blocks(codes, 128 * part.sharing, join).astype(part.dtype)
 
 
-def _split_by_matmul(bits: int, packed: Array) -> Array:
+def _split_by_matmul(part: _Part, packed: Array) -> Array:
     """Computes `_split_by_shift` for TPUs."""
-    _, sharing = _SHARING[bits]
-    packed = packed.astype(jnp.uint8)
 
     def split(packed: Array) -> Array:
-        repeated = _product(packed, _factors(sharing * packed.shape[-1], bits).T > 0)
+        repeated = _product(packed, _factors(part.sharing * packed.shape[-1], part).T > 0)
         place = lax.broadcasted_iota(jnp.int32, repeated.shape, repeated.ndim - 1)
-        place = lax.rem(place, lax.full_like(place, sharing)) * bits
-        return ((repeated >> place) & (2**bits - 1)).astype(jnp.uint8)
+        place = lax.rem(place, lax.full_like(place, part.sharing)) * part.bits
+        return ((repeated >> place) & (2**part.bits - 1)).astype(jnp.uint8)
 
-    return _by_blocks(packed, 128, split)
+    return _by_blocks(packed.astype(jnp.uint8), 128, split)
 
 
 def _by_blocks(x: Array, size: int, fn: Callable[[Array], Array]) -> Array:
@@ -223,12 +264,12 @@ def _by_blocks(x: Array, size: int, fn: Callable[[Array], Array]) -> Array:
     return jnp.concatenate([fn(block) for block in blocks], axis=-1)
 
 
-def _factors(count: int, bits: int) -> Array:
+def _factors(count: int, part: _Part) -> Array:
     """Returns the matrix that joins codes: the factor of each code in the element it shares."""
-    _, sharing = _SHARING[bits]
-    code, joined = (lax.broadcasted_iota(jnp.int32, (count, count // sharing), i) for i in (0, 1))
-    each = lax.full_like(code, sharing)
-    return jnp.where(lax.div(code, each) == joined, 1 << lax.rem(code, each) * bits, 0)
+    shape = count, count // part.sharing
+    code, joined = (lax.broadcasted_iota(jnp.int32, shape, i) for i in (0, 1))
+    each = lax.full_like(code, part.sharing)
+    return jnp.where(lax.div(code, each) == joined, 1 << lax.rem(code, each) * part.bits, 0)
 
 
 def _product(x: Array, matrix: Array) -> Array:

@@ -20,7 +20,7 @@ from jaxcomp.planning._probe import declared_bytes, trace_scoped
 from jaxcomp.planning._strategies import Strategy
 from jaxcomp.policies._policy import Policy
 
-WIDTHS = (2, 3, 4, 8)
+WIDTHS = (2, 3, 4, 5, 6, 8)
 _MEASURED = 4  # bits, or the next of those that are allowed
 _ROUNDING = 1e-9
 _WORTH = 0.9  # of the variance of equal bits: more is within the error of what is measured

@@ -121,7 +121,8 @@ def automatic(bits: int = 4, kernels: bool = False) -> Policy:
     - All other values are as in `transformer`.
 
     Args:
-        bits: Bits of an element: 3, 4 or 8. With 8 bits, batch norms are as all other values.
+        bits: Bits of an element: 3, 4, 5, 6 or 8. With 5 bits or more, batch norms are as all other
+            values.
         kernels: As in `fused`.
 
     Returns:
@@ -134,11 +135,11 @@ def automatic(bits: int = 4, kernels: bool = False) -> Policy:
         >>> automatic(bits=3).rules[0].op
         'norm_act'
     """
-    if bits not in (3, 4, 8):
-        raise ValueError(f"bits={bits!r}: expected 3, 4 or 8")
+    if bits not in (3, 4, 5, 6, 8):
+        raise ValueError(f"bits={bits!r}: expected 3, 4, 5, 6 or 8")
     rest = transformer(bits).rules
     rest = (*rest[:-1], dataclasses.replace(rest[-1], required=False))
-    if bits == 8:
+    if bits > 4:
         return Policy((*_PACKED, *rest))
     unit = Rule(SignAware(bits, kernels=kernels), op="norm_act", required=False)
     return Policy((unit, *_PACKED, *rest))
@@ -155,7 +156,7 @@ def transformer(bits: int = 4, rounding: Rounding = "stochastic") -> Policy:
     products that have to be exact are kept or recomputed, whichever takes fewer bytes.
 
     Args:
-        bits: Bits of an element: 1, 2, 3, 4 or 8.
+        bits: Bits of an element: 1, 2, 3, 4, 5, 6 or 8.
         rounding: As in `Quantize`. "dither" has half the variance of "stochastic".
 
     Returns:

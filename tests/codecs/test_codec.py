@@ -37,7 +37,7 @@ CODECS = [
     Exact(),
     Cast("bfloat16"),
     AvgPool(2),
-    *(Quantize(bits) for bits in (1, 2, 3, 4, 8)),
+    *(Quantize(bits) for bits in (1, 2, 3, 4, 5, 6, 8)),
     Quantize(2, "row", "nearest"),
     PerSample((4, 1)),
     BlockSparse((4, 1), 0.5),

@@ -113,7 +113,7 @@ def test_sharded_it_needs_no_communication():
     assert collectives(fn, shard(x)) == set()
 
 
-@pytest.mark.parametrize(("window", "bits"), [(0, 2), (True, 2), (8, 5), (2.0, 2)])
+@pytest.mark.parametrize(("window", "bits"), [(0, 2), (True, 2), (8, 7), (2.0, 2)])
 def test_bad_input(window, bits):
     with pytest.raises(Exception, match=r"window|bits"):
         DualPrecision(window, bits)

@@ -1,3 +1,5 @@
+import functools
+
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -54,33 +56,34 @@ def test_pairs_share_four_bits_along_the_last_axis(shape, packed):
     assert (array.shape, array.dtype) == (packed, jnp.uint4)
 
 
-@pytest.mark.parametrize("bits", [1, 2])
+@pytest.mark.parametrize("part", [packing._ONE, packing._TWO, packing._PARTS[5][1]])
 @pytest.mark.parametrize("size", [0, 8, 64, 256, 264, 1024, 1032, 2056])
-def test_all_platforms_pack_the_same_bytes(bits, size):
+def test_all_platforms_pack_the_same_bytes(part, size):
     @jax.jit
     def all_ways(codes):
-        packed = packing._join_by_matmul(bits, codes)
-        split = (way(bits, packed) for way in (packing._split_by_matmul, packing._split_by_shift))
-        return packed, packing._join_by_sum(bits, codes), *split
+        packed = packing._join_by_matmul(part, codes)
+        split = (way(part, packed) for way in (packing._split_by_matmul, packing._split_by_shift))
+        return packed, packing._join_by_sum(part, codes), *split
 
-    codes = jnp.asarray(np.random.default_rng(0).integers(0, 2**bits, (3, size)), jnp.uint8)
+    codes = jnp.asarray(np.random.default_rng(0).integers(0, 2**part.bits, (3, size)), jnp.uint8)
     packed, summed, *split = all_ways(codes)
     np.testing.assert_array_equal(packed, summed)
     for unpacked in split:
         np.testing.assert_array_equal(unpacked, codes)
 
 
-@pytest.mark.parametrize("shape", [(), (7,), (3, 16), (2, 5, 17), (4, 0)])
-def test_gpus_and_tpus_pack_three_bits_into_the_same_bytes(shape):
-    codes = jnp.asarray(np.random.default_rng(0).integers(0, 8, shape), jnp.int32)
-    expected = jax.jit(packing._two_and_one_bit)(codes)
-    joined = jax.jit(packing._two_and_one_bit_by_sum)(codes)
+@pytest.mark.parametrize("bits", [3, 5, 6])
+@pytest.mark.parametrize("shape", [(1,), (7,), (3, 16), (2, 5, 17), (4, 0), (0, 3)])
+def test_gpus_and_tpus_pack_codes_in_two_parts_into_the_same_bytes(shape, bits):
+    codes = jnp.asarray(np.random.default_rng(0).integers(0, 2**bits, shape), jnp.int32)
+    expected = jax.jit(functools.partial(packing._each_part, bits))(codes)
+    joined = jax.jit(functools.partial(packing._parts_by_sum, bits))(codes)
     for one, other in zip(joined, expected, strict=True):
         assert (one.shape, one.dtype) == (other.shape, other.dtype)
         np.testing.assert_array_equal(one.astype(jnp.uint8), other.astype(jnp.uint8))
 
 
-@pytest.mark.parametrize("bits", [0, 5, 16, -1, True, 2.0, None, "2"])
+@pytest.mark.parametrize("bits", [0, 7, 16, -1, True, 2.0, None, "2"])
 def test_other_bits_are_an_error(bits):
     with pytest.raises(Exception, match=r"bits"):
         packing.check_bits(bits)
@@ -107,7 +110,7 @@ def test_packing_beside_sums_of_rows(bits, columns):
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("bits", [1, 2, 3])
+@pytest.mark.parametrize("bits", [1, 2, 3, 5, 6])
 def test_programs_for_a_gpu_have_no_integers_of_two_bits(bits):
     codes = jax.ShapeDtypeStruct((64, 96, 96), jnp.float32)
     h100 = resolve("h100")
@@ -121,7 +124,7 @@ def _there_and_back(codes, bits):
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("bits", [2, 3])
+@pytest.mark.parametrize("bits", [2, 3, 6])
 @pytest.mark.parametrize("size", [24, 32, 48, 128])
 def test_gpus_pack_an_axis_that_is_spread_over_devices(size, bits):
     mesh = memory.mesh("h100:8", (8,), ("model",))
@@ -132,7 +135,7 @@ def test_gpus_pack_an_axis_that_is_spread_over_devices(size, bits):
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("bits", [2, 3])
+@pytest.mark.parametrize("bits", [2, 3, 6])
 def test_gpus_pack_a_transposed_array(bits):
     codes = jax.ShapeDtypeStruct((8, 12, 64, 1024), jnp.uint8)
     report = memory.analyze(

@@ -14,7 +14,7 @@ from jaxcomp.codecs import Encoded
 from jaxcomp.codecs import _quantize as quantize
 from tests.helpers import DTYPES, as_float, assert_same_bits, normal, without_type_checks, z_limit
 
-BITS = (1, 2, 3, 4, 8)
+BITS = (1, 2, 3, 4, 5, 6, 8)
 GROUPS = ("channel", "sample", "row")
 SHAPES = st.lists(st.integers(0, 9), max_size=5).map(tuple)
 ROUNDING = ("stochastic", "nearest")
@@ -41,6 +41,11 @@ def packed_bytes(shape, bits):
         return math.ceil(math.prod(outer) * math.ceil(last / 2) / 2)
     if bits == 3:
         return packed_bytes(shape, 2) + packed_bytes(shape, 1)
+    if bits == 5:
+        fours = math.prod(outer) * math.ceil(last / 4)  # single bits in elements of four
+        return packed_bytes(shape, 4) + math.ceil(fours / 2)
+    if bits == 6:
+        return packed_bytes(shape, 4) + packed_bytes(shape, 2)
     return math.ceil(math.prod(shape) * bits / 8)
 
 
@@ -280,7 +285,7 @@ def test_groups_never_cross_samples(group):
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"bits": 5}, "bits=5: expected one of"),
+        ({"bits": 7}, "bits=7: expected one of"),
         ({"bits": True}, "bits=True: expected one of"),
         ({"bits": 0}, "bits=0: expected one of"),
     ],

@@ -108,8 +108,8 @@ def test_a_function_has_the_parts_of_its_scopes():
     [
         ({"bits": 9}, r"bits=9: expected from 2 to 8 \(widths\)"),
         ({"bits": 2, "widths": (3, 4)}, r"bits=2: expected from 3 to 4 \(widths\)"),
-        ({"widths": (4,)}, r"widths=\(4,\): expected at least two of \(2, 3, 4, 8\)"),
-        ({"widths": (4, 5)}, r"widths=\(4, 5\): expected at least two of"),
+        ({"widths": (4,)}, r"widths=\(4,\): expected at least two of \(2, 3, 4, 5, 6, 8\)"),
+        ({"widths": (4, 7)}, r"widths=\(4, 7\): expected at least two of"),
         ({"batch": DATA[2][:30]}, "batch: expected arrays whose axis 0 is the same multiple of 4$"),
         ({"bits": math.nan}, "bits=nan: expected from 2 to 8"),
     ],

@@ -96,7 +96,7 @@ def test_parse_wrong_accumulate(spec):
         "remat:\u0664",
         "remat:fused",
         "boundary:fused",
-        "quantize:bits=5",
+        "quantize:bits=7",
         "compress:fused",
         "offload:offload:quantize",
     ],

@@ -59,7 +59,7 @@ def test_a_codec_of_ones_own_in_json():
         (lambda content: content.pop("rules"), "KeyError"),
         (lambda content: content["rules"][0].update(sizes=3), "unknown fields of a rule"),
         (lambda content: content["rules"][0]["action"].update(name="zip"), "codec='zip'"),
-        (lambda content: content["rules"][0]["action"].update(bits=5), "bits=5"),
+        (lambda content: content["rules"][0]["action"].update(bits=7), "bits=7"),
         (lambda content: content["rules"][0].update(path="("), "not a regular expression"),
     ],
 )
