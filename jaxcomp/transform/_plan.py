@@ -112,7 +112,8 @@ class Plan:
             notes.append("hardly anything is saved: leave the function as it is")
         if values and asked and not codes:
             is_told = any(why in value.note for value in values for why in _WHY_EXACT)
-            why = "the notes say why" if is_told else "arguments and exact values give all others"
+            why = "arguments and exact values give all others"
+            why = "the notes of the values say why" if is_told else why
             notes.append(f"codecs encode nothing: {why}")
         if asked and any(_has_shard_map(s) for s in schedules):
             notes.append("what jax.shard_map reads is exact: call jc.checkpoint inside of it")
@@ -124,6 +125,13 @@ class Plan:
             notes.append("biased: nonlinear steps are recomputed from decoded values")
         if codes and any(rounds_coarsely(e) for s in schedules for e in s.linear.equations):
             notes.append("biased by up to a step of a cast: casts round cotangents and their noise")
+        if codes:
+            rules = {source_line(e): e for s in schedules for e in s.nonlinear_rules}
+            notes += [
+                f"biased{where and ' at '}{where}: the backward rule of a jax.custom_vjp is not "
+                "linear in its cotangent, which has noise"
+                for where in rules
+            ]
         return cls(values, exact_bytes, tuple(notes))
 
     @property

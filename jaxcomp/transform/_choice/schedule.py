@@ -32,7 +32,9 @@ from jaxcomp.transform._choice.recomputed_products import with_recomputed_produc
 from jaxcomp.transform._choice.rewrites import with_rewrites
 from jaxcomp.transform._pieces.limits import Limits
 from jaxcomp.transform._program.builder import Builder, flat
+from jaxcomp.transform._program.custom_rules import is_rule_of_user
 from jaxcomp.transform._program.linearized import Linearized, linearize, transpose
+from jaxcomp.transform._program.opened_rules import nonlinear_rules
 from jaxcomp.transform._program.primitives import tangents_of
 from jaxcomp.transform._program.program import Program
 from jaxcomp.transform._program.types import Atom, Equation, Variable, is_variable
@@ -98,6 +100,14 @@ class Schedule:
         """
         with remat3.traced_without():
             return transpose(self.linear, len(self.active))
+
+    @property
+    def nonlinear_rules(self) -> list[Equation]:
+        """Users' rules in the backward program that are not linear in their cotangents."""
+        if not any(map(is_rule_of_user, self.linear.equations)):
+            return []
+        arriving = self.backward.arguments[len(self.coefficients) :]
+        return nonlinear_rules(self.backward, arriving)
 
 
 def schedule(

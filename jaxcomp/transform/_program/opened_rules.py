@@ -5,17 +5,19 @@ equation may do anything with what it reads, which is therefore kept exactly.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from jaxcomp._core.custom_derivative import without_undivided
 from jaxcomp.transform._program.builder import flat
 from jaxcomp.transform._program.primitives import (
     HEAVY,
     MOVES,
+    NONLINEAR,
     SUMS,
     rounds_coarsely,
     tangents_of,
@@ -111,3 +113,44 @@ def _is_linear_in(equation: Equation, at: Sequence[int], is_zero: Callable[[Atom
     if name == "select_n":
         return 0 not in at and all(map(is_zero, others[1:]))
     return name in SUMS and all(map(is_zero, others))
+
+
+def nonlinear_rules(backward: Program, cotangents: Sequence[Variable]) -> list[Equation]:
+    """Returns the rules that a backward program calls which are not linear in their cotangents.
+
+    Args:
+        backward: A backward program, whose only calls by `undivided` are of users' rules.
+        cotangents: Its arguments that are cotangents.
+    """
+    moved = tangents_of(backward.equations, cotangents)
+    rules = [e for e in backward.equations if without_undivided(e) is not e]
+    return [rule for rule in rules if _is_nonlinear_in(rule, moved)]
+
+
+def _is_nonlinear_in(equation: Equation, moved: Collection[Variable]) -> bool:
+    """Returns whether an equation is surely nonlinear in some variables, taken together.
+
+    Kernels and loops may be linear. A comparison counts where something is selected or made by it.
+    """
+    at = [i for i, a in enumerate(equation.invars) if is_variable(a) and a in moved]
+    name = equation.primitive.name
+    if not at or name in NONLINEAR or rounds_coarsely(equation):
+        return bool(at)
+    match name:
+        case "custom_jvp_call":
+            body = flat(Program.of(equation.params["call_jaxpr"]))
+            reached = {body.arguments[i] for i in at}
+            for step in body.equations:
+                if _is_nonlinear_in(step, reached):
+                    return True
+                if not reached.isdisjoint(variables(step.invars)):
+                    reached.update(step.outvars)
+            return False
+        case "convert_element_type":
+            kinds = avals([*variables(equation.invars), *equation.outvars])
+            return not all(jnp.issubdtype(kind.dtype, jnp.inexact) for kind in kinds)
+        case "select_n":
+            return 0 in at
+        case "div":
+            return 1 in at
+    return name in _OF_ONE and len(at) > 1

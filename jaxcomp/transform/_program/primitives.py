@@ -163,6 +163,11 @@ ELEMENTWISE = _names(lambda p: p.is_pointwise and p.affine_in is not None) - {
     "name",
     "stop_gradient",
 }
+# What makes numbers that are nonlinear in its operands.
+NONLINEAR = _names(lambda p: p.is_pointwise and p.affine_in is None) - {
+    *("eq", "ge", "gt", "is_finite", "le", "lt", "ne"),
+    *("and", "not", "or", "xor"),
+}
 _COARSEST = 5, 7  # bits of float16's exponent and of bfloat16's mantissa
 
 

@@ -403,7 +403,7 @@ def test_plan_says_what_it_cannot_look_into_and_when_nothing_is_gained():
 
     assert "call jc.checkpoint inside of it" in str(jc.checkpoint(sharded, CODEC).plan(X, W1))
     spectrum = lambda x, w: jnp.abs(jnp.fft.fft(x @ w)) ** 2  # noqa: E731
-    assert "the notes say why" in str(jc.checkpoint(spectrum, CODEC).plan(X, W1))
+    assert "the notes of the values say why" in str(jc.checkpoint(spectrum, CODEC).plan(X, W1))
 
 
 def test_a_rule_for_inputs_says_where_they_are_named():

@@ -118,6 +118,20 @@ def test_residuals_of_linear_rules_have_codes(name):
         assert all(value.decision != "exact" or value.elements < 1024 for value in plan.values)
 
 
+@pytest.mark.parametrize("name", [*OPENED, *CLOSED])
+def test_plans_say_where_a_rule_is_not_linear_in_its_cotangent(name):
+    function = (OPENED | CLOSED)[name]
+
+    def fn(weights, x):
+        return jnp.square(jnp.tanh(function(x @ weights[0]) @ weights[1])).mean()
+
+    coded = jc.checkpoint(fn, EIGHT)
+    notes = [note for note in jc.plan(coded, W, X).notes if "not linear in its cotangent" in note]
+    nonlinear = {"clips", "rounds", "casts", "8 bits", "selects by the cotangent"}
+    assert len(notes) == (name in nonlinear)
+    assert all("biased at test_opened_rules.py:" in note for note in notes)
+
+
 def test_a_rule_that_names_residuals_keeps_the_function_closed():
     policy = jc.policies.Policy((*only(EIGHT, op="custom_vjp").rules, *only(EIGHT).rules))
     plan = jc.plan(jc.checkpoint(functools.partial(network, OPENED["slope"]), policy), W, X)
