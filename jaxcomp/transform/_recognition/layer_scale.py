@@ -1,7 +1,8 @@
 """Finds products whose features are scaled after them, such as LayerScale."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +14,8 @@ from jaxcomp.transform._program.program import scope_of
 from jaxcomp.transform._program.types import Equation, Variable, is_variable
 from jaxcomp.transform._recognition.pattern import Pattern
 from jaxcomp.transform._recognition.unit import Codeless
+
+Multiply = Callable[[Sequence[Array], Array, Array], Array]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -39,28 +42,43 @@ class LayerScale(Codeless):
 
     def evaluate(self, *operands: Array) -> list[Array]:
         """Returns the result by the program's own steps, with the derivative of scaled weights."""
-        stock = self.program
+        product = functools.partial(lax.dot_general_p.bind, **self.product.params)
+        return self.evaluate_by(lambda _, x, w: product(x, w), (), *operands)
+
+    def evaluate_by(
+        self, multiply: Multiply, code: Sequence[Array], *operands: Array
+    ) -> list[Array]:
+        """Returns the same, whose derivative multiplies by `multiply(code, x, w)`.
+
+        Args:
+            multiply: Returns the product of the activation and scaled weights.
+            code: The arrays of the activation's code, if it has one.
+            *operands: The variables' values.
+        """
 
         @jax.custom_jvp
-        def scaled(*operands: Array) -> list[Array]:
-            return list(stock(*operands))
+        def scaled(code: Sequence[Array], operands: Sequence[Array]) -> list[Array]:
+            return list(self.program(*operands))
 
         @scaled.defjvp
-        def _(primals: Sequence[Array], tangents: Sequence[Array]) -> tuple[list[Array], Any]:
+        def _(primals: Any, tangents: Any) -> tuple[list[Array], list[Array]]:
+            (code, operands), (_, moves) = primals, tangents
+            scaled_first = functools.partial(self._scaled_first, functools.partial(multiply, code))
             with scope_of(self.product):
-                _, tangent = jax.jvp(self.scaled_first, primals, tangents)
-            return list(stock(*primals)), [tangent]
+                _, tangent = jax.jvp(scaled_first, operands, moves)
+            return list(self.program(*operands)), [tangent]
 
-        return scaled(*operands)
+        return scaled(code, operands)
 
-    def scaled_first(self, x: Array, w: Array, *rest: Array) -> Array:
+    def _scaled_first(
+        self, multiply: Callable[[Array, Array], Array], x: Array, w: Array, *rest: Array
+    ) -> Array:
         """Returns the same result by the weights times the scale, up to rounding."""
         *bias, scale = (jnp.ravel(values) for values in rest)
-        params = self.product.params
-        (_, contracted), _ = params["dimension_numbers"]
+        (_, contracted), _ = self.product.params["dimension_numbers"]
         (free,) = set(range(w.ndim)) - set(contracted)
         by = lax.broadcast_in_dim(scale, w.shape, (free,))
-        y = lax.dot_general_p.bind(x, (w * by).astype(w.dtype), **params)
+        y = multiply(x, (w * by).astype(w.dtype))
         (out,) = self.results
         y = y.astype(out.aval.dtype)
         if not bias:

@@ -29,6 +29,7 @@ from jaxcomp.transform._program.builder import Builder, hashable, key_of_step, r
 from jaxcomp.transform._program.program import Program, avals
 from jaxcomp.transform._program.types import Atom, Equation, Renaming, Variable, is_variable
 from jaxcomp.transform._recognition.activations import channel_axis
+from jaxcomp.transform._recognition.layer_scale import LayerScale
 from jaxcomp.transform._recognition.order import ordered
 from jaxcomp.transform._recognition.products import CONV, evaluate_product, feature_axes
 from jaxcomp.transform._recognition.unit import (
@@ -75,6 +76,9 @@ def with_units(
     readers = Counter(_key(r.unit, r.codec) for r in units if isinstance(r.unit, Product))
     for step in steps:
         unit = step.unit if isinstance(step, Recognized) else None
+        if isinstance(unit, LayerScale) and id(unit.product) in reading:
+            _scaled_product(builder, unit, coded[unit.operands[0]], env)
+            continue
         if unit is not None and not isinstance(unit, Product):
             _take(builder, step, env, coded, seeds.get(step), observe)
             continue
@@ -157,6 +161,22 @@ def _multiply(
         return lax.dot_general_p.bind(*((value, other) if first else (other, value)), **params)
 
     return [bilinear(product, operand.codec, operand.value, other, None, code=operand.code)]
+
+
+def _scaled_product(builder: Builder, unit: LayerScale, x: _Coded, env: Renaming) -> None:
+    """Adds a product with a scale of its features, of an activation that has a code."""
+
+    def multiply(leaves: Sequence[Array], value: Array, weights: Array) -> Array:
+        operand: ops.CodedArray = jax.tree.unflatten(x.tree, leaves)
+        moved = dataclasses.replace(operand, value=jnp.moveaxis(value, x.feature, -1))
+        coded = dataclasses.replace(x, leaves=jax.tree.leaves(moved))
+        (y,) = _multiply(unit.product.params, True, coded, coded.leaves, weights)
+        return y
+
+    def scaled(leaves: list[Array], *operands: Array) -> list[Array]:
+        return unit.evaluate_by(multiply, leaves, *operands)
+
+    (env[unit.results[0]],) = builder.trace(scaled, x.leaves, *renamed(env, unit.operands))
 
 
 def _reads_code(equation: Equation, coded: dict[Variable, _Coded]) -> bool:

@@ -63,10 +63,13 @@ def test_a_scale_of_features_saves_nothing(dtype, has_bias):
         return jnp.sum(jnp.sin(given["x"] + y).astype(jnp.float32))
 
     coded = jc.checkpoint(loss)
-    units = [v for v in coded.plan(given).values if v.op not in ("", "activation")]
+    values = coded.plan(given).values
+    units = [v for v in values if v.op not in ("", "activation")]
     assert [(v.op, v.decision, v.saved_bytes) for v in units] == [
         ("scaled_linear", "not needed", 0)
     ]
+    encoded = [v.op for v in values if v.decision.startswith("Quantize")]
+    assert sorted(encoded) == ["", "activation"]  # the scaled product reads the activation's code
     alone = jc.memory.compiler_options()
     assert jax.jit(coded, compiler_options=alone)(given) == jax.jit(loss, compiler_options=alone)(
         given
