@@ -132,7 +132,7 @@ def coded_activation(
         operands: The argument of an activation function, and what its result is multiplied by, if
             there is such a factor: float32, bfloat16 or float16 arrays; axis 0 is the batch.
         of: The activation function, of one piece.
-        function: The operation as the program has it.
+        function: The operation as the program has it. The result may have another dtype.
         codec: `Quantize`, or `Offload` of it. It sets the bits and which values share a range.
         seed: Integer scalar that selects the rounding noise; another for each call, iteration and
             lane of `jax.vmap`.
@@ -144,6 +144,7 @@ def coded_activation(
     gated = GatedLinearUnit(argument)
     own = argument if len(operands) == 1 else gated
     operands, seed = match_varying((tuple(operands), seed))
+    dtype = operands[0].dtype
 
     def compute(operands: tuple[Array, ...], seed: Seed) -> tuple[Encoded, Array]:
         x, *factors = operands
@@ -173,7 +174,7 @@ def coded_activation(
 
         derivatives = barriers.decode_after(dy, code, read, placed_like(codec, own))
         wide = dy.astype(jnp.float32)
-        return tuple((wide * d).astype(dy.dtype) for d in derivatives), None
+        return tuple((wide * d).astype(dtype) for d in derivatives), None
 
     op.defvjp(forward, backward)
     code, y = op(operands, seed)

@@ -230,14 +230,19 @@ def _unit(pattern: Pattern, free: set[Variable], x: Variable) -> CodedActivation
         if not is_variable(factor) or factor is x or factor.aval != x.aval:
             return None
         operands, equation = [x, factor], gate
-        program = pattern.slice(operands, gate.outvars)
+    cast = pattern.only_reader(equation.outvars[0])
+    if cast is not None and cast.primitive.name == "convert_element_type":
+        equation = cast
+    if equation is not activation.equation:
+        program = pattern.slice(operands, equation.outvars)
     if free.issuperset(operands):
         return None  # nothing of it has to be saved
     result: Any = equation.outvars[0]
     readers = pattern.readers.get(result, [])
     features = {_feature_axis(pattern, e, result) for e in readers}
     feature = features.pop() if len(features) == 1 else None
-    if feature is None or result in pattern.results or program is None:
+    real = dtype_name(result.aval.dtype) in FLOATS
+    if feature is None or result in pattern.results or program is None or not real:
         return None
     return CodedActivation(operands, activation.curve, program, equation, readers, feature)
 
