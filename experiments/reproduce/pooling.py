@@ -146,6 +146,9 @@ def draw(networks: dict[str, ResNet], images: jax.Array, labels: jax.Array, path
             axes.imshow(cam[i], cmap="inferno", alpha=0.45, extent=extent, interpolation="bilinear")
         for axes in row:
             axes.set_axis_off()
+    headings = ["first filters", *["after the first block"] * 2, *["Grad-CAM"] * 2]
+    for axes, heading in zip(panels[-1], headings, strict=True):
+        axes.text(0.5, -0.06, heading, transform=axes.transAxes, ha="center", va="top", fontsize=8)
     figure.savefig(path, dpi=150)
 
 
