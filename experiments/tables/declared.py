@@ -334,7 +334,8 @@ def instructions(
 INSTRUCTIONS = "instructions/{}/instructions.json".format
 H200 = "device/{}-h200/device.json".format
 MEMORY = "{}/memory.json".format
-ZOO, CODES, SHARDING = "zoo/zoo.json", "scenarios/zoo.json", "sharding/sharding.json"
+ZOO, CODES = "zoo/zoo.json", "scenarios/zoo.json"
+SHARDING, SHARDING_BEFORE = "sharding/sharding.json", "sharding-before/sharding.json"
 
 RESNET50_MAIN = (
     *("plain", "remat", "accumulate:4", "quantize:bits=4", "quantize:bits=2"),
@@ -369,9 +370,9 @@ def zoo(target: str) -> Table:
     return Table(NETWORK, (Source(ZOO, where={"target": target}),))
 
 
-def sharded(case: str, target: str) -> Table:
+def sharded(case: str, target: str, record: str = SHARDING) -> Table:
     """Steps of one case for several devices."""
-    return Table(SHARDED, (Source(SHARDING, where={"case": case, "target": target}),))
+    return Table(SHARDED, (Source(record, where={"case": case, "target": target}),))
 
 
 def traffic(*products: str) -> Columns:
@@ -501,13 +502,13 @@ TABLES: dict[str, Table] = {
     "blocks": Table(BLOCKS, (Source("checkpoint-h100/checkpoint.json"),)),
     "decoder-h100": sharded("decoder, fsdp", "h100:8"),
     "decoder-v5e": sharded("decoder, fsdp", "v5e:4x4"),
-    "decoder-v5p": sharded("decoder, fsdp", "v5p:8x8x4"),
+    "decoder-v5p": sharded("decoder, fsdp", "v5p:8x8x4", SHARDING_BEFORE),
     "resnet50-fsdp-h100": sharded("resnet50, fsdp", "h100:8"),
     "resnet50-data-h100": sharded("resnet50, data", "h100:8"),
-    "resnet50-fsdp-v5e": sharded("resnet50, fsdp", "v5e:4x4"),
-    "resnet50-data-v5e": sharded("resnet50, data", "v5e:4x4"),
-    "resnet50-fsdp-v5p": sharded("resnet50, fsdp", "v5p:8x8x4"),
-    "resnet50-data-v5p": sharded("resnet50, data", "v5p:8x8x4"),
+    "resnet50-fsdp-v5e": sharded("resnet50, fsdp", "v5e:4x4", SHARDING_BEFORE),
+    "resnet50-data-v5e": sharded("resnet50, data", "v5e:4x4", SHARDING_BEFORE),
+    "resnet50-fsdp-v5p": sharded("resnet50, fsdp", "v5p:8x8x4", SHARDING_BEFORE),
+    "resnet50-data-v5p": sharded("resnet50, data", "v5p:8x8x4", SHARDING_BEFORE),
     "decoder-h100-16": sharded("decoder, fsdp", "h100:16"),
     "decoder-h100-64": sharded("decoder, fsdp", "h100:64"),
     "adapters-rtx4090": Table(
