@@ -43,14 +43,14 @@ def _make_step(transform: Any, batch: int) -> Any:
 
 # Of a codec's class, an option and values of it that are refused.
 CODECS: tuple[tuple[Any, str, tuple[object, ...]], ...] = (
-    (jc.Quantize, "bits", (0, 5, -1, 1.5, "4", None, True)),
+    (jc.Quantize, "bits", (0, 7, -1, 1.5, "4", None, True)),
     (jc.Quantize, "group", ("layer", None)),
     (jc.Quantize, "rounding", ("up", "")),
     (jc.SignAware, "bits", (1, 5, 8, "4", None)),
     (jc.SignAware, "scale_source", ("max", None)),
     (jc.AvgPool, "window", (0, -1, 1.5, "2", None, True)),
     (jc.DualPrecision, "window", (0, 2.5)),
-    (jc.DualPrecision, "bits", (5, None)),
+    (jc.DualPrecision, "bits", (7, None)),
     (jc.DualPrecision, "along", ("batch",)),
     (jc.Float8, "axis", (0, 3, "last", None)),
     (jc.BlockSparse, "block", (0, (8,), (8, 0), "8", 1.5)),
@@ -59,7 +59,7 @@ CODECS: tuple[tuple[Any, str, tuple[object, ...]], ...] = (
     (jc.BlockSparse, "product", ("fast",)),
     (jc.PerSample, "bits", ((2, 4), (2,), [4, 2], (5, 4), 4)),
     (jc.Cast, "dtype", ("int8", "float99")),
-    (jc.Packed, "bits", (5, 0)),
+    (jc.Packed, "bits", (7, 0)),
 )
 SPECS = (
     *("", " ", "quantize:", "quantize:4", "quantize:bits", "quantize:bits=", "quantize:bits=+4"),

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def in_row_major(array: Array) -> Array:
-    """Makes XLA for a GPU write an array in row-major order, or fuse what reads it in that order.
+    """Makes XLA write an array in row-major order, or fuse what reads it in that order.
 
     Example:
         >>> import jax.numpy as jnp
