@@ -66,7 +66,7 @@ def with_units(
     activations = [
         recognized.unit for recognized in units if isinstance(recognized.unit, CodedActivation)
     ]
-    reading = {id(equation) for unit in activations for equation in unit.readers}
+    reading = {id(e): unit.results[0] for unit in activations for e in unit.readers}
     # Seeds of codes of values count up, those of units down.
     kinds = NormAct | NormCurve | Concatenation | CodedActivation | Product
     noisy = [recognized for recognized in units if isinstance(recognized.unit, kinds)]
@@ -76,7 +76,7 @@ def with_units(
     readers = Counter(_key(r.unit, r.codec) for r in units if isinstance(r.unit, Product))
     for step in steps:
         unit = step.unit if isinstance(step, Recognized) else None
-        if isinstance(unit, LayerScale) and id(unit.product) in reading:
+        if isinstance(unit, LayerScale) and reading.get(id(unit.product)) == unit.operands[0]:
             _scaled_product(builder, unit, coded[unit.operands[0]], env)
             continue
         if unit is not None and not isinstance(unit, Product):

@@ -104,6 +104,21 @@ def test_look_alikes_of_a_scale_are_left_alone():
     assert found(lambda x, w: jnp.sum(jnp.sin((x @ w) * w[0]))) == ["scaled_linear"]
 
 
+def test_a_scale_of_a_product_whose_second_operand_has_a_code():
+    w, x = (jax.random.normal(jax.random.key(i), (256, 256)) / 16 for i in range(2))
+    scale = jnp.linspace(0.5, 2.0, 256)
+
+    def f(w, x, scale):
+        return jnp.sum(jnp.sin((w @ jax.nn.gelu(jnp.sin(x) @ x)) * scale))
+
+    found, exact = (
+        jax.jit(jax.grad(g, (0, 1, 2)))(w, x, scale)
+        for g in (jc.checkpoint(f, "quantize:bits=8"), f)
+    )
+    for one, other in zip(found, exact, strict=True):
+        assert jnp.linalg.norm(one - other) < 0.02 * jnp.linalg.norm(other)
+
+
 def test_a_rule_keeps_the_attention_of_a_part_of_a_model():
     def attention():
         return nnx.MultiHeadAttention(4, 32, decode=False, rngs=nnx.Rngs(0))
