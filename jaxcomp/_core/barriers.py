@@ -24,6 +24,7 @@ from jaxcomp._core.shard_map import match_varying
 
 T = TypeVar("T")
 C = TypeVar("C")
+V = TypeVar("V")
 
 
 @runtime_checkable
@@ -60,11 +61,7 @@ def save_residual(value: T, residual: C, codec: SavedBy) -> tuple[T, C]:
     Raises:
         NotImplementedError: When the residual is differentiated.
     """
-    if not codec.is_exact:
-        residual = undifferentiable(residual)
-    value, residual = lax.optimization_barrier((value, residual))
-    residual = name_residual(residual, codec)
-    return to_host(value, residual) if codec.on_host else (value, residual)
+    return _saved(value, residual, codec, lambda *both: lax.optimization_barrier(both))
 
 
 def save_operands(
@@ -81,8 +78,6 @@ def save_operands(
         residual: As in `save_residual`.
         codec: As there.
     """
-    if not codec.is_exact:
-        residual = undifferentiable(residual)
 
     def before(operands: T, residual: C) -> tuple[Array, C]:
         operands, residual = lax.optimization_barrier((operands, residual))
@@ -91,7 +86,19 @@ def save_operands(
     def after(operands: T, residual: C) -> tuple[Array, C]:
         return lax.optimization_barrier((function(operands), residual))
 
-    value, residual = platforms.hold_operands_on_tpu((operands, residual), before, after)
+    def hold(operands: T, residual: C) -> tuple[Array, C]:
+        return platforms.hold_operands_on_tpu((operands, residual), before, after)
+
+    return _saved(operands, residual, codec, hold)
+
+
+def _saved(
+    operands: T, residual: C, codec: SavedBy, hold: Callable[[T, C], tuple[V, C]]
+) -> tuple[V, C]:
+    """Saves a residual, which `hold` computes before the value that it returns is used."""
+    if not codec.is_exact:
+        residual = undifferentiable(residual)
+    value, residual = hold(operands, residual)
     residual = name_residual(residual, codec)
     return to_host(value, residual) if codec.on_host else (value, residual)
 

@@ -21,8 +21,6 @@ from jaxtyping import Array, Bool, Int8, Int32, Integer, UInt
 
 from jaxcomp._core import platforms
 
-WIDTHS = (1, 2, 3, 4, 5, 6, 8)
-
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
@@ -50,6 +48,7 @@ _PARTS = {
     6: (_FOUR, _TWO),
     8: (_EIGHT,),
 }
+WIDTHS = tuple(_PARTS)
 
 
 def check_bits(bits: int) -> None:
@@ -156,16 +155,18 @@ def _parts_by_sum(bits: int, codes: Array) -> tuple[Array, Array]:
     lower = (group & (2**low.bits - 1)) << _places(group, low.bits)
     upper = (group >> low.bits) << (_places(group, high.bits) + 16)
     words, count = jnp.sum(lower | upper, -1, dtype=jnp.uint32), codes.shape[-1]
-    upper_bits = together * high.bits
-    return _elements(words, 16, low, count), _elements(words >> 16, upper_bits, high, count)
+    parts = (words, low), (words >> 16, high)
+    lower, upper = (_elements(word, together, part, count) for word, part in parts)
+    return lower, upper
 
 
-def _elements(words: Array, bits: int, part: _Part, count: int) -> Array:
-    """Returns the stored elements of which each word has some in its lower bits."""
-    if bits == part.bits * part.sharing:
+def _elements(words: Array, together: int, part: _Part, count: int) -> Array:
+    """Returns the stored elements of words with a part of some codes in their lower bits."""
+    if together == part.sharing:
         elements = words.astype(part.dtype)
     else:
-        several = lax.bitcast_convert_type(words.astype(f"uint{bits}"), part.dtype)
+        integer = f"uint{together * part.bits}"
+        several = lax.bitcast_convert_type(words.astype(integer), part.dtype)
         elements = several.reshape(*words.shape[:-1], words.shape[-1] * several.shape[-1])
     return elements[..., : -(-count // part.sharing)]
 

@@ -55,8 +55,11 @@ def names() -> list[str]:
 @functools.cache
 def _specs() -> dict[Policy, str]:
     """Returns specs by the policy that they stand for."""
-    bits = {"automatic": (4, 3, 8, 6, 5), "fused": (4, 3, 2)}
-    bits["transformer"] = (4, 8, 6, 5, 3, 2, 1)
+    bits = {
+        "automatic": (4, 3, 8, 6, 5),
+        "fused": (4, 3, 2),
+        "transformer": (4, 8, 6, 5, 3, 2, 1),
+    }
     known = [f"{name}:bits={b}" for name, all_bits in bits.items() for b in all_bits]
     known += [f"quantize:bits={b}" for b in (8, 6, 5, 4, 3, 2, 1)]
     known += [f"{name}:bits=4,kernels=true" for name in ("automatic", "fused")]

@@ -112,8 +112,8 @@ class Plan:
             notes.append("hardly anything is saved: leave the function as it is")
         if values and asked and not codes:
             is_told = any(why in value.note for value in values for why in _WHY_EXACT)
-            why = "arguments and exact values give all others"
-            why = "the notes of the values say why" if is_told else why
+            where_told = "the notes of the values say why"
+            why = where_told if is_told else "arguments and exact values give all others"
             notes.append(f"codecs encode nothing: {why}")
         if asked and any(_has_shard_map(s) for s in schedules):
             notes.append("what jax.shard_map reads is exact: call jc.checkpoint inside of it")
@@ -126,11 +126,11 @@ class Plan:
         if codes and any(rounds_coarsely(e) for s in schedules for e in s.linear.equations):
             notes.append("biased by up to a step of a cast: casts round cotangents and their noise")
         if codes:
-            rules = {source_line(e): e for s in schedules for e in s.nonlinear_rules}
+            lines = dict.fromkeys(source_line(e) for s in schedules for e in s.nonlinear_rules)
             notes += [
                 f"biased{where and ' at '}{where}: the backward rule of a jax.custom_vjp is not "
                 "linear in its cotangent, which has noise"
-                for where in rules
+                for where in lines
             ]
         return cls(values, exact_bytes, tuple(notes))
 

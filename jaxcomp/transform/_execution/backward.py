@@ -1,7 +1,7 @@
 """Runs the linear and the backward program of a schedule, which rebuild what is not stored."""
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxtyping import Array
@@ -107,7 +107,13 @@ def backward(
     arriving = tangents_of(equations, program.arguments[count:])  # zeros that JAX makes are not
     in_time = any(how.is_on_host for how in schedule.stored.values())
     sums: list[Any] = []
-    of_cotangents = _sums_beside_products(equations, is_rebuilt)
+    decoding = [
+        e for e in equations if e.primitive.name in HEAVY and any(map(is_rebuilt, e.invars))
+    ]
+    decoding_ids = {*map(id, decoding)}
+    multiplied = {v for e in decoding for v in variables(e.invars)}
+    beside = [e for e in equations if _is_sum(e) and multiplied & {*variables(e.invars)}]
+    early_ids = {id(e) for e in equations if _is_sum(e)} if in_time else {*map(id, beside)}
     uses: dict[Any, int] = {}
     for equation in equations:
         for atom in variables(equation.invars):
@@ -116,7 +122,7 @@ def backward(
         uses[atom] = uses.get(atom, 0) + 1
     transposes = _transposes(equations, program.results)
     gathers = _gathers(equations, program.results)
-    for equation in _gradients_first(equations, is_rebuilt, of_cotangents, env):
+    for equation in _gradients_first(equations, [*beside, *decoding], is_rebuilt, env):
         if equation.outvars and equation.outvars[0] in env:
             continue  # a transposition, done with its product
         if id(equation) in gathers:
@@ -139,10 +145,9 @@ def backward(
         results = apply_after(cotangent, equation, values, schedule.limits)
         for atom in variables(equation.invars):
             uses[atom] -= 1
-        if id(equation) in of_cotangents or (in_time and _is_sum(equation)):
+        if id(equation) in early_ids:
             sums += equation.outvars
-        decodes = equation.primitive.name in HEAVY and any(map(is_rebuilt, equation.invars))
-        if decodes and after is not None and uses[after]:
+        if id(equation) in decoding_ids and after is not None and uses[after]:
             if equation.outvars[0] in transposes:
                 equation = transposes[equation.outvars[0]]
                 results = apply(equation, results)
@@ -163,29 +168,19 @@ def _is_sum(equation: Equation) -> bool:
     return equation.primitive.name == "reduce_sum"
 
 
-def _sums_beside_products(
-    equations: list[Equation], is_rebuilt: Callable[[Atom], bool]
-) -> set[int]:
-    """Returns the `id` of sums of what products with rebuilt values read, as for a bias."""
-    products = [e for e in equations if e.primitive.name in HEAVY]
-    read = {v for e in products if any(map(is_rebuilt, e.invars)) for v in variables(e.invars)}
-    return {id(e) for e in equations if _is_sum(e) and not read.isdisjoint(variables(e.invars))}
-
-
 def _gradients_first(
     equations: list[Equation],
+    gradients: list[Equation],
     is_rebuilt: Callable[[Atom], bool],
-    sums: Collection[int],
     env: dict[Variable, Array],
 ) -> list[Equation]:
-    """Puts products with rebuilt values, and such sums, before other uses of the same cotangent.
+    """Puts gradients, some of the equations, before other uses of the same cotangent.
 
-    So a weight's gradient is made while its cotangent is there, not at the end of the backward
-    pass. Sums come first: XLA can make them where it makes the cotangent.
+    These are products with rebuilt values, and sums of what they read, as for a bias. So a weight's
+    gradient is made while its cotangent is there, not at the end of the backward pass. Sums come
+    first: XLA can make them where it makes the cotangent.
     """
-    first = [e for e in equations if id(e) in sums]
-    first += [e for e in equations if e.primitive.name in HEAVY and any(map(is_rebuilt, e.invars))]
-    readers = readers_of(first)
+    readers = readers_of(gradients)
     available = set(env)
     done: set[int] = set()
     order: list[Equation] = []

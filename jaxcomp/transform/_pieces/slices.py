@@ -21,7 +21,6 @@ from jaxcomp.transform._pieces.slice import Part, WholeError, wide
 from jaxcomp.transform._program.program import Program, avals, variables
 
 Evaluate = Callable[[Array, Sequence[Array]], list[Array]]
-Placed = Callable[[Array], Array]
 
 
 class _Division(NamedTuple):
@@ -53,27 +52,27 @@ def in_parts(program: Program, whole: Evaluate, limits: Limits) -> Evaluate:
     evaluate = whole
     on_tpu = dataclasses.replace(limits, slice_nbytes=limits.tpu_slice_nbytes, outside=-1)
     for platform, of_platform in ((None, limits), ("tpu", on_tpu)):
-        run = _run_of_parts(program, of_platform, _groups_in_order if platform else _as_is)
+        run = _run_of_parts(program, of_platform)
+        if run is not None and platform == "tpu":
+            run = functools.partial(_with_groups_in_order, run)
         evaluate = evaluate if run is None else on_one(platform, run, evaluate)
     return evaluate
 
 
-def has_parts(program: Program, limits: Limits) -> bool:
-    """Returns whether `in_parts` evaluates a program in parts."""
-    return _run_of_parts(program, limits, _as_is) is not None
-
-
-def _as_is(array: Array) -> Array:
-    return array
-
-
-def _groups_in_order(array: Array) -> Array:
-    """Gives an array of five axes or more, such as queries in groups, the order of rows.
+def _with_groups_in_order(
+    evaluate: Evaluate, cotangent: Array, arguments: Sequence[Array]
+) -> list[Array]:
+    """Evaluates with arrays of five axes or more, such as queries in groups, in the order of rows.
 
     XLA for TPUs would otherwise take an order with the examples last, and copy all of the array in
     every iteration. Of four axes its own order is the better one.
     """
-    return in_row_major(array) if array.ndim > 4 else array
+    return evaluate(cotangent, [in_row_major(x) if x.ndim > 4 else x for x in arguments])
+
+
+def has_parts(program: Program, limits: Limits) -> bool:
+    """Returns whether `in_parts` evaluates a program in parts."""
+    return _run_of_parts(program, limits) is not None
 
 
 def _largest_size(program: Program) -> int:
@@ -81,31 +80,25 @@ def _largest_size(program: Program) -> int:
     return max((v.aval.size for e in program.equations for v in e.outvars), default=0)
 
 
-def _run_of_parts(program: Program, limits: Limits, placed: Placed) -> Evaluate | None:
-    """Evaluates a program in parts of some bytes, where that is worth it and possible.
-
-    Args:
-        program: The program.
-        limits: Sizes of the parts.
-        placed: Gives each argument an order in memory.
-    """
+def _run_of_parts(program: Program, limits: Limits) -> Evaluate | None:
+    """Evaluates a program in parts of some bytes, where that is worth it and possible."""
     largest = _largest_size(program)
     count = -(-4 * largest // limits.slice_nbytes)
     if limits.slices(largest):
         for division in _divisions(program, count, limits):
             with contextlib.suppress(WholeError):
-                return _traced(program, division, limits, placed)
+                return _traced(program, division, limits)
     return None
 
 
-def _traced(program: Program, division: _Division, limits: Limits, placed: Placed) -> Evaluate:
+def _traced(program: Program, division: _Division, limits: Limits) -> Evaluate:
     """Evaluates a program in parts.
 
     Raises:
         WholeError: If that is impossible or not worthwhile.
     """
     copied: set[Any] = set()
-    run = functools.partial(_run, program, division, copied, placed)
+    run = functools.partial(_run, program, division, copied)
     traced = Program.trace(run, avals(program.arguments))
     if _of_products(program) < limits.ratio * sum(v.aval.size for v in copied):
         raise WholeError("arguments are large")
@@ -154,11 +147,7 @@ def _divisions(program: Program, count: int, limits: Limits) -> list[_Division]:
 
 
 def _run(
-    program: Program,
-    division: _Division,
-    copied: set[Any],
-    placed: Placed,
-    arguments: Sequence[Array],
+    program: Program, division: _Division, copied: set[Any], arguments: Sequence[Array]
 ) -> list[Array]:
     """Returns the results, of which each iteration of a loop evaluates a part.
 
@@ -167,7 +156,6 @@ def _run(
     # The arrays that the parts are written to are not made before the arguments are there.
     zero = vary_like(jnp.zeros(()), arguments)
     arguments, zero = barrier_by_type((arguments, zero))
-    arguments = [placed(argument) for argument in arguments]
     results = avals(program.results)
     axis, count, is_cut = division
 
