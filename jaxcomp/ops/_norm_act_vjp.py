@@ -399,12 +399,11 @@ class NormActVjp:
         code, own, index = kept
         if code is not None and self.codec.signed:
             coded = Preactivation(*code.arrays[:-3])
-            signs = sign(self.norm.wide(scale))
+            signs, salt = sign(self.norm.wide(scale)), code.arrays[-3]
             if self.codec.scale_source == "range":
-                h, positive = self.codec.decode_preactivation(coded, code.shape)
+                h, positive = self.codec.decode_preactivation(coded, code.shape, salt)
                 return positive, [Affine(h * signs)], None
-            codes = packing.unpack(coded.packed, code.shape, self.codec.bits)
-            t, positive = self.codec.levels.decode(codes)
+            t, positive = self.codec.decode_levels(coded.packed, code.shape, salt)
             return positive, [Affine(t, signs, coded.threshold * signs)], None
         passed = None if code is None else self.codec.positive(code)
         normalized = [Affine(self.codec.decode_normalized(coded, self.shape)) for coded in own]
