@@ -355,8 +355,8 @@ POOLING = (
 )
 FUSED = (
     *("plain", "remat", "accumulate:4", "fused:bits=4", "fused:bits=4,scale_source=range"),
-    *("fused:bits=3", "fused:bits=3,scale_source=range", "fused:bits=2,sampled=true"),
-    *("fused:bits=2", "fused:bits=2,scale_source=range", "offload:fused:bits=2"),
+    *("fused:bits=3", "fused:bits=3,scale_source=range", "fused:bits=2"),
+    *("fused:bits=2,scale_source=range", "offload:fused:bits=2"),
 )
 SHORT = (
     *("plain", "remat", "accumulate:4", "exact", "transformer:bits=4", "transformer:bits=2"),
@@ -598,14 +598,6 @@ TABLES: dict[str, Table] = {
             resnet20_fused("fused:bits=4", "fused:bits=3"),
             resnet20("fused:bits=2"),
             resnet20(*(f"fused:bits={bits},scale_source=range" for bits in (4, 3, 2))),
-        ),
-    ),
-    "noise-fused-sampled": Table(
-        NOISE,
-        (
-            Source("gradients-fused-sampled/gradients.json", reader=noise),
-            resnet20_fused("fused:bits=3"),
-            resnet20("fused:bits=2", "quantize:bits=2"),
         ),
     ),
     "noise-resmlp": Table(NOISE, (Source("gradients-resmlp/gradients.json", reader=noise),)),

@@ -274,9 +274,11 @@ def rules_of(choice: str, biased: bool) -> tuple[Rule, ...]:
         return _on_host(rules_of(choice.removeprefix("offload:"), biased))
     bits = bits_of(choice)
     assert bits is not None
-    rules = _optional(recipes.automatic(bits))
-    if bits == 2 and biased:
-        rules = (Rule(SignAware(2), op=_UNIT, required=False), *rules)
+    if bits > 2:
+        rules = _optional(recipes.automatic(bits))
+    else:
+        unit = Rule(SignAware(2, sampled=not biased), op=_UNIT, required=False)
+        rules = (unit, *_optional(recipes.transformer(bits)))
     return _exact_products(rules, "keep") if choice.endswith(_KEPT_PRODUCTS) else rules
 
 

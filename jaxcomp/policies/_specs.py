@@ -56,7 +56,7 @@ def names() -> list[str]:
 def _specs() -> dict[Policy, str]:
     """Returns specs by the policy that they stand for."""
     bits = {
-        "automatic": (4, 3, 2, 8, 6, 5),
+        "automatic": (4, 3, 8, 6, 5),
         "fused": (4, 3, 2),
         "transformer": (4, 8, 6, 5, 3, 2, 1),
     }

@@ -128,8 +128,8 @@ def automatic(bits: int = 4, kernels: bool = False) -> Policy:
     - All other values are as in `transformer`.
 
     Args:
-        bits: Bits of an element: 2, 3, 4, 5, 6 or 8. With 2 bits, neighbours in batch norms share a
-            bit more (`SignAware.sampled`). With 5 bits or more, batch norms are as all other values.
+        bits: Bits of an element: 3, 4, 5, 6 or 8. With 5 bits or more, batch norms are as all other
+            values.
         kernels: As in `fused`.
 
     Returns:
@@ -142,14 +142,13 @@ def automatic(bits: int = 4, kernels: bool = False) -> Policy:
         >>> automatic(bits=3).rules[0].op
         'norm_act'
     """
-    if bits not in (2, 3, 4, 5, 6, 8):
-        raise ValueError(f"bits={bits!r}: expected 2, 3, 4, 5, 6 or 8")
+    if bits not in (3, 4, 5, 6, 8):
+        raise ValueError(f"bits={bits!r}: expected 3, 4, 5, 6 or 8")
     rest = transformer(bits).rules
     rest = (*rest[:-1], dataclasses.replace(rest[-1], required=False))
     if bits > 4:
         return Policy((*_PACKED, *rest))
-    codec = SignAware(bits, kernels=kernels, sampled=bits == 2)
-    unit = Rule(codec, op="norm_act", required=False)
+    unit = Rule(SignAware(bits, kernels=kernels), op="norm_act", required=False)
     return Policy((unit, *_PACKED, *rest))
 
 
