@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, Int8, UInt32
 
-from jaxcomp.codecs import noise, packing
+from jaxcomp.codecs import noise
 from jaxcomp.codecs._companding import Companding
 
 # The multiple of the random number that is subtracted, in units of the levels. The variance of the
@@ -33,8 +33,6 @@ class Levels:
         positive: The levels of positive values, from 0 to `top`. The first has the index
             `negatives`. Rounding between them is stochastic and unbiased.
         bottom: The lowest level.
-        beyond: How far below 0 and above `top` values may be where a third bit stands for them;
-            only with `negatives` 1 and `bottom` 0.
 
     Example:
         >>> levels = Levels(negatives=1, positive=Companding(0.75, (0, 1, 3), 1), bottom=-0.8)
@@ -45,7 +43,6 @@ class Levels:
     negatives: int
     positive: Companding
     bottom: float
-    beyond: tuple[float, float] = (0.0, 0.0)
 
     @property
     def top(self) -> float:
@@ -79,7 +76,6 @@ class Levels:
         position: Float[Array, "*shape"],
         positive: Bool[Array, "*shape"],
         random: UInt32[Array, "*shape"],
-        drawn: Bool[Array, "*shape"] | None = None,
     ) -> Int[Array, "*shape"]:
         """Does what `encode` does, elementwise.
 
@@ -87,32 +83,17 @@ class Levels:
             position: The positions of the values on the line `positive.line`.
             positive: As in `encode`.
             random: As in `encode`.
-            drawn: One of each `packing.NEIGHBOURS`, from `noise.one_of_neighbours`. Such a value
-                has a third bit, which is set at random for what is beyond the levels.
         """
         floats, (first, last) = self.positive.floats, self.positive.ends
         above = jnp.clip(self.positive.position_of(position), first, last)
         if self.negatives == 1:
-            codes = jnp.where(positive, floats.rounded(floats.fixed(above), random), 0)
-            if drawn is None:
-                return codes
-            return codes | jnp.where(drawn & self._is_set(position, positive, random), 4, 0)
+            codes = floats.rounded(floats.fixed(above), random)
+            return jnp.where(positive, codes, 0)
         slope, intercept = self.positive.line
         lowest, zero = floats.of(0), floats.of(1)
         ratio = (lowest - zero) / (self.bottom * slope)
         below = jnp.clip(position * ratio + (zero - intercept * ratio), lowest, zero)
         return floats.rounded(floats.fixed(jnp.where(positive, above, below)), random)
-
-    def _is_set(self, position: Array, positive: Array, random: Array) -> Array:
-        """Returns which third bits are set: with a probability by the distance from the levels.
-
-        Values beyond the levels are not rounded, so they may use the random bits here.
-        """
-        slope, intercept = self.positive.line
-        below, above = (1 / (slope * distance) for distance in self.beyond)
-        over = (position - (intercept + self.top * slope)) * above
-        under = (intercept - position) * below
-        return jnp.where(positive, over, under) > noise.fraction(random)
 
     @functools.partial(jax.jit, static_argnums=0)
     def decode(
@@ -147,19 +128,6 @@ class Levels:
         """
         slope = _SLOPE * self.positive.unit
         return noise.from_one(random) * slope - slope * (1.5 - 2.0**-17)
-
-    def beyond_levels(
-        self, codes: Int[Array, "*shape"], drawn: Bool[Array, "*shape"]
-    ) -> Float[Array, "*shape"]:
-        """Returns what third bits add to the levels of codes.
-
-        Args:
-            codes: Codes from `packing.unpack_with_shared`.
-            drawn: As in `encode_line`.
-        """
-        below, above = (packing.NEIGHBOURS * distance for distance in self.beyond)
-        size = jnp.where(codes & 3 == 0, -below, above)
-        return jnp.where(drawn & (codes >= 4), size, 0.0)
 
     def multiples(self, codes: Int[Array, "*shape"]) -> Int8[Array, "*shape"]:
         """Returns positive levels as multiples of their unit, and 0 for the other values."""

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int8, UInt, UInt32
+from jaxtyping import Array, Bool, Float, Int8, UInt32
 
 from jaxcomp._core.integers import as_integer
 from jaxcomp.codecs import noise, packing
@@ -50,9 +50,6 @@ _DEVIATION = {  # on both sides of the mean
     3: Companding(0.96, (0.5, 1.5, 3.5, 12.5), 0.5),
     4: Companding(0.4, (0.5, 1.5, 2.5, 3.5, 5.5, 7.5, 11.5, 40), 0.5, FloatIndex(1.125, 21)),
 }
-# With a bit that neighbours share, and how far below 0 and above the top it reaches.
-_SAMPLED = Companding(1.2, (0, 1, 3), 1)
-_BEYOND = 6.0, 4 * 1.2
 _NEGATIVE = {2: (1, -0.8), 3: (2, -6.0), 4: (2, -6.0)}  # number of codes and lowest level
 # Levels with ranges, where nothing is clipped; least error in a trained network.
 _OF_RANGE = {
@@ -92,24 +89,14 @@ class SignAware(Codec):
     biased. With "norm", the last level of 2 bits is 2.25 times the scale; in a trained network,
     clipping loses 2% of the sum of the activations.
 
-    With `sampled`, 2 bits have no bias, at a quarter of a bit more per element. Four neighbouring
-    channels share a bit. It belongs to one of them, which a hash of their place draws. If that one
-    is below 0 or above the last level, the bit is set with a probability in proportion to its
-    distance from there. Where the bit is set, four times the longest distance is added to the one
-    that was drawn. This longest distance is 6 times the scale below 0, and 4.8 times above the last
-    level, which is at 3.6 times the scale.
-
     Attributes:
         bits: Bits per element: 2, 3 or 4.
         signed: Whether codes distinguish negative values, which leaves fewer codes for positive
             values. `ops.norm_act` sets it for pre-activations.
         scale_source: "norm" or "range"; what `ops.norm_act` takes the per-channel scale from.
-        kernels: Whether programs for one NVIDIA GPU use Pallas kernels, with 4 bits.
-        sampled: Whether four neighbours share a bit, against bias; with 2 bits and "norm".
 
     Raises:
-        TypeError: If `sampled` is not a bool.
-        ValueError: If `bits` or `scale_source` is invalid, or `sampled` does not go with them.
+        ValueError: If `bits` or `scale_source` is invalid.
 
     Example:
         >>> codec = SignAware(bits=4)
@@ -122,7 +109,6 @@ class SignAware(Codec):
     signed: bool = False
     scale_source: ScaleSource = "norm"
     kernels: bool = False
-    sampled: bool = False
     name: ClassVar[str] = "sign_aware"
     kinds = ("norm_act",)
 
@@ -133,18 +119,11 @@ class SignAware(Codec):
         if self.scale_source not in get_args(ScaleSource):
             expected = get_args(ScaleSource)
             raise ValueError(f"scale_source={self.scale_source!r}: expected one of {expected}")
-        if not isinstance(self.sampled, bool):
-            raise TypeError(f"sampled={self.sampled!r}: expected True or False")
-        if self.sampled and (self.bits, self.scale_source) != (2, "norm"):
-            raise ValueError(
-                f"sampled=True with bits={self.bits}, scale_source={self.scale_source!r}: expected "
-                "2 bits and 'norm'; other codes do not need it"
-            )
 
     @property
     def unbiased(self) -> bool:  # type: ignore[override]
-        """Whether a norm's backward pass is unbiased: with 3 or 4 bits, or `sampled`."""
-        return self.bits > 2 or self.sampled
+        """Whether a norm's backward pass is unbiased: with 3 or 4 bits."""
+        return self.bits > 2
 
     @property
     def fuses_decode_on_tpu(self) -> bool:  # type: ignore[override]
@@ -154,8 +133,6 @@ class SignAware(Codec):
     @property
     def levels(self) -> Levels:
         """The quantization levels, in multiples of the scale."""
-        if self.sampled:
-            return Levels(1, _SAMPLED, 0.0, _BEYOND)
         negatives, bottom = _NEGATIVE[self.bits] if self.signed else (1, 0.0)
         if self.scale_source == "norm":
             positive = (_PREACTIVATION if self.signed else _ACTIVATION)[self.bits]
@@ -177,16 +154,11 @@ class SignAware(Codec):
         less. Of pre-activations (`signed`) the mean is over those above 0.
         """
         ups = (_PREACTIVATION if self.signed else _DEVIATION)[self.bits]
-        above = 0.0
-        if self.signed and self.sampled:
-            ups, above = self.levels.positive, self.levels.beyond[1]
         up = ups.unit * np.asarray(ups.multiples)
         levels = up if self.signed else np.concatenate([-up[::-1], up])
-        values = np.linspace(0.0, min(8.0, ups.top + above), 4001)[1:-1]
-        after = np.minimum(np.searchsorted(levels, values), len(levels) - 1)
+        values = np.linspace(0.0, min(8.0, ups.top), 4001)[1:-1]
+        after = np.searchsorted(levels, values)
         variance = (values - levels[after - 1]) * (levels[after] - values)
-        over = values - ups.top
-        variance = np.where(over > 0, over * (packing.NEIGHBOURS * above - over), variance)
         return float(np.average(variance, weights=np.exp(-(values**2) / 2)))
 
     @functools.partial(jax.jit, static_argnums=0, inline=True)
@@ -206,45 +178,9 @@ class SignAware(Codec):
         value, scale = (a.astype(jnp.float32) / 16 for a in (x, channel_scale))
         slope, intercept = self.levels.positive.line
         position = value * (reciprocal(scale) * slope) + intercept
-        codes = self._codes(position, x > 0, salt)
-        arrays = *self._pack(codes), salt, channel_scale, jnp.zeros((1,) * x.ndim)
+        codes = self.levels.encode_line(position, x > 0, noise.indexed_words(x.shape, salt))
+        arrays = *packing.pack(codes, self.bits), salt, channel_scale, jnp.zeros((1,) * x.ndim)
         return Encoded(arrays, x.shape, x.dtype, self)
-
-    def _codes(self, position: Array, positive: Array, salt: Array) -> Array:
-        """Returns the codes of values by their positions on the first line of the levels."""
-        random, drawn = noise.indexed_words(positive.shape, salt), None
-        if self.sampled:
-            drawn = noise.one_of_neighbours(positive.shape, salt, packing.NEIGHBOURS)
-        return self.levels.encode_line(position, positive, random, drawn)
-
-    def _pack(self, codes: Array) -> tuple[Array, ...]:
-        return packing.pack_with_shared(codes) if self.sampled else packing.pack(codes, self.bits)
-
-    @functools.partial(jax.jit, static_argnums=(0, 2), inline=True)
-    def decode_levels(
-        self,
-        packed: tuple[UInt[Array, "..."], ...],
-        shape: tuple[int, ...],
-        salt: UInt32[Array, ""],
-        dither: Float[Array, "*shape"] | None = None,
-    ) -> tuple[Float[Array, "*shape"], Bool[Array, "*shape"]]:
-        """Decodes packed codes to multiples of the scale.
-
-        Args:
-            packed: Packed codes.
-            shape: Shape of the values.
-            salt: What they were encoded with.
-            dither: As in `Levels.decode`.
-
-        Returns:
-            The float32 values above the threshold, and the mask of positive ones.
-        """
-        if not self.sampled:
-            return self.levels.decode(packing.unpack(packed, shape, self.bits), dither)
-        codes = packing.unpack_with_shared(packed, shape)
-        drawn = noise.one_of_neighbours(shape, salt, packing.NEIGHBOURS)
-        t, positive = self.levels.decode(codes & 3, dither)
-        return t + self.levels.beyond_levels(codes, drawn), positive
 
     @functools.partial(jax.jit, static_argnums=0, inline=True)
     def encode_activation(self, x: Array, channel_scale: Array, salt: Array) -> Encoded:
@@ -276,23 +212,22 @@ class SignAware(Codec):
 
     def _decode(self, arrays: tuple[Any, ...], shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         *coded, salt, factor, offset = arrays
-        dither = self.levels.dither(noise.indexed_words(shape, salt))
+        dither = None if salt is None else self.levels.dither(noise.indexed_words(shape, salt))
         if self.signed and self.scale_source == "range":
-            t, positive = self.decode_preactivation(Preactivation(*coded), shape, salt, dither)
+            t, positive = self.decode_preactivation(Preactivation(*coded), shape, dither)
         else:
             packed = tuple(coded)
             if self.signed:
                 packed, _, threshold = Preactivation(*coded)
                 offset += threshold * factor
-            t, positive = self.decode_levels(packed, shape, salt, dither)
+            t, positive = self.levels.decode(packing.unpack(packed, shape, self.bits), dither)
         # A channel with a NaN has a NaN scale; its zeros decode to NaN too.
         return jnp.where(positive, t * factor + offset, 0 * (factor + offset)).astype(dtype)
 
     @functools.partial(jax.jit, static_argnums=0, inline=True)
     def positive(self, code: Encoded) -> Bool[Array, "..."]:
         """Returns the mask of positive values of an array that `encode_activation` encoded."""
-        own = code.arrays[:1] if self.sampled else code.arrays[:-3]
-        return self.levels.decode(packing.unpack(own, code.shape, self.bits))[1]
+        return self.levels.decode(packing.unpack(code.arrays[:-3], code.shape, self.bits))[1]
 
     def multiples(self, code: Encoded) -> tuple[Int8[Array, "..."], Float[Array, "..."]]:
         """Decodes an array from `encode_activation` to integers and the factors that scale them.
@@ -304,11 +239,8 @@ class SignAware(Codec):
             int8 integers and a factor for each channel, if each channel has one scale. Their
             product is the result of `decode` without dither.
         """
-        *packed, salt, channel_scale, _ = code.arrays
-        if self.sampled:
-            t, _ = self.decode_levels(tuple(packed), code.shape, salt)
-            multiples = jnp.round(t / self.levels.positive.unit).astype(jnp.int8)
-        elif self.bits == 4:
+        *packed, _, channel_scale, _ = code.arrays
+        if self.bits == 4:
             multiples = packing.map_codes(self.levels.multiples, *packed)
         else:
             multiples = self.levels.multiples(packing.unpack(tuple(packed), code.shape, self.bits))
@@ -336,13 +268,14 @@ class SignAware(Codec):
         Returns:
             The encoded values.
         """
+        random = noise.indexed_words(h.shape, salt)
         ends: tuple[Array, ...] = ()
         factor = jnp.ones(()) if factor is None else factor
         if self.scale_source == "norm":
             threshold = self._within(threshold)
             slope, intercept = self.levels.positive.line
             position = h * (factor * slope) + (intercept - threshold * slope)
-            codes = self._codes(position, positive, salt)
+            codes = self.levels.encode_line(position, positive, random)
         else:
             h *= factor
             low, high = ends = extremes(h)
@@ -350,15 +283,15 @@ class SignAware(Codec):
                 ends = mean_unless_all(h, positive, low), high
             start, up, down = self._steps(ends, threshold)
             t = (h - start) * jnp.where(positive, reciprocal(up), reciprocal(down))
-            codes = self.levels.encode(t, positive, noise.indexed_words(h.shape, salt))
-        return Preactivation(self._pack(codes), ends, threshold)
+            codes = self.levels.encode(t, positive, random)
+        packed = packing.pack(codes, self.bits)
+        return Preactivation(packed, ends, threshold)
 
     @functools.partial(jax.jit, static_argnums=(0, 2), inline=True)
     def decode_preactivation(
         self,
         code: "Preactivation",
         shape: tuple[int, ...],
-        salt: UInt32[Array, ""],
         dither: Float[Array, "*shape"] | None = None,
     ) -> tuple[Float[Array, "*shape"], Bool[Array, "*shape"]]:
         """Decodes what `encode_preactivation` returned.
@@ -366,13 +299,13 @@ class SignAware(Codec):
         Args:
             code: The encoded values.
             shape: Shape of the values.
-            salt: What they were encoded with.
             dither: As in `Levels.decode`.
 
         Returns:
             The float32 values, and the mask of those that the ReLU passes.
         """
-        t, positive = self.decode_levels(code.packed, shape, salt, dither)
+        codes = packing.unpack(code.packed, shape, self.bits)
+        t, positive = self.levels.decode(codes, dither)
         if self.scale_source == "norm":
             return t + code.threshold, positive
         start, up, down = self._steps(code.ends, code.threshold)
@@ -390,8 +323,8 @@ class SignAware(Codec):
         Returns:
             Boolean array of the shape of `h`.
         """
-        t, (below, above) = h - self._within(threshold), self.levels.beyond
-        return (t < self.levels.bottom - below) | (t > self.levels.top + above)
+        t = h - self._within(threshold)
+        return (t < self.levels.bottom) | (t > self.levels.top)
 
     def _within(self, threshold: Array) -> Array:
         """Clips a threshold, so that levels that start at it still cover the usual values."""

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Inexact, Int32, UInt32
+from jaxtyping import Array, Float, Inexact, Int32, UInt32
 
 from jaxcomp._core import platforms
 from jaxcomp._core.explicit import over_automatic_axes
@@ -264,33 +264,6 @@ def other_words(words: UInt32[Array, "*shape"], number: int) -> UInt32[Array, "*
         uint32 array, whose upper 16 bits are random, and uncorrelated with those of `words`.
     """
     return words * jnp.uint32(pow(0x2C1B3C6D, number, 2**32))
-
-
-def one_of_neighbours(
-    shape: tuple[int, ...], salt: UInt32[Array, ""], count: int
-) -> Bool[Array, "*shape"]:
-    """Draws one of each `count` neighbours along the last axis.
-
-    Args:
-        shape: Shape of the array, with one axis or more.
-        salt: As in `indexed_words`, whose bits of the same salt are independent of these.
-        count: A power of two. Where the axis ends earlier, none of the last ones may be drawn.
-
-    Returns:
-        Mask of those that are drawn.
-
-    Example:
-        >>> one_of_neighbours((2, 8), jnp.uint32(0), 4).reshape(4, 4).sum(1).tolist()
-        [1, 1, 1, 1]
-    """
-    *rows, size = shape
-    groups = *rows, -(-size // count)
-    words = indexed_words(groups, salt ^ jnp.uint32(0x632BE5AB)) >> (33 - count.bit_length())
-    each = (*groups, count)
-    drawn = jnp.broadcast_to(words[..., None], each) == lax.broadcasted_iota(
-        jnp.uint32, each, len(rows) + 1
-    )
-    return drawn.reshape(*rows, groups[-1] * count)[..., :size]
 
 
 def axis_words(shape: tuple[int, ...], seed: Seed) -> tuple[UInt32[Array, "..."], ...]:

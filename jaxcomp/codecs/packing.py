@@ -49,7 +49,6 @@ _PARTS = {
     8: (_EIGHT,),
 }
 WIDTHS = tuple(_PARTS)
-NEIGHBOURS = 4  # elements that share a bit in `pack_with_shared`
 
 
 def check_bits(bits: int) -> None:
@@ -86,44 +85,6 @@ def pack(
         tpu, other = (functools.partial(form, bits) for form in (_each_part, _parts_by_sum))
         return platforms.pack_by_platform(codes, tpu=tpu, other=other)
     return _each_part(bits, codes)
-
-
-def pack_with_shared(codes: Integer[Array, "*shape"]) -> tuple[UInt[Array, "..."], ...]:
-    """Packs integers in [0, 8), of whose third bits at most one of `NEIGHBOURS` is set.
-
-    Args:
-        codes: Integer array with one axis or more. Neighbours are along the last axis.
-
-    Returns:
-        The lower two bits of each element, as `pack` stores them, and one bit for four neighbours.
-
-    Example:
-        >>> [a.shape for a in pack_with_shared(jnp.arange(32) % 4)]
-        [(16,), (1,)]
-    """
-    tpu, other = _with_shared_by_parts, _with_shared_by_sum
-    return platforms.pack_by_platform(codes, tpu=tpu, other=other)
-
-
-def unpack_with_shared(
-    arrays: tuple[UInt[Array, "..."], ...], shape: tuple[int, ...]
-) -> Int32[Array, "..."]:
-    """Unpacks integers that `pack_with_shared` packed.
-
-    Args:
-        arrays: Result of `pack_with_shared`.
-        shape: Shape of the integers.
-
-    Returns:
-        int32 array of this shape. All neighbours of one whose third bit was set have it.
-    """
-    own, shared = arrays
-    *rows, count = shape
-    groups = *rows, -(-count // NEIGHBOURS)
-    bit = unpack((shared,), groups, 1)[..., None]
-    spread = jnp.broadcast_to(bit, (*groups, NEIGHBOURS))
-    spread = spread.reshape(*rows, groups[-1] * NEIGHBOURS)[..., :count]
-    return unpack((own,), shape, 2) | spread << 2
 
 
 def unpack(
@@ -197,24 +158,6 @@ def _parts_by_sum(bits: int, codes: Array) -> tuple[Array, Array]:
     parts = (words, low), (words >> 16, high)
     lower, upper = (_elements(word, together, part, count) for word, part in parts)
     return lower, upper
-
-
-def _with_shared_by_parts(codes: Array) -> tuple[Array, Array]:
-    """Computes `pack_with_shared` as two arrays, for TPUs."""
-    group = _in_groups(_padded(codes, 3, NEIGHBOURS, jnp.uint8), NEIGHBOURS)
-    return _pack_part(_TWO, codes), _pack_part(_ONE, group.max(-1) >> 2)
-
-
-def _with_shared_by_sum(codes: Array) -> tuple[Array, Array]:
-    """Computes `pack_with_shared` by one sum of eight codes, as `_parts_by_sum` does."""
-    together = 8
-    group = _in_groups(_padded(codes, 3, together, jnp.uint32), together)
-    place = _places(group, 1) // NEIGHBOURS + 16
-    words = jnp.sum((group & 3) << _places(group, 2) | group >> 2 << place, -1, dtype=jnp.uint32)
-    own = _elements(words, together, _TWO, codes.shape[-1])
-    byte = _in_groups(_padded(words >> 16, 2, 4, jnp.uint8), 4)
-    shared = jnp.sum(byte << _places(byte, 2), -1, dtype=jnp.uint8)
-    return own, shared[..., : -(-codes.shape[-1] // (8 * NEIGHBOURS))]
 
 
 def _elements(words: Array, together: int, part: _Part, count: int) -> Array:

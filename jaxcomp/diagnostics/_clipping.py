@@ -65,12 +65,12 @@ def clipped_during(run: Callable[..., Any], model: nnx.Module, *arguments: Any) 
     """
     model = nnx.clone(model)
     coded = coded_modules(model)
-    codecs = {path: codec for path, layer in coded.items() if (codec := _codec_of(layer))}
-    layers = {path: cast(NormAct, coded[path]) for path in codecs}
+    bits = {path: bits for path, layer in coded.items() if (bits := _bits_of(layer)) is not None}
+    layers = {path: cast(NormAct, coded[path]) for path in bits}
     shares: dict[str, float] = {}
 
-    def record(path: str, codec: SignAware, share: Any) -> None:
-        codecs[path] = codec
+    def record(path: str, bits_of_path: int, share: Any) -> None:
+        bits[path] = bits_of_path
         shares[path] = float(np.maximum(shares.get(path, 0.0), share))
 
     for module in layers.values():
@@ -79,7 +79,7 @@ def clipped_during(run: Callable[..., Any], model: nnx.Module, *arguments: Any) 
     nnx.jit(run)(model, *arguments)
     jax.effects_barrier()
     shares |= {path: float(cast(Clipped, module.clipped)[...]) for path, module in layers.items()}
-    clipping = [path for path in shares if codecs[path].unbiased and shares[path] > THRESHOLD]
+    clipping = [path for path in shares if bits[path] > 2 and shares[path] > THRESHOLD]
     if clipping:
         worst = max(clipping, key=shares.__getitem__)
         warnings.warn(
@@ -90,9 +90,9 @@ def clipped_during(run: Callable[..., Any], model: nnx.Module, *arguments: Any) 
     return shares
 
 
-def _codec_of(module: Any) -> SignAware | None:
-    """Returns a `NormAct`'s `SignAware` codec; None if it has another, or none."""
+def _bits_of(module: Any) -> int | None:
+    """Returns the bits of a `NormAct`'s `SignAware` codec; None if it has another, or none."""
     if not isinstance(module, NormAct) or module.codec is None:
         return None
     codec = inner_codec(module.codec)
-    return codec if isinstance(codec, SignAware) else None
+    return codec.bits if isinstance(codec, SignAware) else None

@@ -29,8 +29,8 @@ from jaxcomp.transform._recognition.recognize import recognize
 from jaxcomp.transform._recognition.substitute import with_units
 from jaxcomp.transform._recognition.unit import NormAct
 
-# Called with a norm's path, its codec and the fraction of its values that are clipped.
-Record = Callable[[str, SignAware, Array], None]
+# Called with a norm's path, its bits and the fraction of its values that are clipped.
+Record = Callable[[str, int, Array], None]
 
 
 class Counting(Checkpointed):
@@ -68,7 +68,7 @@ class Counting(Checkpointed):
         arrays = [one.x for one in inputs]
         share = share_clipped(norms, arrays, first.scale, first.bias, means, variances, made)
         path = self._prefix + module_path(unit.origin)
-        jax.debug.callback(functools.partial(self._record, path, codec), share)
+        jax.debug.callback(functools.partial(self._record, path, codec.bits), share)
 
 
 def count_clipped(model: nnx.Module, record: Record) -> None:
@@ -76,7 +76,7 @@ def count_clipped(model: nnx.Module, record: Record) -> None:
 
     Args:
         model: The model, which is changed.
-        record: Called in each call of the model with the path of a batch norm, its codec and the
+        record: Called in each call of the model with the path of a batch norm, its bits and the
             fraction of its values that are clipped.
     """
     for names, module in list(nnx.iter_modules(model)):

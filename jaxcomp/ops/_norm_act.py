@@ -240,8 +240,7 @@ def share_clipped(
         outside = [functools.reduce(jnp.logical_or, beyond)]
         if activation.code is not None:
             *_, channel_scale, _ = activation.code.arrays
-            top = codec.levels.top + codec.levels.beyond[1]
-            above = activation.value > top * channel_scale
+            above = activation.value > codec.levels.top * channel_scale
             pooled = above.shape != normalized[0].shape
             outside = [*outside, above] if pooled else [outside[0] | above]
     unknown = sum((0.0 * h.mean() for h in normalized), jnp.zeros(()))

@@ -399,11 +399,12 @@ class NormActVjp:
         code, own, index = kept
         if code is not None and self.codec.signed:
             coded = Preactivation(*code.arrays[:-3])
-            signs, salt = sign(self.norm.wide(scale)), code.arrays[-3]
+            signs = sign(self.norm.wide(scale))
             if self.codec.scale_source == "range":
-                h, positive = self.codec.decode_preactivation(coded, code.shape, salt)
+                h, positive = self.codec.decode_preactivation(coded, code.shape)
                 return positive, [Affine(h * signs)], None
-            t, positive = self.codec.decode_levels(coded.packed, code.shape, salt)
+            codes = packing.unpack(coded.packed, code.shape, self.codec.bits)
+            t, positive = self.codec.levels.decode(codes)
             return positive, [Affine(t, signs, coded.threshold * signs)], None
         passed = None if code is None else self.codec.positive(code)
         normalized = [Affine(self.codec.decode_normalized(coded, self.shape)) for coded in own]

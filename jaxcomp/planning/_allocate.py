@@ -58,8 +58,8 @@ def allocate(
         bits: Bits of an element, from the least to the largest of `widths`. Between two of them the
             bytes are interpolated.
         widths: Bits that a part may have.
-        biased: Whether 2-bit codes of batch norms may be the smaller ones, which bias the gradient;
-            otherwise they are `sampled` (`SignAware`).
+        biased: Whether batch norms may have 2-bit codes, which are biased. Otherwise they have 3
+            bits where others have 2.
         wrt: Selects the variables of a module that the gradient is taken by, as in `nnx.grad`, such
             as `nnx.LoRAParam`.
         progress: Is entered with what is measured.

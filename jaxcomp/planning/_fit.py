@@ -93,8 +93,8 @@ def fit(
             be smaller than `batch`. The loss is not compressed itself. The gradient is
             taken on the attached device, three times for the codes of each kind of group. Without
             it, the noise is not known.
-        biased: Whether 2-bit codes of batch norms may be the smaller ones, which bias the gradient;
-            otherwise they are `sampled` (`SignAware`).
+        biased: Whether batch norms may have 2-bit codes, which bias the gradient. Without them, 3
+            bits are the fewest of a batch norm.
         pin: Choices that are given, by a regular expression for paths of modules: "keep",
             "recompute" or "bits=N". `{"head/.*": "keep"}` is for a head and all in it. A
             pin for a part of a group is for the group.

@@ -229,7 +229,7 @@ def policy_of(assignment: Mapping[str, str], biased: bool) -> Policy:
     Args:
         assignment: "keep", "recompute", "bits=N", the same with ":products=keep", or what
             is moved to the host, "offload" or "offload:bits=N", by group.
-        biased: As `fit` takes it.
+        biased: Whether batch norms may have 2-bit codes, which are biased.
     """
     alike: dict[tuple[int, str, str], list[str]] = {}
     for group, choice in assignment.items():
@@ -277,7 +277,7 @@ def rules_of(choice: str, biased: bool) -> tuple[Rule, ...]:
     if bits > 2:
         rules = _optional(recipes.automatic(bits))
     else:
-        unit = Rule(SignAware(2, sampled=not biased), op=_UNIT, required=False)
+        unit = Rule(SignAware(2 if biased else 3), op=_UNIT, required=False)
         rules = (unit, *_optional(recipes.transformer(bits)))
     return _exact_products(rules, "keep") if choice.endswith(_KEPT_PRODUCTS) else rules
 

@@ -91,7 +91,7 @@ def meter(
 
     Args:
         data: A loss of a model and a batch, the model or the parameters of a function, and a batch.
-        biased: As `fit` takes it.
+        biased: Whether batch norms may have 2-bit codes, which are biased.
         part: The size of the batch as a part of that of the plan. Values that are too small for a
             code are so by this part.
         progress: Is entered with what is measured.

@@ -37,7 +37,7 @@ class Allowed:
     Attributes:
         actions: Its kinds of choices.
         bits: Bits of a quantized element.
-        biased: As `fit` takes it.
+        biased: Whether batch norms may have 2-bit codes, which are biased.
         pinned: Choices that are given, by group.
         split_batch_statistics: Whether batch norms may see fewer images.
         data: What the noise of codes is measured on.
@@ -149,7 +149,7 @@ def _measured(
     search: Search, data: Data, groups: Sequence[str], middle: int, allowed: Allowed
 ) -> Noise:
     """Returns the noise of codes on the user's data."""
-    bits = {middle, *({2} & {*allowed.bits})}  # 2 bits: batch norms have other levels
+    bits = {middle, *({2} & {*allowed.bits})}  # 2 bits: batch norms have 3
     size = jax.tree.leaves(data[2])[0].shape[0]
     part = min(1.0, size / search.batch)
     variance = meter(data, allowed.biased, part, search.progress)

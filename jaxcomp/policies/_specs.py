@@ -63,7 +63,6 @@ def _specs() -> dict[Policy, str]:
     known = [f"{name}:bits={b}" for name, all_bits in bits.items() for b in all_bits]
     known += [f"quantize:bits={b}" for b in (8, 6, 5, 4, 3, 2, 1)]
     known += [f"{name}:bits=4,kernels=true" for name in ("automatic", "fused")]
-    known += ["fused:bits=2,sampled=true"]
     found: dict[Policy, str] = {}
     for spec in (*known, "exact", "division", "pooling", "pruning"):
         found.setdefault(from_spec(spec), spec)

@@ -76,12 +76,7 @@ def _rest(bits: int | None, kinds: str) -> tuple[Rule, ...]:
     return of_layers, Rule(codec, min_size=_MIN_SIZE, required=False)
 
 
-def fused(
-    bits: int = 4,
-    scale_source: ScaleSource = "norm",
-    kernels: bool = False,
-    sampled: bool = False,
-) -> Policy:
+def fused(bits: int = 4, scale_source: ScaleSource = "norm", kernels: bool = False) -> Policy:
     """Returns one code for each norm, addition and ReLU, which the convolutions around them share.
 
     For `jaxcomp.nn.ConvNormAct` and `jaxcomp.nn.NormAct`, and for stock operations: a batch norm,
@@ -94,26 +89,24 @@ def fused(
         bits: Bits of an element, ReLU's mask included: 2, 3 or 4.
         scale_source: "norm" takes the scales of the code from the norm's own statistics, without a
             pass over the values. With 3 and 4 bits hardly any value is beyond the last level, and
-            the gradient is unbiased; with 2 bits it is biased, unless `sampled`. "range" takes the
-            extremes of each channel of each sample, which costs a pass and has less noise.
+            the gradient is unbiased; with 2 bits it is biased. "range" takes the extremes of each
+            channel of each sample, which costs a pass and has less noise.
         kernels: Whether programs for one NVIDIA GPU use Pallas kernels for batch norms with codes
             (`SignAware.kernels`).
-        sampled: Whether four neighbours share a bit, without which 2 bits are biased
-            (`SignAware.sampled`).
 
     Returns:
         The policy.
 
     Raises:
-        TypeError: If `sampled` is not a bool.
-        ValueError: If another argument is none of these, or `sampled` does not go with them.
+        ValueError: If an argument is none of these.
 
     Example:
         >>> fused(bits=2).rules[0].action.bits
         2
     """
-    codec = SignAware(bits, scale_source=scale_source, kernels=kernels, sampled=sampled)
-    return Policy((Rule(codec, op="norm_act"), *_PACKED))
+    return Policy(
+        (Rule(SignAware(bits, scale_source=scale_source, kernels=kernels), op="norm_act"), *_PACKED)
+    )
 
 
 def automatic(bits: int = 4, kernels: bool = False) -> Policy:

@@ -84,25 +84,6 @@ def test_gpus_and_tpus_pack_codes_in_two_parts_into_the_same_bytes(shape, bits):
         np.testing.assert_array_equal(one.astype(jnp.uint8), other.astype(jnp.uint8))
 
 
-@hypothesis.settings(max_examples=15)
-@hypothesis.given(SHAPES.filter(len), st.integers(0, 100))
-def test_neighbours_share_the_third_bit(shape, seed):
-    random = np.random.default_rng(seed)
-    groups = -(-shape[-1] // packing.NEIGHBOURS)
-    place = random.integers(0, 8, (*shape[:-1], groups))  # of the one that is set; none if >= 4
-    each = np.arange(shape[-1])
-    is_set = place[..., each // 4] == each % 4
-    exists = place < np.minimum(4, shape[-1] - 4 * np.arange(groups))
-    shared = exists[..., each // 4]
-    own = random.integers(0, 4, shape)
-    packed = jax.jit(packing.pack_with_shared)(jnp.asarray(own | is_set << 2))
-    unpacked = packing.unpack_with_shared(packed, shape)
-    np.testing.assert_array_equal(unpacked, own | shared << 2)
-    by_parts = packing._with_shared_by_parts(jnp.asarray(own | is_set << 2))
-    for one, other in zip(packed, by_parts, strict=True):  # of a GPU and of a TPU
-        np.testing.assert_array_equal(one.astype(jnp.uint8), other.astype(jnp.uint8))
-
-
 @pytest.mark.parametrize("bits", [0, 7, 16, -1, True, 2.0, None, "2"])
 def test_other_bits_are_an_error(bits):
     with pytest.raises(Exception, match=r"bits"):

@@ -11,7 +11,6 @@ from jaxcomp.codecs._sign_aware import ScaleSource
 from tests.helpers import normal
 
 EPSILON = 1e-3
-SAMPLED = 2.25  # bits of a code of 2 bits whose neighbours share one
 SHAPE = (8, 5, 4, 6)
 POOLED = (8, 3, 4, 6)
 NHWC = ("NHWC", "HWIO", "NHWC")
@@ -28,8 +27,7 @@ def norm_act(
     offload=False,
     **kwargs,
 ):
-    sampled = bits == SAMPLED
-    codec = SignAware(int(bits), signed=signed, scale_source=scale_source, sampled=sampled)
+    codec = SignAware(bits, signed=signed, scale_source=scale_source)
     codec = Offload(codec) if offload else codec
     return ops.norm_act(x, scale, bias, residual, epsilon=EPSILON, codec=codec, **kwargs)
 
