@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +26,8 @@ from jaxcomp._core.rows import (
     ALL,
     NONE,
     SHAPING,
-    UINT4,
     NotOfRows,
+    Part,
     Rows,
     Sum,
     Value,
@@ -175,23 +175,17 @@ class Kernel:
         made = self._launch(dict(zip(rows.arguments, inputs, strict=True)))
         small = (r for r in rows.results if isinstance(r, Value) and r not in made)
         made |= {r: jnp.asarray(r.array) for r in small}
-        return [made[r].reshape(like.shape) for r, like in zip(rows.results, shapes, strict=True)]
+        results = zip(rows.results, shapes, strict=True)
+        return [_in_dtype(made[r], like.dtype).reshape(like.shape) for r, like in results]
 
     def _launch(self, given: dict[Value, Array]) -> dict[Value | Sum, Array]:
         """Returns the results of rows, in two dimensions, and the sums."""
         rows, channels = self.rows, self.rows.shape[-1]
         count = math.prod(rows.shape[:-1])
-        like = functools.partial(struct_like, next(given[v] for v in rows.read if v.axes == ALL))
-        arrays = [
-            _packed(given[v].reshape(count, channels)) if v.axes == ALL else self._small(v)
-            for v in rows.read
-        ]
-        results = [
-            like((count, channels // 2), jnp.uint8)
-            if v.dtype == UINT4
-            else like((count, channels), v.dtype)
-            for v in rows.made
-        ]
+        arrays = [self._small(v) if v.axes != ALL else self._large(v, given) for v in rows.read]
+        first = next(a for a, v in zip(arrays, rows.read, strict=True) if v.axes == ALL)
+        like = functools.partial(struct_like, first)
+        results = [like((count, _bytes_of(v.part, channels)), v.dtype) for v in rows.made]
         if rows.sums:
             below, _, groups = self.grid
             sums = (groups * below, len(rows.sums), channels)
@@ -206,13 +200,19 @@ class Kernel:
             interpret=INTERPRET,
             name="rows",
         )(*arrays)
-        found: dict[Value | Sum, Array] = {
-            v: _unpacked(a) if v.dtype == UINT4 else a
-            for v, a in zip(rows.made, made, strict=False)
-        }
+        found: dict[Value | Sum, Array] = dict(zip(rows.made, made, strict=False))
         if rows.sums:
             found |= dict(zip(rows.sums, made[-1].sum(0), strict=True))
         return found
+
+    def _large(self, value: Value, given: dict[Value, Array]) -> Array:
+        """Returns an argument of rows in two dimensions: rows, and channels or bytes of codes."""
+        if value.part is None:
+            return given[value].reshape(-1, self.rows.shape[-1])
+        array = given[value.operands[0]].reshape(math.prod(self.rows.shape[:-1]), -1)
+        if array.dtype == jnp.uint4:
+            array = lax.bitcast_convert_type(array.reshape(len(array), -1, 2), jnp.uint8)
+        return array
 
     def _small(self, value: Value) -> Array:
         """Returns a small array in two dimensions: samples or rows, and channels or one."""
@@ -231,14 +231,18 @@ class Kernel:
         writes = refs[len(rows.read) :]
         program, column, group = (pl.program_id(axis) for axis in range(3))
         columns = pl.ds(column * width, width)
-        halves = pl.ds(column * (width // 2), width // 2)
+
+        def places(value: Value) -> Any:
+            size = _bytes_of(value.part, width)
+            return pl.ds(column * size, size)
+
         fixed: dict[Value, Array] = {}
         for value, ref in reads.items():
             if not value.changes:
                 by_sample, _, by_channel = value.axes or NONE
                 sample = group if by_sample else 0
                 fixed[value] = ref[pl.ds(sample, 1), columns] if by_channel else ref[sample, 0]
-        needed = with_operands(rows.made_in_kernel)
+        needed = with_operands(rows.made_in_kernel, until=reads.__contains__)
         for value in needed:
             if not value.changes:
                 self._value(value, fixed)
@@ -257,7 +261,7 @@ class Kernel:
             tiles = []
             for value in changing:
                 if value.axes == ALL:
-                    tiles.append(reads[value][below, halves if value.dtype == UINT4 else columns])
+                    tiles.append(reads[value][below, places(value)])
                 else:
                     of_sample = below if value.axes and value.axes.sample else pl.ds(first, height)
                     tiles.append(reads[value][of_sample, :])
@@ -268,18 +272,11 @@ class Kernel:
         ) -> tuple[Array, ...]:
             first, overlap = first_row(number)
             below = pl.ds(group * count + first, height)
-            known = dict(fixed)
-            for value, tile in zip(changing, tiles, strict=True):
-                packed = value.axes == ALL and value.dtype == UINT4
-                known[value] = _codes(tile) if packed else tile
+            known = fixed | dict(zip(changing, tiles, strict=True))
             pair = (group * count + first) * (channels // 2) + column * (width // 2)
             known |= {v: self._index(pair) for v in needed if v.name == "index"}
             for value, ref in zip(rows.made, writes, strict=False):
-                tile = self._value(value, known)
-                if value.dtype == UINT4:
-                    ref[below, halves] = _pairs(tile)
-                else:
-                    ref[below, columns] = tile
+                ref[below, places(value)] = self._value(value, known)
             return tuple(
                 self._plus(total, s.of, known, overlap)
                 for total, s in zip(totals, rows.sums, strict=True)
@@ -363,12 +360,16 @@ class Kernel:
         return _assembly("fma.rn.f32 $0, $1, $2, $3;", "=f,f,f,f", operands)
 
     def _operation(self, value: Value, operands: list[Array]) -> Array:
+        if value.name == "pack":
+            return _join(operands[0], cast(Part, value.part))
+        if value.name == "unpack":
+            parts = (cast(Part, stored.part) for stored in value.operands)
+            return functools.reduce(jnp.bitwise_or, map(_split, operands, parts))
         if value.equation is None or value.name in SHAPING:  # a broadcast
             return operands[0]
         params = value.equation.params
         if value.name == "convert_element_type":
-            new = jnp.dtype(params["new_dtype"])
-            return operands[0] & 15 if new == UINT4 else operands[0].astype(new)
+            return operands[0].astype(params["new_dtype"])
         operands = jnp.broadcast_arrays(*operands)
         is_float = jnp.issubdtype(value.dtype, jnp.floating)
         if value.name in ("max", "min") and value in self.rows.exact and is_float:
@@ -413,20 +414,32 @@ def _whole(shape: tuple[int, ...]) -> pl.BlockSpec:
     return pl.BlockSpec(shape, lambda *_: (0,) * len(shape))
 
 
-def _pairs(codes: Array) -> Array:
-    """Packs pairs of 4-bit codes to bytes, in a kernel."""
+def _bytes_of(part: Part | None, codes: int) -> int:
+    """Returns the bytes of a part of some codes, or the number of values that are no codes."""
+    return codes if part is None else codes * part.bits // 8
+
+
+def _join(codes: Array, part: Part) -> Array:
+    """Packs a part of codes to bytes, in a kernel."""
     height, width = codes.shape
-    pairs = codes.astype(jnp.uint32).reshape(height, width // 2, 2)
-    places = lax.broadcasted_iota(jnp.uint32, pairs.shape, 2) * jnp.uint32(4)
-    return jnp.sum(pairs << places, 2, dtype=jnp.uint32).astype(jnp.uint8)
+    sharing = 8 // part.bits
+    of_byte = codes.astype(jnp.uint32) >> part.first & jnp.uint32(2**part.bits - 1)
+    of_byte = of_byte.reshape(height, width // sharing, sharing)
+    return jnp.sum(of_byte << _places(of_byte, part), 2, dtype=jnp.uint32).astype(jnp.uint8)
 
 
-def _codes(pairs: Array) -> Array:
-    """Returns the 4-bit codes of bytes, in a kernel, as int32."""
-    height, half = pairs.shape
-    both = jnp.broadcast_to(pairs.astype(jnp.int32)[:, :, None], (height, half, 2))
-    places = lax.broadcasted_iota(jnp.int32, both.shape, 2) * 4
-    return ((both >> places) & 15).reshape(height, 2 * half)
+def _split(joined: Array, part: Part) -> Array:
+    """Returns a part of the codes of bytes, in a kernel, as int32."""
+    height, width = joined.shape
+    sharing = 8 // part.bits
+    each = jnp.broadcast_to(joined.astype(jnp.int32)[:, :, None], (height, width, sharing))
+    codes = (each >> _places(each, part) & (2**part.bits - 1)) << part.first
+    return codes.reshape(height, width * sharing)
+
+
+def _places(of_byte: Array, part: Part) -> Array:
+    """Returns the first bit of each code in its byte."""
+    return lax.broadcasted_iota(of_byte.dtype, of_byte.shape, 2) * of_byte.dtype.type(part.bits)
 
 
 def _minus(x: Array) -> Array:
@@ -434,13 +447,6 @@ def _minus(x: Array) -> Array:
     return 0.0 - x
 
 
-def _packed(array: Array) -> Array:
-    """Returns 4-bit codes as bytes, and any other array as it is."""
-    if array.dtype != UINT4:
-        return array
-    return lax.bitcast_convert_type(array.reshape(array.shape[0], -1, 2), jnp.uint8)
-
-
-def _unpacked(array: Array) -> Array:
-    """Returns bytes as 4-bit codes."""
-    return lax.bitcast_convert_type(array, jnp.uint4).reshape(array.shape[0], -1)
+def _in_dtype(array: Array, dtype: Any) -> Array:
+    """Returns bytes as the 4-bit numbers that store codes, and any other array as it is."""
+    return lax.bitcast_convert_type(array, dtype) if dtype == jnp.uint4 else array

@@ -10,13 +10,15 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
 from jax.extend.core import Literal as Constant
 from jaxtyping import Array
 
-UINT4 = jnp.dtype(jnp.uint4)
+# Names of the calls of `codecs.packing`.
+_PACK, _UNPACK = "pack", "unpack"
 _CALLS = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
@@ -58,6 +60,18 @@ class Axes(NamedTuple):
 ALL, NONE = Axes(True, True, True), Axes(False, False, False)
 
 
+class Part(NamedTuple):
+    """The part of each code that an array stores.
+
+    Attributes:
+        first: Number of the first bit.
+        bits: Number of bits.
+    """
+
+    first: int
+    bits: int
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Value:
     """A value of a function of rows.
@@ -66,10 +80,12 @@ class Value:
         axes: The axes along which it differs; None if kernels do not read such a value.
         dtype: Its dtype.
         name: The operation that computes it from `operands`; "" if it is an argument, and "index"
-            if it is the index of each element.
+            if it is the index of each element. Codes are unpacked ("unpack") from arrays that are
+            "stored", whose operand is the argument, and packed ("pack").
         operands: Values that it is computed from.
         equation: The equation of the operation; None if there is none.
         array: Its value as XLA computes it; None for values of `ALL` axes.
+        part: What an array stores of each code, if it is stored or packed.
     """
 
     axes: Axes | None
@@ -78,6 +94,7 @@ class Value:
     operands: tuple["Value", ...] = ()
     equation: JaxprEqn | None = None
     array: Array | np.ndarray | None = None
+    part: Part | None = None
 
     @functools.cached_property
     def is_exact(self) -> bool:
@@ -130,21 +147,24 @@ class Rows:
         Raises:
             NotOfRows: If it is not a function of rows.
         """
-        largest = max(arguments, key=lambda a: a.size)
-        reader = _Reader(largest.shape)
-        if largest.ndim < 2 or not largest.size or reader.axes(largest.shape) != ALL:
-            raise NotOfRows(f"arguments of shape {largest.shape}")
+        shapes = [a.shape for a in arguments]
+        shapes += [aval.shape for aval in program.out_avals]
+        largest = max(shapes, key=math.prod)
+        reader = _Reader(largest)
+        if len(largest) < 2 or not math.prod(largest) or reader.axes(largest) != ALL:
+            raise NotOfRows(f"arrays of shape {largest}")
         values = [reader.argument(a) for a in arguments]
         results = reader.run(program, (), values)
         rows = cls(reader.sizes, values, results, set())
-        strict = {*with_operands([v for v in rows.made if exact and v.dtype != UINT4])}
+        strict = {*with_operands([v for v in rows.made if exact and v.part is None])}
         if any(v.changes and v.name in _CLOSE for v in strict):
             raise NotOfRows("a result is not to the bit")
         rows = dataclasses.replace(rows, exact=strict)
         read = rows.read
         if not rows.made_in_kernel or any(v.axes is None for v in read):
             raise NotOfRows("a value is not of rows")
-        if any(v.axes == ALL and v not in values for v in read):
+        arguments_of_rows = {*values, *(v for v in read if v.part and v.operands[0] in values)}
+        if any(v.axes == ALL and v not in arguments_of_rows for v in read):
             raise NotOfRows("a constant is of rows")
         return rows
 
@@ -178,7 +198,8 @@ class Rows:
         if value.is_constant or value.name == "index":
             return False
         has_array = value.array is not None
-        return not value.name or (has_array and value in self.exact and not value.is_exact)
+        is_argument = value.name in ("", "stored")
+        return is_argument or (has_array and value in self.exact and not value.is_exact)
 
 
 def with_operands(
@@ -211,6 +232,11 @@ class _Reader:
         """Samples, rows of a sample, channels."""
         return self.shape[0], math.prod(self.shape[1:-1]), self.shape[-1]
 
+    @property
+    def count(self) -> int:
+        """Number of elements of the arrays of rows."""
+        return math.prod(self.shape)
+
     @functools.cached_property
     def index(self) -> Value:
         """The index of each element."""
@@ -226,7 +252,7 @@ class _Reader:
         size, rank = math.prod(shape), len(self.shape)
         if size == 1:
             return NONE
-        if size == math.prod(self.shape):
+        if size == self.count:
             return ALL  # whatever its shape: it is in the order of rows
         if len(shape) == 1:
             return Axes(False, False, True) if size == self.shape[-1] else None
@@ -261,6 +287,10 @@ class _Reader:
         name = equation.primitive.name
         aval: Any = equation.outvars[0].aval
         if name in _CALLS:
+            if equation.params.get("name") == _PACK:
+                return self._packed(equation, operands[0])
+            if equation.params.get("name") == _UNPACK:
+                return self._unpacked(equation, operands)
             return self._called(equation.params[_CALLS[name]], operands)
         if name == "platform_index":
             return [None]
@@ -288,6 +318,37 @@ class _Reader:
     def _called(self, program: Any, operands: list[Any]) -> list[Any]:
         jaxpr = getattr(program, "jaxpr", program)
         return self.run(jaxpr, getattr(program, "consts", ()), operands)
+
+    def _packed(self, equation: JaxprEqn, codes: Value) -> list[Value]:
+        """Returns the arrays that store codes."""
+        parts = self._parts([v.aval for v in equation.outvars])
+        if codes.axes != ALL:
+            raise NotOfRows("codes that are not of rows")
+        dtype = jnp.dtype(jnp.uint8)
+        return [Value(ALL, dtype, "pack", (codes,), equation, part=part) for part in parts]
+
+    def _unpacked(self, equation: JaxprEqn, arrays: list[Value]) -> list[Value]:
+        """Returns the codes that arrays store."""
+        aval: Any = equation.outvars[0].aval
+        if self.axes(aval.shape) != ALL or any(a.name for a in arrays):
+            raise NotOfRows("codes that are not of rows, or are not arguments")
+        parts = self._parts([v.aval for v in equation.invars])
+        stored = tuple(
+            Value(ALL, jnp.dtype(jnp.uint8), "stored", (a,), part=part)
+            for a, part in zip(arrays, parts, strict=True)
+        )
+        return [Value(ALL, aval.dtype, "unpack", stored, equation)]
+
+    def _parts(self, stored: Sequence[Any]) -> list[Part]:
+        """Returns which bits of each code each array stores."""
+        parts, first = [], 0
+        for aval in stored:
+            bits, rest = divmod(jax.dtypes.itemsize_bits(aval.dtype) * aval.size, self.count)
+            if rest or bits not in (1, 2, 4, 8) or self.shape[-1] * bits % 8:
+                raise NotOfRows(f"codes of {self.shape} in an array of {aval.shape}")
+            parts.append(Part(first, bits))
+            first += bits
+        return parts
 
     def _branch(self, equation: JaxprEqn, operands: list[Any]) -> list[Any]:
         """Takes the branch for GPUs, or the one for all platforms if that is not of rows."""

@@ -8,12 +8,15 @@ arrays. Eight 1-bit codes share a byte. Codes of 3, 5 and 6 bits are stored in t
 No array has the dtype `uint2`. Where a kernel of an NVIDIA GPU takes a sum of rows and accesses two
 elements at once, XLA reads and writes the lower half of a byte for both pairs of `uint2`s in it
 (seen with JAX 0.10 and 0.11). Codes of a byte are joined by a sum, so one thread writes the byte.
+
+`pack` and `unpack` are calls in a traced function: `_core.rows` reads each as one operation.
 """
 
 import dataclasses
 import functools
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
@@ -64,6 +67,7 @@ def check_bits(bits: int) -> None:
         raise ValueError(f"bits={bits!r}: expected one of {WIDTHS}")
 
 
+@functools.partial(jax.jit, static_argnames="bits")
 def pack(
     codes: Bool[Array, "*shape"] | Integer[Array, "*shape"], bits: int
 ) -> tuple[UInt[Array, "..."], ...]:
@@ -87,6 +91,7 @@ def pack(
     return _each_part(bits, codes)
 
 
+@functools.partial(jax.jit, static_argnames=("shape", "bits"))
 def unpack(
     arrays: tuple[UInt[Array, "..."], ...], shape: tuple[int, ...], bits: int
 ) -> Integer[Array, "..."]:

@@ -1,5 +1,7 @@
 """Kernels of rows of channels compute what their functions do."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,33 +24,36 @@ needs_older = pytest.mark.skipif(
 )
 
 
-def everything(x, other, codes, channel, sample, row, position, salt):
+def everything(x, other, codes, channel, sample, row, position, salt, bits=4):
     """Reads arrays of all kinds, and returns values, codes, a small array and sums."""
     index = lax.iota(jnp.uint32, x.size).reshape(x.shape) ^ salt
     wide = x.astype(jnp.float32) - channel
     y = jnp.maximum((wide * sample + row).astype(x.dtype) + other, 0)
-    unpacked = packing.unpack((codes,), x.shape, 4)
+    unpacked = packing.unpack(codes, x.shape, bits)
     mixed = jnp.where(unpacked > 3, wide, position) + (index >> 28).astype(jnp.float32)
-    made = packing.pack((unpacked + jnp.where(y > 0, 1, 2)) & 15, 4)
+    made = packing.pack(unpacked + jnp.where(y > 0, 1, 2), bits)
     return {"y": y, "codes": made, "small": channel * 2, "sums": (mixed.sum((0, 1)),)}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("dtype", "bits"), [*((dtype, 4) for dtype in DTYPES), *((jnp.bfloat16, b) for b in (2, 3, 8))]
+)
 @pytest.mark.parametrize("shape", [(4, 64, 64), (3, 77, 48), (2, 2100, 16)])
-def test_it_computes_the_function(launched_kernels, shape, dtype):
+def test_it_computes_the_function(launched_kernels, shape, dtype, bits):
     samples, rows, channels = shape
     arguments = (
         normal(shape, dtype),
         normal(shape, dtype, 1),
-        packing.pack(jnp.arange(np.prod(shape)).reshape(shape) * 7 % 16, 4)[0],
+        packing.pack(jnp.arange(np.prod(shape)).reshape(shape) * 7, bits),
         normal((1, 1, channels), seed=2),
         2.0 ** jnp.round(normal((samples, 1, channels), seed=3)),  # exact, if it is fused or not
         normal((samples, rows, 1), seed=4),
         normal((1, rows, 1), seed=5),
         jnp.uint32(2**31 + 12345),
     )
-    expected = everything(*arguments)
-    function = by_row_kernel(everything, exact=True)
+    of_bits = functools.partial(everything, bits=bits)
+    expected = of_bits(*arguments)
+    function = by_row_kernel(of_bits, exact=True)
     made = jax.jit(function, compiler_options=AS_WRITTEN)(*arguments)
     (kernel,) = launched_kernels
     assert kernel.overlaps == (rows % kernel.height != 0)
