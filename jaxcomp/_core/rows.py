@@ -147,9 +147,8 @@ class Rows:
         Raises:
             NotOfRows: If it is not a function of rows.
         """
-        shapes = [a.shape for a in arguments]
-        shapes += [aval.shape for aval in program.out_avals]
-        largest = max(shapes, key=math.prod)
+        made: list[Any] = [variable.aval for variable in program.outvars]
+        largest = max((array.shape for array in (*arguments, *made)), key=math.prod)
         reader = _Reader(largest)
         if len(largest) < 2 or not math.prod(largest) or reader.axes(largest) != ALL:
             raise NotOfRows(f"arrays of shape {largest}")
