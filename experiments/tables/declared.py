@@ -355,7 +355,8 @@ POOLING = (
 )
 FUSED = (
     *("plain", "remat", "accumulate:4", "fused:bits=4", "fused:bits=4,scale_source=range"),
-    *("fused:bits=3", "fused:bits=3,scale_source=range", "fused:bits=2"),
+    *("fused:bits=3", "fused:bits=3,kernels=true", "fused:bits=3,scale_source=range"),
+    "fused:bits=2",
     *("fused:bits=2,scale_source=range", "offload:fused:bits=2"),
 )
 SHORT = (
@@ -521,7 +522,17 @@ TABLES: dict[str, Table] = {
         case: Table(COMPILE, (Source(f"{case}/compile_time.json", reader=compile_times),))
         for case in ("compile_time", "compile_time-lm")
     },
-    "accuracy": Table(ACCURACY, (Source("accuracy/runs.json", reader=seeds),)),
+    "accuracy": Table(
+        ACCURACY,
+        (
+            Source("accuracy-levels/runs.json", reader=seeds),
+            Source(
+                "accuracy/runs.json",
+                ("remat", "fused:bits=2", "quantize:bits=2", "division", "pooling:window=2"),
+                reader=seeds,
+            ),
+        ),
+    ),
     "accuracy-resmlp": Table(ACCURACY, (Source("accuracy-resmlp/runs.json", reader=seeds),)),
     "lm-short": Table(TEMP, (Source(MEMORY("transformers-h100/lm"), SHORT),)),
     "long_lm-short": Table(
