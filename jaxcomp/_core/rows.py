@@ -286,9 +286,10 @@ class _Reader:
         name = equation.primitive.name
         aval: Any = equation.outvars[0].aval
         if name in _CALLS:
-            if equation.params.get("name") == _PACK:
+            called = equation.params.get("name")
+            if called == _PACK and isinstance(operands[0], Value) and operands[0].axes == ALL:
                 return self._packed(equation, operands[0])
-            if equation.params.get("name") == _UNPACK:
+            if called == _UNPACK and self.axes(aval.shape) == ALL:
                 return self._unpacked(equation, operands)
             return self._called(equation.params[_CALLS[name]], operands)
         if name == "platform_index":
@@ -321,20 +322,19 @@ class _Reader:
     def _packed(self, equation: JaxprEqn, codes: Value) -> list[Value]:
         """Returns the arrays that store codes."""
         parts = self._parts([v.aval for v in equation.outvars])
-        if codes.axes != ALL:
-            raise NotOfRows("codes that are not of rows")
         dtype = jnp.dtype(jnp.uint8)
         return [Value(ALL, dtype, "pack", (codes,), equation, part=part) for part in parts]
 
-    def _unpacked(self, equation: JaxprEqn, arrays: list[Value]) -> list[Value]:
-        """Returns the codes that arrays store."""
+    def _unpacked(self, equation: JaxprEqn, arrays: list[Value | Sum]) -> list[Value]:
+        """Returns the codes that arguments store."""
         aval: Any = equation.outvars[0].aval
-        if self.axes(aval.shape) != ALL or any(a.name for a in arrays):
-            raise NotOfRows("codes that are not of rows, or are not arguments")
+        given = [a for a in arrays if isinstance(a, Value) and not a.name]
+        if len(given) < len(arrays):
+            raise NotOfRows("codes that are no arguments")
         parts = self._parts([v.aval for v in equation.invars])
         stored = tuple(
             Value(ALL, jnp.dtype(jnp.uint8), "stored", (a,), part=part)
-            for a, part in zip(arrays, parts, strict=True)
+            for a, part in zip(given, parts, strict=True)
         )
         return [Value(ALL, aval.dtype, "unpack", stored, equation)]
 
@@ -343,7 +343,7 @@ class _Reader:
         parts, first = [], 0
         for aval in stored:
             bits, rest = divmod(jax.dtypes.itemsize_bits(aval.dtype) * aval.size, self.count)
-            if rest or bits not in (1, 2, 4, 8) or self.shape[-1] * bits % 8:
+            if rest or bits not in (1, 2, 4, 8) or self.shape[-1] % 8:  # else there is no padding
                 raise NotOfRows(f"codes of {self.shape} in an array of {aval.shape}")
             parts.append(Part(first, bits))
             first += bits

@@ -6,6 +6,7 @@ import pytest
 from jax import lax
 
 from jaxcomp._core.rows import Axes, NotOfRows, Rows
+from jaxcomp.codecs.packing import pack, unpack
 from tests.helpers import normal
 
 SHAPE = (4, 6, 5, 8)
@@ -50,6 +51,7 @@ def test_small_arrays_are_read_along_their_axes(shape, axes):
         (lambda x, small: jnp.cumsum(x, 1) + small, OF_CHANNELS),
         (lambda x, small: jnp.exp(x) + small, OF_CHANNELS),  # not to the bit
         (lambda x, small: small * 2, OF_CHANNELS),  # nothing of rows
+        (lambda x, small: unpack(pack((x > small) * 3, 2), SHAPE, 2), OF_CHANNELS),  # not arguments
     ],
 )
 def test_other_functions_are_refused(function, small):
@@ -84,3 +86,20 @@ def test_broadcasts_of_channels_to_samples_are_not_mixed_up():
 
     axes = [v.axes for v in read(by_channel, x, small).read if v.array is not None]
     assert axes == [Axes(False, False, True)]
+
+
+@pytest.mark.parametrize(("channels", "bits"), [(8, 3), (16, 2), (4, 1), (6, 2)])
+def test_codes_are_of_rows_if_they_need_no_padding(channels, bits):
+    x = normal((4, 6, channels))
+    codes = pack((x > 0).astype(jnp.int32), bits)
+
+    def function(x, *codes):
+        return pack(unpack(codes, x.shape, bits) + (x > 1), bits)
+
+    if channels % 8:
+        with pytest.raises(NotOfRows, match="codes of"):
+            read(function, x, *codes)
+        return
+    rows = read(function, x, *codes)
+    assert {v.part for v in rows.made} == {v.part for v in rows.read if v.part}
+    assert sum(v.part.bits for v in rows.made) == bits
