@@ -212,7 +212,7 @@ class SignAware(Codec):
 
     def _decode(self, arrays: tuple[Any, ...], shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         *coded, salt, factor, offset = arrays
-        dither = self.levels.dither(noise.indexed_words(shape, salt))
+        dither = None if salt is None else self.levels.dither(noise.indexed_words(shape, salt))
         if self.signed and self.scale_source == "range":
             t, positive = self.decode_preactivation(Preactivation(*coded), shape, dither)
         else:

@@ -1,5 +1,6 @@
 """Gradients of 1x1 kernels, computed from the code of the input where that is cheaper."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -100,13 +101,13 @@ def _of_multiples(
         return jnp.expand_dims(dkernel if inputs < features else dkernel.T, ones)
 
     def of_decoded(code: Encoded, cotangent: Array) -> Array:
-        multiples, channel_scale = codec.multiples(code)
-        decoded = (multiples * channel_scale).astype(code.dtype)
+        decoded = codec.decode(code)
         (dkernel,) = jax.linear_transpose(functools.partial(product, decoded), of_kernel)(cotangent)
         return dkernel
 
     def gradient(code: Encoded, cotangent: Array) -> Array:
-        channel_scale = code.arrays[-2]
+        *packed, _, channel_scale, offset = code.arrays
+        code = dataclasses.replace(code, arrays=(*packed, None, channel_scale, offset))
         channels, rows = kernel.shape[inputs], cotangent.size // kernel.shape[features]
         if channel_scale.size != channels or math.prod(code.shape) != rows * channels:
             return of_decoded(code, cotangent)  # scales for each sample, or feature groups
