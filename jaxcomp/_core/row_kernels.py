@@ -176,7 +176,7 @@ class Kernel:
         small = (r for r in rows.results if isinstance(r, Value) and r not in made)
         made |= {r: jnp.asarray(r.array) for r in small}
         results = zip(rows.results, shapes, strict=True)
-        return [_in_dtype(made[r], like.dtype).reshape(like.shape) for r, like in results]
+        return [_as_stored(made[r], like.dtype).reshape(like.shape) for r, like in results]
 
     def _launch(self, given: dict[Value, Array]) -> dict[Value | Sum, Array]:
         """Returns the results of rows, in two dimensions, and the sums."""
@@ -207,9 +207,7 @@ class Kernel:
 
     def _large(self, value: Value, given: dict[Value, Array]) -> Array:
         """Returns an argument of rows in two dimensions: rows, and channels or bytes of codes."""
-        if value.part is None:
-            return given[value].reshape(-1, self.rows.shape[-1])
-        array = given[value.operands[0]].reshape(math.prod(self.rows.shape[:-1]), -1)
+        array = given[value.argument].reshape(math.prod(self.rows.shape[:-1]), -1)
         if array.dtype == jnp.uint4:
             array = lax.bitcast_convert_type(array.reshape(len(array), -1, 2), jnp.uint8)
         return array
@@ -447,6 +445,6 @@ def _minus(x: Array) -> Array:
     return 0.0 - x
 
 
-def _in_dtype(array: Array, dtype: Any) -> Array:
+def _as_stored(array: Array, dtype: Any) -> Array:
     """Returns bytes as the 4-bit numbers that store codes, and any other array as it is."""
     return lax.bitcast_convert_type(array, dtype) if dtype == jnp.uint4 else array

@@ -107,6 +107,11 @@ class Value:
         return isinstance(self.array, np.ndarray)
 
     @property
+    def argument(self) -> "Value":
+        """The argument that a stored value is, and any other value itself."""
+        return self.operands[0] if self.name == "stored" else self
+
+    @property
     def changes(self) -> bool:
         """Whether it differs from row to row."""
         return self.axes is not None and self.axes.row
@@ -162,9 +167,10 @@ class Rows:
         read = rows.read
         if not rows.made_in_kernel or any(v.axes is None for v in read):
             raise NotOfRows("a value is not of rows")
-        arguments_of_rows = {*values, *(v for v in read if v.part and v.operands[0] in values)}
-        if any(v.axes == ALL and v not in arguments_of_rows for v in read):
+        if any(v.axes == ALL and v.argument not in values for v in read):
             raise NotOfRows("a constant is of rows")
+        if any(v.dtype == jnp.uint4 for v in (*read, *rows.made)):
+            raise NotOfRows("numbers of four bits that `codecs.packing` did not make")
         return rows
 
     @property
@@ -339,11 +345,15 @@ class _Reader:
         return [Value(ALL, aval.dtype, "unpack", stored, equation)]
 
     def _parts(self, stored: Sequence[Any]) -> list[Part]:
-        """Returns which bits of each code each array stores."""
+        """Returns which bits of each code each array stores.
+
+        Their number follows from the size of an array, so there must be no padding: the part of a
+        row that any array stores has to fill bytes.
+        """
         parts, first = [], 0
         for aval in stored:
             bits, rest = divmod(jax.dtypes.itemsize_bits(aval.dtype) * aval.size, self.count)
-            if rest or bits not in (1, 2, 4, 8) or self.shape[-1] % 8:  # else there is no padding
+            if rest or bits not in (1, 2, 4, 8) or self.shape[-1] % 8:
                 raise NotOfRows(f"codes of {self.shape} in an array of {aval.shape}")
             parts.append(Part(first, bits))
             first += bits

@@ -51,6 +51,7 @@ def test_small_arrays_are_read_along_their_axes(shape, axes):
         (lambda x, small: jnp.cumsum(x, 1) + small, OF_CHANNELS),
         (lambda x, small: jnp.exp(x) + small, OF_CHANNELS),  # not to the bit
         (lambda x, small: small * 2, OF_CHANNELS),  # nothing of rows
+        (lambda x, small: (x > small).astype(jnp.uint4), OF_CHANNELS),  # packed otherwise
         (lambda x, small: unpack(pack((x > small) * 3, 2), SHAPE, 2), OF_CHANNELS),  # not arguments
     ],
 )
