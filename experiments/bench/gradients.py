@@ -32,11 +32,11 @@ from experiments.common.options import Add, Out, Strategies, usage_errors
 from experiments.common.palette import style
 from experiments.common.record import describe_environment, read_table, write_json, write_table
 from experiments.data.datasets import load
-from experiments.reproduce.transformers import TASKS, Runs, epochs
+from experiments.reproduce.runs import Runs
+from experiments.reproduce.tasks import TASKS, epochs
 from experiments.training.config import TrainConfig
 from experiments.training.planning import quantized_bits
 from experiments.training.run import build, count_epoch_steps, cross_entropy
-from jaxcomp._core.modules import split_model
 from jaxcomp.diagnostics import plan_bits
 from jaxcomp.memory import declared_residual_bytes
 from jaxcomp.models.training import TrainState
@@ -83,12 +83,16 @@ class Subject:
         states: The states before training and after each number of steps.
         batch: Inputs and labels, for the gradients.
         other: Inputs and labels, to plan bits.
+        loss: The loss of a model and a batch.
+        trained: Which variables of the model are trained.
     """
 
     model: Callable[[str], nnx.Module]
     states: Sequence[TrainState]
     batch: tuple[jax.Array, jax.Array]
     other: tuple[jax.Array, jax.Array]
+    loss: Callable[[nnx.Module, tuple[jax.Array, jax.Array]], jax.Array] = cross_entropy
+    trained: type[nnx.Variable[Any]] = nnx.Param
 
 
 def network(model: str, steps: Sequence[int], batch: int) -> Subject:
@@ -114,8 +118,8 @@ def network(model: str, steps: Sequence[int], batch: int) -> Subject:
     return Subject(in_strategy, states, *unseen)
 
 
-def transformer(model: str, steps: Sequence[int], batch: int) -> Subject:
-    """Trains a transformer of `experiments.reproduce.transformers` on its data."""
+def task_subject(model: str, steps: Sequence[int], batch: int) -> Subject:
+    """Trains the model of a task of `experiments.reproduce.tasks`."""
     task = TASKS[model](batch)
     runs = [Runs(task, "plain", count) for count in steps]
     states = [runs[0].start(seed=0), *(run.train(seed=0)[0] for run in runs)]
@@ -124,17 +128,20 @@ def transformer(model: str, steps: Sequence[int], batch: int) -> Subject:
     def in_strategy(strategy: str) -> nnx.Module:
         return Strategy.parse(strategy)(task.model(nnx.Rngs(0)))
 
-    return Subject(in_strategy, states, *unseen)
+    def loss(model: nnx.Module, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
+        return task.loss(model, *batch)[0]
+
+    return Subject(in_strategy, states, *unseen, loss, task.trained)
 
 
-def declared_bytes(model: nnx.Module, batch: tuple[jax.Array, jax.Array]) -> int:
-    """Returns the declared residual bytes of the gradient of a batch's loss."""
-    graphdef, params, rest = split_model(model)
+def declared_bytes(subject: Subject, model: nnx.Module) -> int:
+    """Returns the declared residual bytes of the gradient of the subject's loss."""
+    graphdef, params, rest = nnx.split(model, subject.trained, ...)
 
     def loss(params: Any, rest: Any, batch: Any) -> jax.Array:
-        return cross_entropy(nnx.merge(graphdef, params, rest, copy=True), batch)
+        return subject.loss(nnx.merge(graphdef, params, rest, copy=True), batch)
 
-    return declared_residual_bytes(loss, params, rest, batch)
+    return declared_residual_bytes(loss, params, rest, subject.batch)
 
 
 def in_training(subject: Subject, strategy: str, state: TrainState) -> nnx.Module:
@@ -145,10 +152,11 @@ def in_training(subject: Subject, strategy: str, state: TrainState) -> nnx.Modul
     nnx.update(coded, state.params, state.model_state)
     if is_allocated:
         bits = float(strategy.removeprefix(ALLOCATED))
-        return jc.compress(coded, allocate(cross_entropy, coded, subject.other, bits))
+        policy = allocate(subject.loss, coded, subject.other, bits, wrt=subject.trained)
+        return jc.compress(coded, policy)
     if strategy.startswith(PLANNED):
         (budget, *_) = quantized_bits(strategy.removeprefix(PLANNED))
-        planned = plan_bits(cross_entropy, coded, subject.other, budget)
+        planned = plan_bits(subject.loss, coded, subject.other, budget)
         jc.compress(jc.uncompress(coded), planned)
     return coded
 
@@ -160,7 +168,7 @@ def main(
     model: Annotated[
         str,
         typer.Option(
-            help="resnet20, resmlp_tiny, lm or vit; another model only together with --strategy."
+            help=f"resnet20, resmlp_tiny, {', '.join(TASKS)}; another model only with --strategy."
         ),
     ] = CONFIG.model,
     steps: Annotated[
@@ -183,11 +191,11 @@ def main(
     counts = sorted(set(steps or DEFAULT_STEPS))
     if counts[0] < 1:
         raise typer.BadParameter(f"steps={counts[0]}: expected 1 or more")
-    subject = (transformer if model in TASKS else network)(model, counts, batch)
+    subject = (task_subject if model in TASKS else network)(model, counts, batch)
 
     described = {"model": model, "batch": batch, "draws": draws, "steps": counts}
     start = subject.states[0]
-    exact_bytes = declared_bytes(in_training(subject, "plain", start), subject.batch)
+    exact_bytes = declared_bytes(subject, in_training(subject, "plain", start))
     rows: list[dict[str, Any]] = []
     if add:
         rows = read_table(out / "gradients.json", described)["rows"]
@@ -196,8 +204,10 @@ def main(
         rows = [row for row in rows if row["row"] != name]
         for trained, state in zip((0, *counts), subject.states, strict=True):
             coded = in_training(subject, name, state)
-            bits = 32 * declared_bytes(coded, subject.batch) / exact_bytes
-            report = jc.check_gradients(cross_entropy, coded, subject.batch, draws)
+            bits = 32 * declared_bytes(subject, coded) / exact_bytes
+            report = jc.check_gradients(
+                subject.loss, coded, subject.batch, draws, wrt=subject.trained
+            )
             figures = {"row": name, "steps": trained, "bits": bits}
             figures |= {"noise_over_sgd": report.noise_over_sgd}
             rows.append(figures | dataclasses.asdict(report))

@@ -24,11 +24,10 @@ from jaxtyping import Array, Float
 from rich.progress import track
 
 import jaxcomp as jc
-from experiments.bench.gradients import Subject, network, transformer
+from experiments.bench.gradients import Subject, network, task_subject
 from experiments.common.options import Out, usage_errors
 from experiments.common.record import describe_environment, make_folder, write_json, write_table
-from experiments.reproduce.transformers import TASKS
-from experiments.training.run import cross_entropy
+from experiments.reproduce.tasks import TASKS
 from jaxcomp.codecs import (
     AvgPool,
     BlockSparse,
@@ -42,7 +41,7 @@ from jaxcomp.codecs import (
 from jaxcomp.codecs._codec import Seed
 from jaxcomp.policies import Policy, Rule
 
-MODELS = "resnet20", "vit", "lm"
+MODELS = "resnet20", "vit", "lm", "diffusion"
 KINDS = {  # roles of saved values
     "operand": "inputs of products",
     "derivative": "arguments of norms and activations",
@@ -96,7 +95,7 @@ def saved_activations(subject: Subject) -> list[tuple[str, np.ndarray]]:
     ]
     model = jc.compress(subject.model("plain"), Policy(tuple(rules)))
     model.train()
-    nnx.value_and_grad(cross_entropy)(model, subject.batch)
+    nnx.value_and_grad(subject.loss)(model, subject.batch)
     return found
 
 
@@ -178,7 +177,7 @@ def main(
     make_folder(out)
     rows: list[dict[str, Any]] = []
     for name in names:
-        subject = (transformer if name in TASKS else network)(name, [steps], batch)
+        subject = (task_subject if name in TASKS else network)(name, [steps], batch)
         figures: dict[tuple[str, str], list[tuple[float, float, float]]] = {}
         for role, array in track(saved_activations(subject), f"encoding {name}"):
             x = jnp.asarray(array, jnp.float32)

@@ -154,6 +154,8 @@ def texts(content: Values) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"row": name, "temp_bytes": runs[0]["temp_bytes"]}
         row["declared_bytes"] = runs[0]["declared_bytes"]
         for key, (unit, digits) in keys.items():
+            if runs[0][key] is None:
+                continue
             figures = [unit * run[key] for run in runs]
             others = [unit * run[key] for run in content["runs"]["plain"]]
             row[key] = spread(figures, digits)

@@ -9,7 +9,7 @@ from flax import nnx
 
 import jaxcomp as jc
 from experiments.bench import gradients as module
-from experiments.reproduce.transformers import Task
+from experiments.reproduce.runs import Task
 from jaxcomp._core.modules import split_model
 from jaxcomp.models._lm import LM, Shape
 from jaxcomp.models.training import TrainState
