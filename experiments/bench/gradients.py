@@ -32,7 +32,7 @@ from experiments.common.options import Add, Out, Strategies, usage_errors
 from experiments.common.palette import style
 from experiments.common.record import describe_environment, read_table, write_json, write_table
 from experiments.data.datasets import load
-from experiments.reproduce.runs import Runs
+from experiments.reproduce.runs import Runs, Variable, split
 from experiments.reproduce.tasks import TASKS, epochs
 from experiments.training.config import TrainConfig
 from experiments.training.planning import quantized_bits
@@ -91,8 +91,8 @@ class Subject:
     states: Sequence[TrainState]
     batch: tuple[jax.Array, jax.Array]
     other: tuple[jax.Array, jax.Array]
-    loss: Callable[[nnx.Module, tuple[jax.Array, jax.Array]], jax.Array] = cross_entropy
-    trained: type[nnx.Variable[Any]] = nnx.Param
+    loss: Callable[[nnx.Module, tuple[jax.Array, jax.Array]], jax.Array]
+    trained: type[Variable]
 
 
 def network(model: str, steps: Sequence[int], batch: int) -> Subject:
@@ -110,12 +110,12 @@ def network(model: str, steps: Sequence[int], batch: int) -> Subject:
         for images, labels in track(batches, "training", total=count):
             state, _ = run.train_step(state, images, labels)
         states.append(state)
-    unseen = [jax.tree.map(jnp.asarray, next(epochs(data, batch, seed))) for seed in (1, 2)]
+    unseen, other = (jax.tree.map(jnp.asarray, next(epochs(data, batch, seed))) for seed in (1, 2))
 
     def in_strategy(strategy: str) -> nnx.Module:
         return build(dataclasses.replace(config, strategy=strategy), data).model
 
-    return Subject(in_strategy, states, *unseen)
+    return Subject(in_strategy, states, unseen, other, cross_entropy, nnx.Param)
 
 
 def task_subject(model: str, steps: Sequence[int], batch: int) -> Subject:
@@ -123,7 +123,7 @@ def task_subject(model: str, steps: Sequence[int], batch: int) -> Subject:
     task = TASKS[model](batch)
     runs = [Runs(task, "plain", count) for count in steps]
     states = [runs[0].start(seed=0), *(run.train(seed=0)[0] for run in runs)]
-    unseen = [jax.tree.map(jnp.asarray, next(task.train(seed))) for seed in (1, 2)]
+    unseen, other = (jax.tree.map(jnp.asarray, next(task.train(seed))) for seed in (1, 2))
 
     def in_strategy(strategy: str) -> nnx.Module:
         return Strategy.parse(strategy)(task.model(nnx.Rngs(0)))
@@ -131,12 +131,12 @@ def task_subject(model: str, steps: Sequence[int], batch: int) -> Subject:
     def loss(model: nnx.Module, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
         return task.loss(model, *batch)[0]
 
-    return Subject(in_strategy, states, *unseen, loss, task.trained)
+    return Subject(in_strategy, states, unseen, other, loss, task.trained)
 
 
 def declared_bytes(subject: Subject, model: nnx.Module) -> int:
     """Returns the declared residual bytes of the gradient of the subject's loss."""
-    graphdef, params, rest = nnx.split(model, subject.trained, ...)
+    graphdef, params, rest = split(model, subject.trained)
 
     def loss(params: Any, rest: Any, batch: Any) -> jax.Array:
         return subject.loss(nnx.merge(graphdef, params, rest, copy=True), batch)

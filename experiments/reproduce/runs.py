@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
 
 from jaxcomp import memory
+from jaxcomp._core.modules import State
 from jaxcomp.models import training
 from jaxcomp.models._network import classification
 from jaxcomp.planning import Strategy
@@ -20,6 +22,7 @@ PEAK_RATE, WARM_UP = 5e-3, 0.1
 SMOOTHING = 20  # steps of a point of a curve, which is the mean of their losses
 
 Batches = Iterator[tuple[np.ndarray, np.ndarray]]
+Variable = nnx.Variable[Any]
 Loss = Callable[[Any, jax.Array, jax.Array], tuple[jax.Array, training.Metrics]]
 
 
@@ -44,8 +47,13 @@ class Task:
     unit: str
     data: str
     loss: Loss = classification
-    trained: type[nnx.Variable[Any]] = nnx.Param
+    trained: type[Variable] = nnx.Param
     has_accuracy: bool = True
+
+
+def split(model: nnx.Module, trained: type[Variable]) -> tuple[nnx.GraphDef[Any], State, State]:
+    """Splits a model into its structure, the variables that are trained, and the others."""
+    return nnx.split(model, trained, ...)  # type: ignore[return-value] # always two states here
 
 
 class Runs:
@@ -57,12 +65,12 @@ class Runs:
         self.optimizer = training.adamw(schedule, weight_decay=0.1)
         model = self.model(seed=0)
         model.train()
-        graphdef, _, _ = nnx.split(model, task.trained, ...)
+        graphdef, _, _ = split(model, task.trained)
 
         def loss_fn(params: Any, model_state: Any, inputs: Any, labels: Any) -> Any:
             network = nnx.merge(graphdef, params, model_state, copy=True)
             loss, metrics = task.loss(network, inputs, labels)
-            return loss, (nnx.split(network, task.trained, ...)[2], metrics)
+            return loss, (split(network, task.trained)[2], metrics)
 
         self.step = training.make_train_step(loss_fn, self.optimizer, self.strategy.micro_batches)
         self.evaluate = jax.jit(
@@ -75,8 +83,8 @@ class Runs:
 
     def start(self, seed: int) -> training.TrainState:
         """Returns the state before the first step."""
-        _, params, model_state = nnx.split(self.model(seed), self.task.trained, ...)
-        count = jax.numpy.zeros((), jax.numpy.int32)
+        _, params, model_state = split(self.model(seed), self.task.trained)
+        count = jnp.zeros((), jnp.int32)
         return training.TrainState(count, params, model_state, self.optimizer.init(params))
 
     def train(self, seed: int) -> tuple[training.TrainState, list[float]]:
