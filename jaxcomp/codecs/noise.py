@@ -16,6 +16,7 @@ from jaxcomp.codecs._codec import Seed
 GOLDEN = 0x9E3779B9  # 2^32 over the golden ratio; its multiples lie far apart
 HALF = np.uint32(1 << 31)  # the word with which `rounded` rounds to the nearest level
 PLACES = 1024  # elements of an array that `spot_check` reads
+_FEW_PLACES = 256  # elements of an array that `salt` reads: its kernel is compiled for each shape
 
 
 def _mix_upper(h: Array) -> Array:
@@ -192,37 +193,37 @@ def words(x: Float[Array, "*shape"], seed: Seed = None) -> UInt32[Array, "*shape
 def salt(
     seed: Seed, x: Inexact[Array, "..."], *parameters: Float[Array, "..."]
 ) -> UInt32[Array, ""]:
-    """Mixes what `spot_check` reads of an array, and small arrays, into a seed.
+    """Mixes up to 256 elements of each of some arrays into a seed.
 
-    It is behind a barrier, or XLA computes it again in each kernel that reads it.
+    Their places are chosen as by `spot_check`. The seed is behind a barrier, or XLA computes it
+    again in each kernel that reads it.
 
     Args:
         seed: Integer scalar; None is 0.
         x: Floating-point array.
-        *parameters: The parameters of the layer. All of their elements are read.
+        *parameters: The parameters of the layer.
 
     Returns:
-        A seed for `indexed_words`, or for codes of what follows from `x`. It differs wherever
-        arrays differ as `spot_check` says, also between batches, lanes of `jax.vmap` and devices of
-        `jax.shard_map`.
+        A seed for `indexed_words`, or for codes of what follows from `x`. It differs between
+        batches, lanes of `jax.vmap` and devices of `jax.shard_map`, if 4% of the elements of an
+        array do.
 
     Example:
         >>> bool(salt(0, jnp.zeros((9, 9))) == salt(0, jnp.full((9, 9), 1e-7)))
         False
     """
 
-    def digest(x: Array, *parameters: Array) -> Array:
-        """Hashes one element of each array for each index, which takes a single kernel."""
-        vectors = [_sampled(x), *(jnp.ravel(lax.stop_gradient(a)) for a in parameters)]
-        count = max(v.size for v in vectors)
-        h = lax.iota(jnp.uint32, count) * jnp.uint32(GOLDEN) + folded(seed, 0)
+    def digest(*arrays: Array) -> Array:
+        """Mixes the elements at each place, and sums, in a single small kernel."""
+        vectors = [_sampled(array, _FEW_PLACES) for array in arrays]
+        count = max(vector.size for vector in vectors)
+        h = jnp.asarray(0 if seed is None else seed).astype(jnp.uint32)
         for vector in vectors:
-            if vector.size < count:
-                vector = vector[np.arange(count) % vector.size]
-            bits = lax.bitcast_convert_type(vector.astype(jnp.float32), jnp.uint32)
-            h = (h ^ bits) * jnp.uint32(0x7FEB352D)
-            h ^= h >> 15
-        return _mix(h).sum(dtype=jnp.uint32)
+            bits = lax.bitcast_convert_type(vector, jnp.uint32)
+            h = (h ^ jnp.pad(bits, (0, count - vector.size))) * jnp.uint32(0x846CA68B)
+            h ^= h >> 23
+        weight = lax.iota(jnp.uint32, count) * jnp.uint32(GOLDEN)
+        return (h * (weight ^ (weight >> 15) | 1)).sum(dtype=jnp.uint32)
 
     made = over_automatic_axes(digest, (x, *parameters), like=jnp.zeros(()))
     return lax.optimization_barrier(made)
@@ -360,21 +361,21 @@ def spot_check(*arrays: Inexact[Array, "..."]) -> UInt32[Array, ""]:
     """
 
     def check(*arrays: Array) -> Array:
-        samples = jnp.concatenate([jnp.zeros(0), *map(_sampled, arrays)])
+        samples = jnp.concatenate([jnp.zeros(0), *(_sampled(a, PLACES) for a in arrays)])
         return _mix(_hash(samples, jnp.uint32(0)).sum(dtype=jnp.uint32))
 
     seed: Array = over_automatic_axes(check, arrays, like=jnp.zeros(()))
     return seed
 
 
-def _sampled(x: Array) -> Array:
-    """Returns the elements that `spot_check` reads, as a vector of float32."""
+def _sampled(x: Array, places: int) -> Array:
+    """Returns some elements of an array, or all of a small one, as a vector of float32."""
     sample = lax.stop_gradient(x)
-    if x.size > PLACES:
+    if x.size > places:
         axes = tuple(range(x.ndim))
         sample = lax.gather(
             sample,
-            _places(x.shape),
+            _places(x.shape, places),
             lax.GatherDimensionNumbers((), collapsed_slice_dims=axes, start_index_map=axes),
             slice_sizes=(1,) * x.ndim,
             mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
@@ -386,13 +387,13 @@ def _sampled(x: Array) -> Array:
 
 
 @functools.lru_cache
-def _places(shape: tuple[int, ...]) -> Int32[np.ndarray, "places axes"]:
-    """Returns the indices of the elements that `spot_check` reads of a large array.
+def _places(shape: tuple[int, ...], count: int) -> Int32[np.ndarray, "places axes"]:
+    """Returns the indices of some elements of an array.
 
     Along each axis they are evenly spaced, in an order of its own (a "Latin hypercube").
     """
-    orders = [np.random.RandomState(axis).permutation(PLACES) for axis in range(len(shape))]
-    return (np.stack(orders, 1) * np.asarray(shape) // PLACES).astype(np.int32)
+    orders = [np.random.RandomState(axis).permutation(count) for axis in range(len(shape))]
+    return (np.stack(orders, 1) * np.asarray(shape) // count).astype(np.int32)
 
 
 def fingerprint(*arrays: Float[Array, "..."]) -> UInt32[Array, ""]:
