@@ -187,7 +187,10 @@ def main(
         )
     for name in strategies:
         # An unknown strategy raises before the training.
-        Strategy.parse(name.replace(ALLOCATED, "automatic:bits=").removeprefix(PLANNED))
+        if name.startswith(ALLOCATED):
+            float(name.removeprefix(ALLOCATED))
+        else:
+            Strategy.parse(name.removeprefix(PLANNED))
     counts = sorted(set(steps or DEFAULT_STEPS))
     if counts[0] < 1:
         raise typer.BadParameter(f"steps={counts[0]}: expected 1 or more")
