@@ -56,10 +56,12 @@ def _leaky(pattern: Pattern, value: Variable) -> list[Curve]:
 
 
 def _as(pattern: Pattern, value: Variable, curve: Curve) -> Activation | None:
-    text, rules, names = _signature(curve.function, value.aval.shape, value.aval.dtype)
+    shape, dtype = value.aval.shape, value.aval.dtype
+    names = _primitives(curve.function, tuple(min(size, 2) for size in shape), dtype)
     equations = _from(pattern, value, len(names))
     if _names(equations) != names:
         return None
+    text, rules = _signature(curve.function, shape, dtype)
     last = equations[-1]
     inside = [value, *(e.outvars[0] for e in equations[:-1])]
     own = set(map(id, equations))
@@ -76,12 +78,21 @@ def _as(pattern: Pattern, value: Variable, curve: Curve) -> Activation | None:
 
 
 @functools.cache
+def _primitives(
+    function: Callable[[Array], Array], shape: tuple[int, ...], dtype: DTypeLike
+) -> list[str]:
+    """Returns the names of a function's equations. Few shapes are traced: names rule most out."""
+    program = flat(Program.trace(function, jax.ShapeDtypeStruct(shape, dtype)))
+    return _names(_without_constants(program))
+
+
+@functools.cache
 def _signature(
     function: Callable[[Array], Array], shape: tuple[int, ...], dtype: DTypeLike
-) -> tuple[str, list[Any], list[str]]:
-    """Returns a function's equations, the rules of those that have one, and the names of all."""
+) -> tuple[str, list[Any]]:
+    """Returns a function's equations, and the rules of those that have one."""
     program = flat(Program.trace(function, jax.ShapeDtypeStruct(shape, dtype)))
-    return _text(program), _rules(program), _names(_without_constants(program))
+    return _text(program), _rules(program)
 
 
 def _text(program: Program) -> str:
