@@ -534,6 +534,7 @@ TABLES: dict[str, Table] = {
         ),
     ),
     "accuracy-resmlp": Table(ACCURACY, (Source("accuracy-resmlp/runs.json", reader=seeds),)),
+    "accuracy-pruning": Table(ACCURACY, (Source("accuracy-pruning/runs.json", reader=seeds),)),
     "lm-short": Table(TEMP, (Source(MEMORY("transformers-h100/lm"), SHORT),)),
     "long_lm-short": Table(
         TEMP,
