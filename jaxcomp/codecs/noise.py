@@ -19,12 +19,18 @@ PLACES = 1024  # elements of an array that `spot_check` reads
 _FEW_PLACES = 256  # elements of an array that `salt` reads: its kernel is compiled for each shape
 
 
+# Traced once for each type: operators of arrays are calls, which take longer to trace.
+_inlined = functools.partial(jax.jit, inline=True)
+
+
+@_inlined
 def _mix_upper(h: Array) -> Array:
     """Mixes 32-bit words; the upper 16 bits of the result are those of `_mix`."""
     h = (h ^ (h >> 16)) * jnp.uint32(0x7FEB352D)
     return (h ^ (h >> 15)) * jnp.uint32(0x846CA68B)
 
 
+@_inlined
 def _mix(h: Array) -> Array:
     """Mixes 32-bit words: "lowbias32" of C. Wellons' hash prospector."""
     h = _mix_upper(h)
@@ -267,6 +273,7 @@ def other_words(words: UInt32[Array, "*shape"], number: int) -> UInt32[Array, "*
     return words * jnp.uint32(pow(0x2C1B3C6D, number, 2**32))
 
 
+@functools.partial(_inlined, static_argnums=0)
 def axis_words(shape: tuple[int, ...], seed: Seed) -> tuple[UInt32[Array, "..."], ...]:
     """Draws random bits for each index along each axis, for noise that is needed again.
 
@@ -295,6 +302,7 @@ def of_axes(words: tuple[UInt32[Array, "..."], ...]) -> UInt32[Array, "*shape"]:
     return sum(words[1:], words[0])
 
 
+@_inlined
 def folded(seed: Seed, number: int | Array) -> UInt32[Array, ""]:
     """Derives a new seed from a seed and a number, such as the number of an iteration.
 
