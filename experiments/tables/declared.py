@@ -566,6 +566,7 @@ TABLES: dict[str, Table] = {
     ),
     "transformer-lm": Table(TEXTS, (Source("transformers/lm/runs.json", reader=texts),)),
     "transformer-lm-cpu": Table(TEXTS, (Source("transformers-cpu/lm/runs.json", reader=texts),)),
+    "transformer-lora": Table(TEXTS, (Source("transformers-cpu/lora/runs.json", reader=texts),)),
     "transformer-vit": Table(TEXTS, (Source("transformers/vit/runs.json", reader=texts),)),
     "noise-lm": Table(NOISE, (Source("gradients-lm/gradients.json", reader=noise),)),
     "noise-lm-dither": Table(NOISE, (Source("gradients-lm-dither/gradients.json", reader=noise),)),
