@@ -48,6 +48,7 @@ COVERED_BY = {
     "_program.types": "choice/test_choice.py",
     "_program.without_codes": "program/test_custom_rules.py",
     "_recognition.batch_norms": "recognition/test_recognize.py",
+    "_recognition.beginnings": "recognition/test_recognize.py",
     "_recognition.layer_scale": "recognition/test_attention.py",
     "_recognition.means": "recognition/test_recognize.py",
     "_recognition.order": "recognition/test_recognize.py",

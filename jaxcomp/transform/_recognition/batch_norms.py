@@ -12,6 +12,7 @@ from jaxcomp.codecs._codec import FLOATS
 from jaxcomp.ops._norm import Norm
 from jaxcomp.transform._program.program import Program, apply, avals, evaluate
 from jaxcomp.transform._program.types import Atom, Equation, Variable, is_variable
+from jaxcomp.transform._recognition.beginnings import beginning
 from jaxcomp.transform._recognition.factors import layout_of, leaves
 from jaxcomp.transform._recognition.means import Means
 from jaxcomp.transform._recognition.norms import Centred, Power
@@ -98,7 +99,7 @@ class BatchNorm:
 
 @dataclasses.dataclass(frozen=True)
 class _Search(Centred):
-    """Looks for the batch norm that begins by `x - mean`.
+    """Looks for the batch norm of an array and its mean.
 
     Attributes:
         feature: The feature axis.
@@ -119,9 +120,16 @@ class _Search(Centred):
         """Returns the variable of these values."""
         return self.pattern.of_features(atom, self.shape[self.feature])
 
-    def scaled(self, centred: Variable) -> tuple[Any, list[Power], Any] | None:
-        """Returns the scaled and shifted result of a centred array, its factors and its bias."""
-        value, factors, bias = centred, list[Power](), None
+    def scaled(
+        self, value: Variable, factors: list[Power], bias: Atom | None
+    ) -> tuple[Any, list[Power], Any] | None:
+        """Returns the scaled and shifted result of a centred array, its factors and its bias.
+
+        Args:
+            value: The array, which may be scaled and shifted already.
+            factors: What it is scaled by.
+            bias: What it is shifted by, or None.
+        """
         while True:
             reader = self.next(value)
             if reader is None or avals(reader.outvars)[0].shape != self.shape:
@@ -134,9 +142,9 @@ class _Search(Centred):
             if len(other) != 1 or not self.is_per_feature(other[0]):
                 break
             if name == "mul" and bias is None:
-                factors += self.factors(other[0])
+                factors = [*factors, *self.factors(other[0])]
             elif name == "div" and bias is None and reader.invars[0] is value:
-                factors.append((other[0], -1))
+                factors = [*factors, (other[0], -1)]
             elif name == "add" and bias is None and factors:
                 bias = other[0]
             else:
@@ -153,15 +161,15 @@ class _Search(Centred):
 
 
 def batch_norm(pattern: Pattern, equation: Equation) -> BatchNorm | None:
-    """Returns the batch norm that begins by an equation `x - mean`; None if there is none."""
-    if equation.primitive.name != "sub" or not all(map(is_variable, equation.invars)):
+    """Returns the batch norm that begins by an equation; None if there is none."""
+    begins = beginning(pattern, equation)
+    if begins is None:
         return None
-    out: Any
-    (out,) = equation.outvars
-    wide, mean = equation.invars
+    wide, mean, out = begins.x, begins.mean, begins.value
     shape = out.aval.shape
-    feature = None if len(shape) < 2 else pattern.feature_axis(mean, shape)
-    if not feature or 0 in shape or avals([wide])[0].shape != shape:  # axis 0 is the batch
+    of_feature = mean if begins.factor is None else begins.factor
+    feature = None if len(shape) < 2 else pattern.feature_axis(of_feature, shape)
+    if not feature or 0 in shape or wide.aval.shape != shape:  # axis 0 is the batch
         return None
     x = pattern.before_casts(wide)
     means = Means(pattern, layout_of(shape))
@@ -177,7 +185,8 @@ def batch_norm(pattern: Pattern, equation: Equation) -> BatchNorm | None:
     if statistics.of is not x:
         return None
     search = _Search(pattern, means, statistics, feature)
-    scaled = search.scaled(out)
+    factors = [] if begins.factor is None else search.factors(begins.factor)
+    scaled = search.scaled(out, factors, begins.bias)
     if scaled is None:
         return None
     y, factors, bias = scaled

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from jaxcomp.codecs._codec import FLOATS
-from jaxcomp.transform._program.program import avals
 from jaxcomp.transform._program.types import Atom, Equation, Variable, is_variable
+from jaxcomp.transform._recognition.beginnings import Beginning, beginning
 from jaxcomp.transform._recognition.factors import (
     Factor,
     Layout,
@@ -73,7 +73,7 @@ class _Chain:
 
 @dataclasses.dataclass(frozen=True)
 class _Search(Centred):
-    """Looks for the norm that begins by an array less its mean.
+    """Looks for the norm of an array and its mean.
 
     Attributes:
         shape: Shape of the array before it is reshaped into groups, if it is.
@@ -82,13 +82,22 @@ class _Search(Centred):
     shape: tuple[int, ...]
     _layouts: dict[Variable, Layout | None] = dataclasses.field(default_factory=dict)
 
-    def chains(self, centred: Variable) -> Iterator[_Chain]:
+    def chains(self, begins: Beginning) -> Iterator[_Chain]:
         """Returns what may be the argument of an activation function, and how it is made."""
-        chain = _Chain(centred, self.means.layout)
-        while (reader := self.next(chain.value)) is not None and self._take(chain, reader):
-            chain.value = reader.outvars[0]
+        chain = _Chain(begins.value, self.means.layout)
+        if begins.factor is not None and not self._multiply(chain, "mul", begins.factor):
+            return
+        if begins.bias is not None:
+            step = Step("add", False)
+            if chain.variance is None or not self._add(chain, step, begins.bias, [begins.bias]):
+                return
+        while True:
             if chain.variance is not None and chain.value.aval.shape == self.shape:
                 yield chain
+            reader = self.next(chain.value)
+            if reader is None or not self._take(chain, reader):
+                return
+            chain.value = reader.outvars[0]
 
     def _take(self, chain: _Chain, reader: Equation) -> bool:
         """Adds a step to a chain; False if it is none."""
@@ -106,6 +115,10 @@ class _Search(Centred):
             return chain.variance is not None and self._add(
                 chain, Step(name, False), operand, [operand]
             )
+        return self._multiply(chain, name, operand)
+
+    def _multiply(self, chain: _Chain, name: str, operand: Any) -> bool:
+        """Adds a product or quotient to a chain; False if it is none."""
         parameters, divides = [], False
         for atom, exponent in self.factors(operand):
             found = self.deviation((atom, exponent if name == "mul" else -exponent))
@@ -185,34 +198,31 @@ class _Search(Centred):
 def curved_norm(
     pattern: Pattern, equation: Equation, end: Callable[[Variable], End | None]
 ) -> tuple[CurvedNorm, End] | None:
-    """Returns the norm that begins by an equation `x - mean`, and its end; None if there is none.
+    """Returns the norm that begins by an equation, and its end; None if there is none.
 
     Args:
         pattern: The program.
         equation: The equation.
         end: Returns the activation function of which a value is the argument, which ends the norm.
     """
-    if equation.primitive.name != "sub" or not all(map(is_variable, equation.invars)):
+    begins = beginning(pattern, equation)
+    if begins is None:
         return None
-    centred: Any
-    (centred,) = equation.outvars
-    wide, mean = equation.invars
-    shape = centred.aval.shape
-    if len(shape) < 3 or 0 in shape or avals([wide])[0].shape != shape:
+    shape = begins.value.aval.shape
+    if len(shape) < 3 or 0 in shape or begins.x.aval.shape != shape:
         return None
-    grouped = pattern.before_casts(wide)
+    grouped = pattern.before_casts(begins.x)
     regroup = pattern.made(grouped, "reshape")
     whole = grouped if regroup is None else pattern.before_casts(regroup.invars[0])
     for x in dict.fromkeys((grouped, whole)):
-        if is_variable(x) and (found := _of(pattern, centred, mean, x, grouped, end)) is not None:
+        if is_variable(x) and (found := _of(pattern, begins, x, grouped, end)) is not None:
             return found
     return None
 
 
 def _of(
     pattern: Pattern,
-    centred: Variable,
-    mean: Atom,
+    begins: Beginning,
     x: Variable,
     grouped: Variable,
     end: Callable[[Variable], End | None],
@@ -223,16 +233,16 @@ def _of(
     if layout is None:
         return None
     means = Means(pattern, layout)
-    statistics = means.aligned(mean)
+    statistics = means.aligned(begins.mean)
     if statistics is None or len(statistics.axis_names) > 1:
         return None
     statistics = dataclasses.replace(statistics, of=pattern.before_casts(statistics.of))
     if statistics.of is not grouped:
         return None
     search = _Search(pattern, means, statistics, x.aval.shape)
-    for chain in search.chains(centred):
+    for chain in search.chains(begins):
         if (found := end(chain.value)) is not None:
-            norm = _norm(search, chain, x, whole, mean)
+            norm = _norm(search, chain, x, whole, begins.mean)
             return None if norm is None else (norm, found)
     return None
 

@@ -50,6 +50,13 @@ def adaptive(x, scale, bias):
     return y * (1 + of_sample) + 0.1 * of_sample
 
 
+def as_keras(x, scale, bias, axes=(0, 1, 2)):
+    """The mean is subtracted from the bias."""
+    mean, var = x.mean(axes, keepdims=True), x.var(axes, keepdims=True)
+    factor = lax.rsqrt(var + 1e-5) * scale[None, None, None]
+    return x * factor + (-mean * factor + bias[None, None, None])
+
+
 group_norm = functools.partial(of_nnx, functools.partial(nnx.GroupNorm, FEATURES, 4))
 in_bfloat16 = functools.partial(
     of_nnx, functools.partial(nnx.GroupNorm, FEATURES, 4, dtype="bfloat16")
@@ -92,6 +99,8 @@ def make_params():
         (of_equinox, jax.nn.relu, 5),
         (by_hand, jax.nn.leaky_relu, 5),
         (adaptive, jax.nn.silu, 4),
+        (as_keras, jax.nn.silu, 4),
+        (functools.partial(as_keras, axes=(1, 2)), jax.nn.silu, 4),
     ],
 )
 def test_one_code_for_norm_and_activation(norm, act, bits):

@@ -39,6 +39,14 @@ def one_pass(x, scale, bias):
     return y.astype(x.dtype), mean, var
 
 
+def folded(x, scale, bias):
+    """As TensorFlow and Keras write it."""
+    wide = x.astype(jnp.float32)
+    mean, var = wide.mean((0, 1, 2), keepdims=True), wide.var((0, 1, 2), keepdims=True)
+    factor = lax.rsqrt(var + 1e-5) * scale
+    return (wide * factor + (-mean * factor + bias)).astype(x.dtype), mean, var
+
+
 def network(norm, params, x):
     """A stem with a pool, a block with a projected skip connection, and one without."""
     p = iter(params)
@@ -69,6 +77,8 @@ def make_params():
         slow(standard, jnp.bfloat16),
         (divided, jnp.bfloat16),
         slow(one_pass, jnp.float32),
+        (folded, jnp.float32),
+        slow(folded, jnp.bfloat16),
     ],
 )
 def test_plain_functions(norm, dtype):
@@ -169,6 +179,47 @@ def almost(x, scale, bias, *, axes=(0, 1, 2), ddof=0, root=lax.rsqrt):
     mean = x.mean(axes, keepdims=True)
     var = x.var(axes, ddof=ddof, keepdims=True)
     return (x - mean) * root(var + 1e-5) * scale + bias
+
+
+def shifted(shift, x, scale, bias):
+    """Returns a ReLU of `x * factor + shift(...)`."""
+    mean, var = x.mean((0, 1, 2), keepdims=True), x.var((0, 1, 2), keepdims=True)
+    factor = lax.rsqrt(var + 1e-5) * scale
+    return jax.nn.relu(x * factor + shift(x, mean, factor, bias))
+
+
+@pytest.mark.parametrize(
+    ("shift", "recognized"),
+    [
+        (lambda x, mean, factor, bias: bias - mean * factor, True),
+        (lambda x, mean, factor, bias: bias - factor * mean, True),
+        (lambda x, mean, factor, bias: bias + -(mean * factor), True),
+        (lambda x, mean, factor, bias: -mean * factor, True),
+        (lambda x, mean, factor, bias: -(factor * mean), True),
+        (lambda x, mean, factor, bias: bias + mean * factor, False),
+        (lambda x, mean, factor, bias: mean * factor - bias, False),
+        (lambda x, mean, factor, bias: bias - mean, False),
+        (lambda x, mean, factor, bias: bias - mean * factor * factor, False),
+        (lambda x, mean, factor, bias: bias - jnp.square(x).mean((0, 1, 2)) * factor, False),
+        (lambda x, mean, factor, bias: bias - x.mean((1, 2), keepdims=True) * factor, False),
+    ],
+)
+def test_a_mean_may_be_subtracted_from_the_bias(shift, recognized):
+    norm = functools.partial(shifted, shift)
+    arguments = jax.random.normal(jax.random.key(1), (8, 16, 16, 16)), *2 * [jnp.full(16, 0.7)]
+    coded = jc.checkpoint(norm, "automatic")
+    plan = jc.plan(coded, *arguments)
+    assert any(value.op == "norm_act" for value in plan.values) == recognized
+    np.testing.assert_array_equal(coded(*arguments), norm(*arguments))
+
+    def gradients(fn, argnums):
+        loss = lambda *arguments: (fn(*arguments) * jnp.cos(arguments[0])).mean()  # noqa: E731
+        return jax.grad(loss, argnums)(*arguments)
+
+    for argnums in [(0,), (1,), (2,), (0, 1, 2)]:
+        pairs = zip(gradients(norm, argnums), gradients(coded, argnums), strict=True)
+        for exact, found in pairs:
+            assert np.linalg.norm(found - exact) <= 0.2 * np.linalg.norm(exact)
 
 
 def test_a_root_may_be_a_power():
