@@ -576,6 +576,9 @@ TABLES: dict[str, Table] = {
     "noise-vit-allocated": Table(
         NOISE, (Source("gradients-vit-allocated/gradients.json", reader=noise),)
     ),
+    "noise-resnet20-allocated": Table(
+        NOISE, (Source("gradients-resnet20-allocated/gradients.json", reader=noise),)
+    ),
     "noise-pooling-sampled": Table(
         NOISE, (Source("gradients-sampled/gradients.json", reader=noise),)
     ),

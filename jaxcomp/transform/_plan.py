@@ -36,7 +36,7 @@ _DEFAULTS = re.compile(
     r"(?=[,)])"
 )
 _WORTH_A_WARNING = 2**20  # bytes
-_WHY_EXACT = ("kept exactly", "no codec encodes")
+_WHY_EXACT = ("kept exactly", "no codec encodes", "fewer than")
 
 
 @dataclasses.dataclass(frozen=True)
