@@ -252,6 +252,21 @@ def test_salt_differs_with_all_elements_of_parameters_and_the_order_of_samples()
     assert len({*map(int, salts)}) == len(salts)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_salts_differ_with_signs_and_powers_of_two(dtype):
+    rng, count = np.random.default_rng(0), 10_000
+    signs = np.where(rng.random((count, 4, 40)) < 0.5, 1.0, -1.0)
+    powers = np.exp2(rng.integers(-3, 4, (count, 4, 40)))
+    x = jnp.asarray(np.concatenate([signs, powers]), dtype)
+    ones, of_signs = jnp.ones((2 * count, 12)), jnp.asarray(signs[:, 0, :12], dtype)
+    salt = jax.jit(jax.vmap(lambda *arrays: noise.salt(None, *arrays)))
+    assert len(set(salt(x, ones, ones).tolist())) == 2 * count
+    parameters = of_signs[: count // 2], of_signs[count // 2 :]
+    same = jnp.broadcast_to(x[0], (count // 2, 4, 40))
+    different = len({row.tobytes() for row in np.concatenate(parameters, 1)})
+    assert len(set(salt(same, *parameters).tolist())) == different
+
+
 def test_words_have_the_upper_bits_of_the_hash():
     x = normal((64, 64))
     numbers = noise.fraction(noise.words(x, 3))
