@@ -221,15 +221,22 @@ PRODUCTS: Columns = {
     "block": lambda row: row.name,
     "density": number("density", 1, ".2f"),
 }
-TEXTS: Columns = {
+LOSSES: Columns = {
     "row": name,
     "loss": text("validation_loss"),
     "difference": text("validation_loss_difference"),
-    "accuracy, %": text("validation_accuracy"),
-    "difference, points": text("validation_accuracy_difference"),
+}
+DECLARED: Columns = {
     "declared, MiB": number("declared_bytes", 2**20, ".1f"),
     "temp, MiB": number("temp_bytes", 2**20, ".1f"),
 }
+TEXTS: Columns = {
+    **LOSSES,
+    "accuracy, %": text("validation_accuracy"),
+    "difference, points": text("validation_accuracy_difference"),
+    **DECLARED,
+}
+DENOISING: Columns = {**LOSSES, **DECLARED}
 WHEN: Mapping[str, str] = {
     "plain": "it fits",
     "remat": "exact; there are FLOPs to spare",
@@ -567,6 +574,7 @@ TABLES: dict[str, Table] = {
     "transformer-lm": Table(TEXTS, (Source("transformers/lm/runs.json", reader=texts),)),
     "transformer-lm-cpu": Table(TEXTS, (Source("transformers-cpu/lm/runs.json", reader=texts),)),
     "transformer-lora": Table(TEXTS, (Source("transformers-cpu/lora/runs.json", reader=texts),)),
+    "diffusion": Table(DENOISING, (Source("transformers-cpu/diffusion/runs.json", reader=texts),)),
     "transformer-vit": Table(TEXTS, (Source("transformers/vit/runs.json", reader=texts),)),
     "noise-lm": Table(NOISE, (Source("gradients-lm/gradients.json", reader=noise),)),
     "noise-lm-dither": Table(NOISE, (Source("gradients-lm-dither/gradients.json", reader=noise),)),
