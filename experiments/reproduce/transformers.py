@@ -1,4 +1,4 @@
-r"""Trains small networks on text and images by several strategies, with the same seeds.
+"""Trains small networks on text and images by several strategies, with the same seeds.
 
     python -m experiments.reproduce.transformers --out experiments/results/transformers
 

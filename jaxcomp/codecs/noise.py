@@ -19,7 +19,7 @@ PLACES = 1024  # elements of an array that `spot_check` reads
 _FEW_PLACES = 256  # elements of an array that `salt` reads: its kernel is compiled for each shape
 
 
-# Traced once for each type: operators of arrays are calls, which take longer to trace.
+# Such a function is traced once for each type. Outside of one, each operator is a call to trace.
 _inlined = functools.partial(jax.jit, inline=True)
 
 
