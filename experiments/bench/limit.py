@@ -61,7 +61,7 @@ Coded = tuple[Float[Array, "..."], float]
 
 @dataclasses.dataclass(frozen=True)
 class Recorded(Codec):
-    """Keeps arrays in bfloat16, and adds them to a list as they are.
+    """Keeps arrays in float8, and adds them to a list as they are.
 
     A codec that takes no fewer bytes would not be used.
 
@@ -80,7 +80,7 @@ class Recorded(Codec):
             self.found.append((self.role, np.asarray(x)))
             return self.found[-1][1]
 
-        return (jax.pure_callback(record, jax.typeof(x), x).astype(jnp.bfloat16),)
+        return (jax.pure_callback(record, jax.typeof(x), x).astype(jnp.float8_e4m3fn),)
 
     def _decode(self, arrays: tuple[Array, ...], shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         return arrays[0].astype(dtype)
