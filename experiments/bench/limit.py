@@ -95,7 +95,7 @@ def saved_activations(subject: Subject) -> list[tuple[str, np.ndarray]]:
     ]
     model = jc.compress(subject.model("plain"), Policy(tuple(rules)))
     model.train()
-    nnx.value_and_grad(subject.loss)(model, subject.batch)
+    jax.block_until_ready(nnx.value_and_grad(subject.loss)(model, subject.batch))
     return found
 
 
