@@ -59,11 +59,12 @@ Coded = tuple[Float[Array, "..."], float]
 """Decoded values, and the bits that are stored for each."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Recorded(Codec):
     """Keeps arrays in float8, and adds them to a list as they are.
 
-    A codec that takes no fewer bytes would not be used.
+    A codec that takes no fewer bytes would not be used. None equals another one: what is traced for
+    a codec is remembered.
 
     Attributes:
         role: The role of the arrays.
@@ -71,7 +72,7 @@ class Recorded(Codec):
     """
 
     role: str
-    found: list[tuple[str, np.ndarray]] = dataclasses.field(compare=False, hash=False)
+    found: list[tuple[str, np.ndarray]]
     name: ClassVar[str] = "recorded"
     unbiased = True
 
