@@ -32,11 +32,12 @@ from experiments.common.options import Add, Out, Strategies, usage_errors
 from experiments.common.palette import style
 from experiments.common.record import describe_environment, read_table, write_json, write_table
 from experiments.data.datasets import load
-from experiments.reproduce.runs import Runs, Variable, split
+from experiments.reproduce.runs import Runs, Variable
 from experiments.reproduce.tasks import TASKS, epochs
 from experiments.training.config import TrainConfig
 from experiments.training.planning import quantized_bits
 from experiments.training.run import build, count_epoch_steps, cross_entropy
+from jaxcomp._core.modules import split_model
 from jaxcomp.diagnostics import plan_bits
 from jaxcomp.memory import declared_residual_bytes
 from jaxcomp.models.training import TrainState
@@ -136,7 +137,7 @@ def task_subject(model: str, steps: Sequence[int], batch: int) -> Subject:
 
 def declared_bytes(subject: Subject, model: nnx.Module) -> int:
     """Returns the declared residual bytes of the gradient of the subject's loss."""
-    graphdef, params, rest = split(model, subject.trained)
+    graphdef, params, rest = split_model(model, subject.trained)
 
     def loss(params: Any, rest: Any, batch: Any) -> jax.Array:
         return subject.loss(nnx.merge(graphdef, params, rest, copy=True), batch)

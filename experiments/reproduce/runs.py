@@ -13,9 +13,9 @@ import optax
 from flax import nnx
 
 from jaxcomp import memory
-from jaxcomp._core.modules import State
+from jaxcomp._core.modules import split_model
 from jaxcomp.models import training
-from jaxcomp.models._network import classification
+from jaxcomp.models._network import classification, of_parts
 from jaxcomp.planning import Strategy
 
 PEAK_RATE, WARM_UP = 5e-3, 0.1
@@ -51,11 +51,6 @@ class Task:
     has_accuracy: bool = True
 
 
-def split(model: nnx.Module, trained: type[Variable]) -> tuple[nnx.GraphDef[Any], State, State]:
-    """Splits a model into its structure, the variables that are trained, and the others."""
-    return nnx.split(model, trained, ...)  # type: ignore[return-value] # always two states here
-
-
 class Runs:
     """The runs of a task by one strategy, whose step is compiled once."""
 
@@ -63,15 +58,7 @@ class Runs:
         self.task, self.strategy, self.steps = task, Strategy.parse(spec), steps
         schedule = optax.warmup_cosine_decay_schedule(0, PEAK_RATE, round(WARM_UP * steps), steps)
         self.optimizer = training.adamw(schedule, weight_decay=0.1)
-        model = self.model(seed=0)
-        model.train()
-        graphdef, _, _ = split(model, task.trained)
-
-        def loss_fn(params: Any, model_state: Any, inputs: Any, labels: Any) -> Any:
-            network = nnx.merge(graphdef, params, model_state, copy=True)
-            loss, metrics = task.loss(network, inputs, labels)
-            return loss, (split(network, task.trained)[2], metrics)
-
+        loss_fn, _, _ = of_parts(self.model(seed=0), task.loss, task.trained)
         self.step = training.make_train_step(loss_fn, self.optimizer, self.strategy.micro_batches)
         self.evaluate = jax.jit(
             lambda state, *batch: loss_fn(state.params, state.model_state, *batch)[1][1]
@@ -83,7 +70,7 @@ class Runs:
 
     def start(self, seed: int) -> training.TrainState:
         """Returns the state before the first step."""
-        _, params, model_state = split(self.model(seed), self.task.trained)
+        _, params, model_state = split_model(self.model(seed), self.task.trained)
         count = jnp.zeros((), jnp.int32)
         return training.TrainState(count, params, model_state, self.optimizer.init(params))
 

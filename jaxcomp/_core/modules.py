@@ -6,14 +6,17 @@ from collections.abc import Callable, Hashable
 from typing import Any, cast
 
 from flax import nnx
+from flax.nnx import filterlib
 
 State = nnx.State[Any, Any]
 _WHERE = "call jaxcomp.compress and uncompress outside of nnx.jit, nnx.grad and the like"
 
 
-def split_model(model: nnx.Module) -> tuple[nnx.GraphDef[Any], State, State]:
-    """Splits a model into its structure, its parameters and its other variables."""
-    return nnx.split(model, nnx.Param, ...)  # type: ignore[return-value] # always two states here
+def split_model(
+    model: nnx.Module, trained: filterlib.Filter = nnx.Param
+) -> tuple[nnx.GraphDef[Any], State, State]:
+    """Splits a model into its structure, the variables that are trained, and the others."""
+    return nnx.split(model, trained, ...)  # type: ignore[return-value] # always two states here
 
 
 class _DerivedMeta(type(nnx.Module)):  # type: ignore[misc] # the type of modules

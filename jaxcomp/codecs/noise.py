@@ -223,7 +223,7 @@ def salt(
         """Mixes the elements at each place, and sums, in a single small kernel."""
         vectors = [_sampled(array, _FEW_PLACES) for array in arrays]
         count = max(vector.size for vector in vectors)
-        h = jnp.asarray(0 if seed is None else seed).astype(jnp.uint32)
+        h = _word(seed)
         for vector in vectors:
             bits = lax.bitcast_convert_type(vector, jnp.uint32)
             h = (h ^ jnp.pad(bits, (0, count - vector.size))) * jnp.uint32(0x846CA68B)
@@ -317,8 +317,12 @@ def folded(seed: Seed, number: int | Array) -> UInt32[Array, ""]:
         >>> bool(folded(0, 1) == folded(1, 0))
         False
     """
-    base = jnp.asarray(0 if seed is None else seed).astype(jnp.uint32)
-    return _mix(_mix(base + jnp.uint32(1)) + jnp.asarray(number).astype(jnp.uint32))
+    return _mix(_mix(_word(seed) + jnp.uint32(1)) + jnp.asarray(number).astype(jnp.uint32))
+
+
+def _word(seed: Seed) -> Array:
+    """Returns a seed as a word; None is 0."""
+    return jnp.asarray(0 if seed is None else seed).astype(jnp.uint32)
 
 
 def counted(seed: Seed, count: int, step: int) -> list[Array]:
@@ -340,7 +344,7 @@ def counted(seed: Seed, count: int, step: int) -> list[Array]:
         >>> len(counted(7, 3, step=1))
         3
     """
-    last = jnp.asarray(0 if seed is None else seed).astype(jnp.uint32) * jnp.uint32(GOLDEN)
+    last = _word(seed) * jnp.uint32(GOLDEN)
     made = []
     for _ in range(count):
         last = lax.optimization_barrier(last + jnp.uint32(step % 2**32))

@@ -10,6 +10,7 @@ from flax import nnx
 from flax.nnx import filterlib
 
 from jaxcomp._core.explicit import explicit_axes
+from jaxcomp._core.modules import split_model
 from jaxcomp.memory._tracing import inner_jaxprs, open_jaxpr
 from jaxcomp.transform._program.program import Program
 from jaxcomp.transform._program.without_codes import has_codes, without_codes
@@ -84,7 +85,7 @@ def of_parameters(
     graphdef: Any = None
     rest: Any = None
     if isinstance(model, nnx.Module):
-        graphdef, _, rest = nnx.split(model, wrt, ...)  # type: ignore[misc] # two states
+        graphdef, _, rest = split_model(model, wrt)
 
     def of(params: Any, batch: Any) -> jax.Array:
         given = params if graphdef is None else nnx.merge(graphdef, params, rest, copy=True)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import linen, nnx
+from flax.nnx import filterlib
 from jax.typing import DTypeLike
 
 from jaxcomp._core.modules import split_model
@@ -78,14 +79,22 @@ def of_nnx(
     loss_of: Callable[..., tuple[jax.Array, training.Metrics]] = classification,
 ) -> Built:
     """Returns the loss of an NNX model, to which the strategy is applied."""
-    model = strategy(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))))
+    return of_parts(strategy(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0)))), loss_of)
+
+
+def of_parts(
+    model: nnx.Module,
+    loss_of: Callable[..., tuple[jax.Array, training.Metrics]],
+    trained: filterlib.Filter = nnx.Param,
+) -> Built:
+    """Returns the loss of a model, which is put into training mode, by what is trained of it."""
     model.train()
-    graphdef, params, model_state = split_model(model)
+    graphdef, params, model_state = split_model(model, trained)
 
     def loss_fn(params: Any, model_state: Any, inputs: Any, labels: Any) -> Any:
         model = nnx.merge(graphdef, params, model_state, copy=True)
         loss, metrics = loss_of(model, inputs, labels)
-        return loss, (split_model(model)[2], metrics)
+        return loss, (split_model(model, trained)[2], metrics)
 
     return loss_fn, params, model_state
 

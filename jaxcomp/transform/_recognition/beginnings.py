@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from jaxcomp.transform._program.types import Atom, Equation, Variable, is_variable
 from jaxcomp.transform._recognition.pattern import LAYOUT, Pattern
 
-_FEW = 8  # times fewer elements than the array
+FEW = 8  # times fewer elements than the array
 
 
 class Beginning(NamedTuple):
@@ -54,7 +54,7 @@ def _sum(pattern: Pattern, equation: Equation) -> Beginning | None:
             continue
         for x, factor in _both_orders(product):
             few = pattern.through(factor, *LAYOUT)
-            if x.aval.shape == value.aval.shape and few.aval.size * _FEW <= x.aval.size:
+            if x.aval.shape == value.aval.shape and few.aval.size * FEW <= x.aval.size:
                 for mean, bias in _shifts(pattern, shift, factor):
                     return Beginning(x, mean, value, factor, bias)
     return None

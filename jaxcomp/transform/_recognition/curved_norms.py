@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from jaxcomp.codecs._codec import FLOATS
 from jaxcomp.transform._program.types import Atom, Equation, Variable, is_variable
-from jaxcomp.transform._recognition.beginnings import Beginning, beginning
+from jaxcomp.transform._recognition.beginnings import FEW, Beginning, beginning
 from jaxcomp.transform._recognition.factors import (
     Factor,
     Layout,
@@ -22,7 +22,6 @@ from jaxcomp.transform._recognition.pattern import LAYOUT, Pattern
 from jaxcomp.transform._recognition.traced_norms import Groups, Step, TracedNormalization
 
 End = TypeVar("End")
-_FEW = 8  # times fewer elements than the array
 _ELEMENTWISE = {
     *("add", "sub", "mul", "div", "max", "select_n"),
     *("integer_pow", "pow", "rsqrt", "sqrt", "square"),
@@ -134,7 +133,7 @@ class _Search(Centred):
         sizes = [operand.aval.shape[axis] for axis in self.varying(operand)]
         if operand.aval.ndim != len(self.shape) or chain.value.aval.shape != self.shape:
             return False
-        if math.prod(sizes) * _FEW > math.prod(self.shape):
+        if math.prod(sizes) * FEW > math.prod(self.shape):
             return False
         chain.steps.append((step, operand))
         chain.parameters += [self.pattern.through(atom, *LAYOUT) for atom in parameters]
@@ -259,7 +258,7 @@ def _norm(
     wide = {i for i, axis in enumerate(factors) if any(is_kept for _, is_kept in axis)}
     wide = wide.union(*map(search.varying, operands))
     feature = max(wide - {0}, default=len(shape) - 1)
-    few = math.prod(shape[i] for i in wide) * _FEW <= math.prod(shape) and wide <= {0, feature}
+    few = math.prod(shape[i] for i in wide) * FEW <= math.prod(shape) and wide <= {0, feature}
     count = math.prod(f.size for f in kept)
     arrays = x, *of_x, *parameters
     if not (

@@ -213,7 +213,9 @@ def test_a_mean_may_be_subtracted_from_the_bias(shift, recognized):
     np.testing.assert_array_equal(coded(*arguments), norm(*arguments))
 
     def gradients(fn, argnums):
-        loss = lambda *arguments: (fn(*arguments) * jnp.cos(arguments[0])).mean()  # noqa: E731
+        def loss(*arguments):
+            return (fn(*arguments) * jnp.cos(arguments[0])).mean()
+
         return jax.grad(loss, argnums)(*arguments)
 
     for argnums in [(0,), (1,), (2,), (0, 1, 2)]:
