@@ -1,6 +1,8 @@
 r"""Effect of compressed activations on test loss and accuracy, over many seeds.
 
     python -m experiments.reproduce.accuracy --data-dir data/tfds --out experiments/results/accuracy
+    python -m experiments.reproduce.accuracy --network resnet14 --data-dir data/tfds \
+        --out experiments/results/accuracy-resnet14
     python -m experiments.reproduce.accuracy --network resmlp_tiny --data-dir data/tfds \
         --out experiments/results/accuracy-resmlp
 
@@ -51,18 +53,16 @@ class Network:
     strategies: tuple[str, ...]
 
 
+def _residual(depths: tuple[int, ...], width: int, rngs: nnx.Rngs) -> nnx.Module:
+    """Makes a residual network for the ten classes of Fashion-MNIST."""
+    options: dict[str, Any] = dict(imagenet=True, num_classes=10, in_channels=1)
+    return resnet.ResNet(resnet.BasicBlock, depths, width, **options, rngs=rngs)
+
+
 _CONFIG = TrainConfig(dataset="fashion_mnist", epochs=3, batch=128, augment=False)
 NETWORKS = {
     "resnet8": Network(
-        lambda rngs: resnet.ResNet(
-            resnet.BasicBlock,
-            (1, 1, 1),
-            16,
-            imagenet=True,
-            num_classes=10,
-            in_channels=1,
-            rngs=rngs,
-        ),
+        lambda rngs: _residual((1, 1, 1), 16, rngs),
         replace(_CONFIG, model="resnet8"),
         (
             "plain",
@@ -74,6 +74,11 @@ NETWORKS = {
             "division",
             "pooling:window=2",
         ),
+    ),
+    "resnet14": Network(
+        lambda rngs: _residual((2, 2, 2), 8, rngs),
+        replace(_CONFIG, model="resnet14"),
+        ("plain", "remat", "automatic", "automatic:bits=3", "pooling:window=2,sampled=true"),
     ),
     "resmlp_tiny": Network(
         lambda rngs: catalog.create(
