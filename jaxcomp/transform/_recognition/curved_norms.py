@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from jaxcomp.codecs._codec import FLOATS
 from jaxcomp.transform._program.types import Atom, Equation, Variable, is_variable
@@ -49,6 +49,22 @@ class CurvedNorm:
     norm: TracedNormalization
 
 
+class _Step(NamedTuple):
+    """A product, quotient or sum of the normalised array and an operand.
+
+    Attributes:
+        name: "mul", "div" or "add".
+        divides: Whether the operand is divided by the deviation, too.
+        operand: The operand.
+        layout: Of the array.
+    """
+
+    name: str
+    divides: bool
+    operand: Any
+    layout: Layout
+
+
 @dataclasses.dataclass
 class _Chain:
     """What follows an array less its mean.
@@ -58,7 +74,7 @@ class _Chain:
         layout: Of it.
         variance: The variance by whose root it is divided; None before it is.
         epsilon: What is added to the variance.
-        steps: Other steps, and their operands.
+        steps: Other steps.
         parameters: What the operands are made of, besides statistics.
     """
 
@@ -66,7 +82,7 @@ class _Chain:
     layout: Layout
     variance: Any = None
     epsilon: float = 0.0
-    steps: list[tuple[Step, Any]] = dataclasses.field(default_factory=list)
+    steps: list[_Step] = dataclasses.field(default_factory=list)
     parameters: list[Any] = dataclasses.field(default_factory=list)
 
 
@@ -86,10 +102,8 @@ class _Search(Centred):
         chain = _Chain(begins.value, self.means.layout)
         if begins.factor is not None and not self._multiply(chain, "mul", begins.factor):
             return
-        if begins.bias is not None:
-            step = Step("add", False)
-            if chain.variance is None or not self._add(chain, step, begins.bias, [begins.bias]):
-                return
+        if begins.bias is not None and not self._shift(chain, begins.bias):
+            return
         while True:
             if chain.variance is not None and chain.value.aval.shape == self.shape:
                 yield chain
@@ -111,9 +125,7 @@ class _Search(Centred):
             return False
         (operand,) = others
         if name == "add":
-            return chain.variance is not None and self._add(
-                chain, Step(name, False), operand, [operand]
-            )
+            return self._shift(chain, operand)
         return self._multiply(chain, name, operand)
 
     def _multiply(self, chain: _Chain, name: str, operand: Any) -> bool:
@@ -127,15 +139,20 @@ class _Search(Centred):
                 return False
             else:
                 (chain.variance, chain.epsilon), divides = found, True
-        return not parameters or self._add(chain, Step(name, divides), operand, parameters)
+        step = _Step(name, divides, operand, chain.layout)
+        return not parameters or self._add(chain, step, parameters)
 
-    def _add(self, chain: _Chain, step: Step, operand: Any, parameters: Sequence[Any]) -> bool:
-        sizes = [operand.aval.shape[axis] for axis in self.varying(operand)]
-        if operand.aval.ndim != len(self.shape) or chain.value.aval.shape != self.shape:
+    def _shift(self, chain: _Chain, operand: Any) -> bool:
+        """Adds a sum to a chain; False if it is not divided by the deviation yet."""
+        step = _Step("add", False, operand, chain.layout)
+        return chain.variance is not None and self._add(chain, step, [operand])
+
+    def _add(self, chain: _Chain, step: _Step, parameters: Sequence[Any]) -> bool:
+        shape = step.operand.aval.shape
+        sizes = [shape[axis] for axis in self.varying(step.operand)]
+        if len(shape) != len(chain.layout) or math.prod(sizes) * FEW > math.prod(self.shape):
             return False
-        if math.prod(sizes) * FEW > math.prod(self.shape):
-            return False
-        chain.steps.append((step, operand))
+        chain.steps.append(step)
         chain.parameters += [self.pattern.through(atom, *LAYOUT) for atom in parameters]
         return True
 
@@ -253,10 +270,12 @@ def _norm(
     pattern, kept, shape = search.pattern, leaves(search.statistics.kept), search.shape
     of_x = [pattern.through(atom, *LAYOUT) for atom in (mean, chain.variance)]
     parameters = [*dict.fromkeys(chain.parameters)]
-    operands = [operand for _, operand in chain.steps]
+    operands = [step.operand for step in chain.steps]
     factors = tuple(tuple((f.size, f in kept) for f in leaves(axis)) for axis in layout)
     wide = {i for i, axis in enumerate(factors) if any(is_kept for _, is_kept in axis)}
-    wide = wide.union(*map(search.varying, operands))
+    varying = [s.layout[axis] for s in chain.steps for axis in search.varying(s.operand)]
+    varied = {factor for axis in varying for factor in leaves(axis)}
+    wide |= {i for i, axis in enumerate(layout) if varied.intersection(leaves(axis))}
     feature = max(wide - {0}, default=len(shape) - 1)
     few = math.prod(shape[i] for i in wide) * FEW <= math.prod(shape) and wide <= {0, feature}
     count = math.prod(f.size for f in kept)
@@ -283,7 +302,10 @@ def _norm(
         of_statistics=of_statistics,
         of_result=of_result,
         of_steps=of_steps,
-        steps=tuple(step for step, _ in chain.steps),
+        steps=tuple(
+            Step(s.name, s.divides, tuple(len(leaves(axis)) for axis in s.layout))
+            for s in chain.steps
+        ),
         axis_name=next(iter(search.statistics.axis_names), None),
         axis_index_groups=search.statistics.axis_index_groups,
     )

@@ -1,6 +1,7 @@
 """Norms of groups of elements, with the formulas of a program."""
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -51,6 +52,27 @@ class Groups:
     def _wide_shape(self) -> list[int]:
         return [1 if i in self.axes else size for i, size in enumerate(self.shape)]
 
+    def operand(self, value: Array, counts: tuple[int, ...]) -> Array:
+        """Returns an operand of the array, as one of a wide array.
+
+        Args:
+            value: The operand, which is constant along `axes`.
+            counts: How many factors of the array each axis of the operand is.
+        """
+        sizes = [size for size, _ in self._wide_factors]
+        pending = iter(sizes)
+        parts = [list(itertools.islice(pending, count)) for count in counts]
+        ends = [min(n, math.prod(part)) for n, part in zip(value.shape, parts, strict=True)]
+        narrow = lax.slice(value, [0] * value.ndim, ends)
+        if counts == tuple(map(len, self.factors)):
+            return narrow
+        of_factors = [
+            size if n != 1 else 1
+            for n, part in zip(narrow.shape, parts, strict=True)
+            for size in part
+        ]
+        return jnp.broadcast_to(narrow.reshape(of_factors), sizes).reshape(self._wide_shape)
+
     def wide(self, statistic: Array) -> Array:
         """Returns a statistic, wide."""
         factors = self._wide_factors
@@ -73,10 +95,12 @@ class Step:
     Attributes:
         name: "mul", "div" or "add".
         divides: Whether the operand is divided by the deviation, too.
+        counts: How many factors of the array each axis of the operand is.
     """
 
     name: str
     divides: bool
+    counts: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -125,12 +149,11 @@ class TracedNormalization(Normalization):
         gain, offset = jnp.ones_like(deviation), jnp.zeros_like(deviation)
         operands = evaluated(self.of_steps, [mean, variance, *parameters])
         for step, operand in zip(self.steps, operands, strict=True):
-            ends = [1 if i in self.groups.axes else n for i, n in enumerate(operand.shape)]
-            narrow = lax.slice(operand, [0] * operand.ndim, ends).astype(jnp.float32)
+            wide = self.groups.operand(operand, step.counts).astype(jnp.float32)
             if step.name == "add":
-                offset += narrow
+                offset += wide
             else:
-                factor = narrow if step.name == "mul" else 1 / narrow
+                factor = wide if step.name == "mul" else 1 / wide
                 factor = factor * deviation if step.divides else factor
                 gain, offset = gain * factor, offset * factor
         return jnp.moveaxis(gain, self.feature, -1), jnp.moveaxis(offset, self.feature, -1)
