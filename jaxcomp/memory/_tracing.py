@@ -144,11 +144,14 @@ def open_jaxpr(program: Any) -> Any:
 
 
 def inner_jaxprs(equation: JaxprEqn) -> Iterator[Jaxpr]:
-    """Returns the jaxprs in the parameters of an equation, without their constants."""
+    """Returns the jaxprs that an equation evaluates, without their constants."""
     return map(open_jaxpr, _inner_programs(equation))
 
 
 def _inner_programs(equation: JaxprEqn) -> Iterator[Any]:
+    if equation.primitive.name == "custom_linear_solve":
+        yield equation.params["jaxprs"].solve  # the others are for derivatives
+        return
     for parameter in equation.params.values():
         for value in parameter if isinstance(parameter, (tuple, list)) else (parameter,):
             if isinstance(open_jaxpr(value), Jaxpr):

@@ -135,6 +135,19 @@ def test_without_a_gradient_inside_the_pullback_is_counted():
     assert declared_residual_bytes(code, W, X) == packed
 
 
+def test_programs_that_derivatives_alone_run_are_no_backward_pass():
+    """As the transposed solution that a linear system of `jax.numpy` has in its equation."""
+
+    def solved(w, x):
+        matrix = 4 * jnp.eye(4) + w
+        return jnp.sin(jnp.linalg.solve(matrix, x.T)).sum()
+
+    matrices = 2 * 4 * 4 * 4 + 4 * 4  # itself, its factors, and their permutation
+    solution_and_cosine = 2 * FLOAT
+    for fn in (solved, jax.grad(solved, (0, 1))):
+        assert declared_residual_bytes(fn, W, X) == matrices + solution_and_cosine
+
+
 def test_integers_have_no_residuals():
     assert declared_residual_bytes(lambda i: i * i, jax.ShapeDtypeStruct((4,), jnp.int32)) == 0
 
