@@ -1,11 +1,12 @@
 """`Context`: what holds for all programs of one call, and what is noted about them."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from jaxcomp.policies._policy import JaxPolicy, Policy, has_codecs
 from jaxcomp.policies._rule import Rule
 from jaxcomp.policies._value import Value, dtype_name
+from jaxcomp.transform._choice.outliers import Outlier
 from jaxcomp.transform._pieces.limits import Limits, current_limits
 from jaxcomp.transform._program.program import Program
 
@@ -45,6 +46,7 @@ class Context:
         keeps_rules: Whether rules of users' `jax.custom_vjp` functions stay one equation each. So
             it is while the bytes of a region under `jax.checkpoint` are compared: its author has
             chosen to make the residuals of these functions again.
+        outliers: The large constants that arguments of the program hold, by their positions.
     """
 
     policy: Policy | JaxPolicy
@@ -54,6 +56,7 @@ class Context:
     is_region_body: bool = False
     regions_are_decided: bool = False
     keeps_rules: bool = False
+    outliers: Mapping[int, Outlier] = dataclasses.field(default_factory=dict)
 
     @property
     def opens_rules(self) -> bool:
@@ -71,10 +74,14 @@ class Context:
         """Whether the policy has codecs."""
         return has_codecs(self.policy)
 
-    def inside(self, iterations: int) -> "Context":
+    def inside(self, iterations: int, outliers: Mapping[int, Outlier]) -> "Context":
         """Returns the context of the body of a loop, which takes note in the same places."""
-        iterations *= self.iterations
-        return dataclasses.replace(self, iterations=iterations, regions_are_decided=False)
+        return dataclasses.replace(
+            self,
+            iterations=iterations * self.iterations,
+            regions_are_decided=False,
+            outliers=outliers,
+        )
 
     def of_region(self) -> "Context":
         """Returns the context of a region that is kept, which notes nothing and encodes nothing."""

@@ -16,6 +16,7 @@ from jaxcomp.policies._rule import Rule
 from jaxcomp.policies._value import Value, dtype_name
 from jaxcomp.transform._choice.context import Context
 from jaxcomp.transform._choice.graph import Graph, coded_nbytes, nbytes
+from jaxcomp.transform._choice.outliers import Outliers, outliers
 from jaxcomp.transform._program.origins import module_path
 from jaxcomp.transform._program.types import Equation, Variable
 
@@ -60,6 +61,8 @@ def decide(
             store.
     """
     arguments = [v for v in graph.program.arguments if v not in graph.held]
+    large = outliers(graph.program, context.outliers) if context.encodes else Outliers({}, {})
+    multiplied = [v for v in large.held if roles.get(v) in ("operand", "derivative")]
     decisions = {}
     for variable in (*arguments, *graph.program.made_by):
         names = graph.names_of(variable)
@@ -83,6 +86,14 @@ def decide(
         decision = _decide(context, value, step, named)
         if decision.action == "recompute" and value.primitive == "scan":
             decision = Decision("keep", note="kept: a loop is not run again as a whole")
+        if decision.codec is not None and variable in large.held:
+            constant = f"{large.held[variable].constant:g}"
+            note = f"kept exactly: next to its {constant} a code has no levels for other numbers"
+            decision = dataclasses.replace(decision, codec=None, note=note)
+        elif decision.codec is not None and multiplied and large.behind.get(variable) == 0:
+            constant = f"{large.held[multiplied[0]].constant:g}"
+            note = f"kept exactly: it may be multiplied by {constant} where it is 0"
+            decision = dataclasses.replace(decision, codec=None, note=note)
         decisions[variable] = decision
     return decisions
 

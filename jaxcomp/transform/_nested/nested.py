@@ -5,6 +5,7 @@ from collections.abc import Collection, Sequence
 
 from jaxcomp.transform._choice.context import Context
 from jaxcomp.transform._choice.graph import Graph
+from jaxcomp.transform._choice.outliers import outliers
 from jaxcomp.transform._choice.schedule import schedule
 from jaxcomp.transform._nested.bounded import Bounded
 from jaxcomp.transform._nested.branches import Conditional, is_conditional
@@ -65,7 +66,8 @@ def _scheduled(
     if takes_seed:
         program = with_units(program, units)
     context = context.around(program)
-    outer = Outer(context, scheduled, [])
+    large = outliers(program, context.outliers).held if has_nested and context.encodes else {}
+    outer = Outer(context, scheduled, [], large)
     if has_nested:
         program = _with_nested(program, active, coded, outer)
     of_program = schedule(program, active, coded, context)

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import jax.numpy as jnp
 from jaxtyping import Array, PyTree
@@ -15,13 +15,14 @@ from jaxcomp.codecs._codec import Seed
 from jaxcomp.transform._choice.choice import total_bytes
 from jaxcomp.transform._choice.context import Context
 from jaxcomp.transform._choice.graph import NESTED
+from jaxcomp.transform._choice.outliers import Outlier
 from jaxcomp.transform._choice.schedule import Schedule
 from jaxcomp.transform._execution import backward, forward
 from jaxcomp.transform._nested.chunks import as_it_is
 from jaxcomp.transform._nested.regions import Region
 from jaxcomp.transform._program.builder import Builder
 from jaxcomp.transform._program.program import Program
-from jaxcomp.transform._program.types import Atom, Equation
+from jaxcomp.transform._program.types import Atom, Equation, Variable, is_variable
 from jaxcomp.transform._recognition.unit import Recognized
 
 _numbers = itertools.count()
@@ -133,11 +134,13 @@ class Outer:
         context: The policy.
         schedule: Schedules a program, as `nested.scheduled` does.
         nested: Takes the loops and conditionals that store something.
+        outliers: The large constants that values of the program hold.
     """
 
     context: Context
     schedule: Callable[[Program, Sequence[int], Collection[int], Context], ScheduledProgram]
     nested: list[Nested]
+    outliers: Mapping[Variable, Outlier]
 
     def scheduled(
         self,
@@ -151,7 +154,11 @@ class Outer:
         builder = Builder()
         results = builder.inline(body, body.arguments, call=equation)
         program = builder.program(body, body.arguments, results)
-        return self.schedule(program, active, coded, self.context.inside(iterations))
+        # The last operands of a call are the program's.
+        pairs = zip(reversed(range(len(body.arguments))), reversed(equation.invars), strict=False)
+        large = {i: self.outliers.get(atom) for i, atom in pairs if is_variable(atom)}
+        outliers = {i: outlier for i, outlier in large.items() if outlier is not None}
+        return self.schedule(program, active, coded, self.context.inside(iterations, outliers))
 
     def noted(self, nested: Nested) -> Nested:
         """Takes note of a loop or a conditional, and returns it."""
