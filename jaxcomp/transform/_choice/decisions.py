@@ -1,7 +1,7 @@
 """Applies a policy to every value of a program."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Literal, cast
 
 import jax.numpy as jnp
@@ -52,9 +52,15 @@ class Decision:
 
 
 def decide(
-    graph: Graph, roles: Mapping[Variable, str], context: Context
+    graph: Graph, roles: Mapping[Variable, str], multiplied: Set[Variable], context: Context
 ) -> dict[Variable, Decision]:
     """Returns the decision for every value that is not held; `context` takes note.
+
+    Args:
+        graph: The forward program.
+        roles: What the backward pass does with each value.
+        multiplied: Those that it multiplies cotangents by.
+        context: The policy.
 
     Raises:
         TypeError: If the policy answers what is no answer, or a codec for a value that it cannot
@@ -62,7 +68,7 @@ def decide(
     """
     arguments = [v for v in graph.program.arguments if v not in graph.held]
     large = outliers(graph.program, context.outliers) if context.encodes else Outliers({}, {})
-    multiplied = [v for v in large.held if roles.get(v) in ("operand", "derivative")]
+    factors = [v for v in large.held if v in multiplied]
     decisions = {}
     for variable in (*arguments, *graph.program.made_by):
         names = graph.names_of(variable)
@@ -90,8 +96,8 @@ def decide(
             constant = f"{large.held[variable].constant:g}"
             note = f"kept exactly: next to its {constant} a code has no levels for other numbers"
             decision = dataclasses.replace(decision, codec=None, note=note)
-        elif decision.codec is not None and multiplied and large.behind.get(variable) == 0:
-            constant = f"{large.held[multiplied[0]].constant:g}"
+        elif decision.codec is not None and factors and large.behind.get(variable) == 0:
+            constant = f"{large.held[factors[0]].constant:g}"
             note = f"kept exactly: it may be multiplied by {constant} where it is 0"
             decision = dataclasses.replace(decision, codec=None, note=note)
         decisions[variable] = decision

@@ -155,7 +155,7 @@ def _of_linearized(
     graph = _graph(forward, coded, same)
     demand = Demand.of(linearized)
     roles = graph.roles(demand.roles)
-    decisions = asked = decide(graph, roles, context)
+    decisions = asked = decide(graph, roles, demand.multiplied, context)
     if context.is_region_body:
         decisions = with_recomputed_products(linearized, decisions, context.limits)
     if why_exact:

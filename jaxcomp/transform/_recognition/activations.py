@@ -20,6 +20,7 @@ from jaxcomp.policies._value import Value, dtype_name
 from jaxcomp.transform._choice.context import Context
 from jaxcomp.transform._choice.decisions import codec_in_roles
 from jaxcomp.transform._choice.graph import Graph
+from jaxcomp.transform._choice.outliers import outliers
 from jaxcomp.transform._program.builder import flat
 from jaxcomp.transform._program.custom_rules import rule_of
 from jaxcomp.transform._program.origins import module_path
@@ -203,9 +204,10 @@ def coded_activations(
         context: The policy, which takes note.
     """
     free = Graph(pattern.program, set(pattern.program.arguments)).free
+    large = outliers(pattern.program, context.outliers).held
     for x in [v for v in pattern.readers if v in reached]:
         unit = _unit(pattern, free, x)
-        if unit is None:
+        if unit is None or not large.keys().isdisjoint(unit.operands):
             continue
         result: Any = unit.results[0]
         weights = {v for e in unit.readers for v in e.invars if v is not result}

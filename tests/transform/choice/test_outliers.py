@@ -95,6 +95,11 @@ def gated(masked, params, x):
     return (jax.nn.gelu(masked(x @ params["w"]) * params["scale"]) ** 2).mean()
 
 
+def between_products(masked, params, x):
+    hidden = jax.nn.silu(masked(x @ params["w"]) * params["scale"])
+    return ((hidden @ params["w"].T) ** 2).mean()
+
+
 def repeated(loss, params, x):
     """With the mask's numbers outside of the loop."""
     bias = jnp.where(LEGAL, 0.0, -1e9)[None]
@@ -112,6 +117,7 @@ def repeated(loss, params, x):
         functools.partial(likelihood, where),
         functools.partial(entropy, with_bias),
         functools.partial(gated, padded),
+        functools.partial(between_products, where),
         functools.partial(repeated, likelihood),
         functools.partial(repeated, entropy),
     ],
