@@ -25,6 +25,7 @@ from jaxcomp.ops._norm_act import Statistics, norms_act
 from jaxcomp.ops._norm_act_vjp import Input
 from jaxcomp.ops._norm_curve import norm_curve
 from jaxcomp.ops._pooling import Window, index_codec
+from jaxcomp.transform._choice.graph import Graph
 from jaxcomp.transform._program.builder import Builder, hashable, key_of_step, renamed
 from jaxcomp.transform._program.program import Program, avals
 from jaxcomp.transform._program.types import Atom, Equation, Renaming, Variable, is_variable
@@ -74,6 +75,8 @@ def with_units(
     seeds = dict(zip(noisy, drawn, strict=True))
     codes: dict[Any, _Coded] = {}  # of what several products read
     readers = Counter(_key(r.unit, r.codec) for r in units if isinstance(r.unit, Product))
+    parameters = Graph(program, set(program.arguments)).free
+    joined = {r.unit.results[0] for r in units if isinstance(r.unit, Concatenation)}
     for step in steps:
         unit = step.unit if isinstance(step, Recognized) else None
         if isinstance(unit, LayerScale) and reading.get(id(unit.product)) == unit.operands[0]:
@@ -83,7 +86,12 @@ def with_units(
             _take(builder, step, env, coded, seeds.get(step), observe)
             continue
         equation = step if unit is None else unit.equation
-        is_read = _reads_code(equation, coded) or id(equation) in reading
+        alone = {v: code for v, code in coded.items() if v not in joined}
+        is_read = (
+            _reads_code(equation, coded)
+            or (unit is None and _multiplies_code(equation, alone, parameters))
+            or id(equation) in reading
+        )
         x = next((a for a in equation.invars if is_variable(a) and a in coded), None)
         if is_read and x is not None:
             _with_code(builder, equation, x, coded[x], env)
@@ -187,6 +195,20 @@ def _reads_code(equation: Equation, coded: dict[Variable, _Coded]) -> bool:
     if lhs not in coded or rhs in coded:
         return False
     return channel_axis(equation) == coded[lhs].feature
+
+
+def _multiplies_code(
+    equation: Equation, coded: dict[Variable, _Coded], parameters: set[Any]
+) -> bool:
+    """Returns whether it sums products of a parameter and an array that has a code, by feature."""
+    if equation.primitive.name != "dot_general":
+        return False
+    operands: list[Any] = list(equation.invars)
+    contracted, _ = equation.params["dimension_numbers"]
+    return any(
+        x in coded and other in parameters and axes == (coded[x].feature,)
+        for x, other, axes in zip(operands, reversed(operands), contracted, strict=True)
+    )
 
 
 def _with_code(

@@ -425,3 +425,42 @@ def test_what_follows_and_goes_before_a_norm(fn, features, error):
     found, exact = gradient(jc.checkpoint(fn, policy)), gradient(fn)
     assert found.shape == exact.shape
     assert np.linalg.norm(found - exact) <= error * np.linalg.norm(exact)
+
+
+@pytest.mark.parametrize("equation", ["nc,cd->nd", "cd,nc->dn"])
+def test_a_linear_layer_reads_the_code_of_the_norm(equation):
+    def hidden(params, x):
+        w, scale, bias, last = params
+        y = x @ w
+        y = (y - y.mean(0)) * lax.rsqrt(y.var(0) + 1e-5) * scale + bias
+        operands = (jax.nn.relu(y), last) if equation.startswith("n") else (last, jax.nn.relu(y))
+        return jnp.einsum(equation, *operands)
+
+    keys = jax.random.split(jax.random.key(0), 4)
+    params = [
+        jax.random.normal(keys[0], (64, 64)) / 8,
+        jnp.full(64, 1.2),
+        jnp.full(64, 0.3),
+        jax.random.normal(keys[1], (64, 32)) / 8,
+    ]
+    x = jax.random.normal(keys[2], (512, 64))
+    target = jax.random.normal(keys[3], hidden(params, x).shape)
+
+    def loss(fn, params):
+        return ((fn(params, x) - target) ** 2).sum()
+
+    @jax.jit
+    def draws(params):
+        def one(seed):
+            coded = jc.checkpoint(hidden, "automatic", seed=seed)
+            return jax.grad(functools.partial(loss, coded))(params)
+
+        return lax.map(one, jnp.arange(30))
+
+    coded = jc.checkpoint(hidden, "automatic")
+    assert jc.plan(coded, params, x).saved_bytes < 1.05 * 512 * 64 / 2 + 4096  # one code
+    gradient = jax.jit(jax.grad(functools.partial(loss, hidden)))(params)
+    for one, found in zip(gradient, draws(params), strict=True):
+        error, chance = error_of_mean(list(found), one)
+        assert error < 2 * chance + 1e-3 * np.linalg.norm(one)
+    np.testing.assert_array_equal(jax.jit(coded)(params, x), jax.jit(hidden)(params, x))
