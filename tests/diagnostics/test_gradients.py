@@ -110,8 +110,14 @@ def test_a_parameter_without_a_gradient_is_left_out():
     assert list(found) == ["conv/bias", "conv/kernel", "head/bias", "head/kernel"]
 
 
-def test_the_control_is_rounding():
-    report = jc.check_gradients(loss, Net(jc.Quantize(bits=2)), BATCH)
+@pytest.mark.parametrize("normed", [False, True])
+def test_the_control_is_rounding(normed):
+    model = Net(jc.Quantize(bits=2))
+    if normed:  # a code that is packed by bfloat16 numbers on a TPU
+        norm = jc.nn.BatchNorm(4, rngs=nnx.Rngs(0))
+        coded = jc.nn.NormAct(norm, codec=jc.SignAware(bits=3))
+        model.relu = nnx.Sequential(coded, jc.ops.value)
+    report = jc.check_gradients(loss, model, BATCH)
     assert report.control.noise < 1e-5
     assert report.control.bias < 1e-5
 
