@@ -116,7 +116,7 @@ def automatic(bits: int = 4, kernels: bool = False) -> Policy:
 
     - A batch norm with the skip connection, ReLU and max pool that follow has one code, as in
       `fused`, which convolutions that read it share. This holds for layers of `jaxcomp.nn` and for
-      stock operations.
+      stock operations, whose linear layers share it, too.
     - Masks and max pool indices are exact and packed.
     - All other values are as in `transformer`.
 

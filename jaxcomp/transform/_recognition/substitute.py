@@ -76,7 +76,6 @@ def with_units(
     codes: dict[Any, _Coded] = {}  # of what several products read
     readers = Counter(_key(r.unit, r.codec) for r in units if isinstance(r.unit, Product))
     parameters = Graph(program, set(program.arguments)).free
-    joined = {r.unit.results[0] for r in units if isinstance(r.unit, Concatenation)}
     for step in steps:
         unit = step.unit if isinstance(step, Recognized) else None
         if isinstance(unit, LayerScale) and reading.get(id(unit.product)) == unit.operands[0]:
@@ -86,10 +85,9 @@ def with_units(
             _take(builder, step, env, coded, seeds.get(step), observe)
             continue
         equation = step if unit is None else unit.equation
-        alone = {v: code for v, code in coded.items() if v not in joined}
         is_read = (
             _reads_code(equation, coded)
-            or (unit is None and _multiplies_code(equation, alone, parameters))
+            or (unit is None and _multiplies_code(equation, coded, parameters))
             or id(equation) in reading
         )
         x = next((a for a in equation.invars if is_variable(a) and a in coded), None)
@@ -128,11 +126,13 @@ class _Coded:
         leaves: The arrays, or the variables.
         tree: Their structure.
         feature: The feature axis in the program.
+        is_concatenation: Whether it is an `ops._concatenated.Concatenated`.
     """
 
     leaves: list[Any]
     tree: Any = dataclasses.field(metadata={"static": True})
     feature: int = dataclasses.field(metadata={"static": True})
+    is_concatenation: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
 def _convolve(params: dict[str, Any], tree: Any, leaves: list[Array], rhs: Array) -> list[Array]:
@@ -206,7 +206,10 @@ def _multiplies_code(
     operands: list[Any] = list(equation.invars)
     contracted, _ = equation.params["dimension_numbers"]
     return any(
-        x in coded and other in parameters and axes == (coded[x].feature,)
+        x in coded
+        and not coded[x].is_concatenation
+        and other in parameters
+        and axes == (coded[x].feature,)
         for x, other, axes in zip(operands, reversed(operands), contracted, strict=True)
     )
 
@@ -430,7 +433,9 @@ def _set(
     def run(*operands: Any) -> tuple[list[Array], list[_Coded | None]]:
         result, others, *of_operands = function(*operands)
         with_codes = [
-            _Coded(*jax.tree.flatten(x), feature) if _has_code(x) else None
+            _Coded(*jax.tree.flatten(x), feature, isinstance(x, Concatenated))
+            if _has_code(x)
+            else None
             for x in (result, *of_operands)
         ]
         return [jnp.moveaxis(result.value, -1, feature), *others], with_codes
