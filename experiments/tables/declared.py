@@ -540,6 +540,7 @@ TABLES: dict[str, Table] = {
             ),
         ),
     ),
+    "accuracy-resnet14": Table(ACCURACY, (Source("accuracy-resnet14/runs.json", reader=seeds),)),
     "accuracy-resmlp": Table(ACCURACY, (Source("accuracy-resmlp/runs.json", reader=seeds),)),
     "accuracy-pruning": Table(ACCURACY, (Source("accuracy-pruning/runs.json", reader=seeds),)),
     "lm-short": Table(TEMP, (Source(MEMORY("transformers-h100/lm"), SHORT),)),
