@@ -21,7 +21,7 @@ from jaxcomp.transform._execution import backward, forward
 from jaxcomp.transform._nested.chunks import as_it_is
 from jaxcomp.transform._nested.regions import Region
 from jaxcomp.transform._program.builder import Builder
-from jaxcomp.transform._program.program import Program
+from jaxcomp.transform._program.program import Program, operands_of
 from jaxcomp.transform._program.types import Atom, Equation, Variable, is_variable
 from jaxcomp.transform._recognition.unit import Recognized
 
@@ -154,10 +154,12 @@ class Outer:
         builder = Builder()
         results = builder.inline(body, body.arguments, call=equation)
         program = builder.program(body, body.arguments, results)
-        # The last operands of a call are the program's.
-        pairs = zip(reversed(range(len(body.arguments))), reversed(equation.invars), strict=False)
-        large = {i: self.outliers.get(atom) for i, atom in pairs if is_variable(atom)}
-        outliers = {i: outlier for i, outlier in large.items() if outlier is not None}
+        positions = {v: i for i, v in enumerate(body.arguments)}
+        outliers = {
+            positions[v]: self.outliers[atom]
+            for v, atom in operands_of(body, equation).items()
+            if is_variable(atom) and atom in self.outliers
+        }
         return self.schedule(program, active, coded, self.context.inside(iterations, outliers))
 
     def noted(self, nested: Nested) -> Nested:

@@ -256,12 +256,18 @@ def needed(equations: Sequence[Equation], results: Sequence[Atom]) -> list[Equat
 
 
 def passed(body: Program, call: Equation, values: Collection[Any]) -> list[Variable]:
-    """Returns the arguments of a called program whose operands are among some variables.
+    """Returns the arguments of a called program whose operands are among some variables."""
+    operands = operands_of(body, call).items()
+    return [v for v, atom in operands if is_variable(atom) and atom in values]
+
+
+def operands_of(body: Program, call: Equation) -> dict[Variable, Atom]:
+    """Returns what a call gives for each argument of the program that it calls.
 
     The last operands of a call are the program's; a conditional's first tells which branch it is.
     """
-    pairs = zip(reversed(body.arguments), reversed(call.invars), strict=False)
-    return [v for v, atom in pairs if is_variable(atom) and atom in values]
+    operands = cast(Sequence[Atom], call.invars)
+    return dict(zip(reversed(body.arguments), reversed(operands), strict=False))
 
 
 def readers_of(equations: Iterable[Equation]) -> dict[Variable, list[Equation]]:
