@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -28,21 +29,30 @@ class Levels:
     number is subtracted from all levels: otherwise the mean is wrong between two of them.
 
     Attributes:
-        negatives: Number of codes for values that are not positive. 1: all of them decode to
-            `bottom`. 2: they are rounded stochastically to `bottom` or 0.
+        negative: The levels of values that are not positive, in ascending order. A single level
+            stands for all of them. Of several, the last is 0, each is at least as far from the
+            next as that from its own next, and rounding between them is stochastic and unbiased.
         positive: The levels of positive values, from 0 to `top`. The first has the index
-            `negatives`. Rounding between them is stochastic and unbiased.
-        bottom: The lowest level.
+            `len(negative)`. Rounding between them is stochastic and unbiased.
 
     Example:
-        >>> levels = Levels(negatives=1, positive=Companding(0.75, (0, 1, 3), 1), bottom=-0.8)
+        >>> levels = Levels((-0.8,), positive=Companding(0.75, (0, 1, 3), 1))
         >>> levels.decode(jnp.arange(4))[0].tolist(), levels.top
         ([-0.800000011920929, 0.0, 0.75, 2.25], 2.25)
     """
 
-    negatives: int
+    negative: tuple[float, ...]
     positive: Companding
-    bottom: float
+
+    @property
+    def negatives(self) -> int:
+        """The number of codes for values that are not positive."""
+        return len(self.negative)
+
+    @property
+    def bottom(self) -> float:
+        """The lowest level. Smaller values are clipped to it."""
+        return self.negative[0]
 
     @property
     def top(self) -> float:
@@ -89,11 +99,22 @@ class Levels:
         if self.negatives == 1:
             codes = floats.rounded(floats.fixed(above), random)
             return jnp.where(positive, codes, 0)
-        slope, intercept = self.positive.line
-        lowest, zero = floats.of(0), floats.of(1)
-        ratio = (lowest - zero) / (self.bottom * slope)
-        below = jnp.clip(position * ratio + (zero - intercept * ratio), lowest, zero)
+        lowest, zero = floats.of(0), floats.of(self.negatives - 1)
+        below = jnp.clip(self._below(position), lowest, zero)
         return floats.rounded(floats.fixed(jnp.where(positive, above, below)), random)
+
+    def _below(self, position: Array) -> Array:
+        """Returns the places among the negative levels of values on the line of positive ones.
+
+        Distances grow away from zero, so the place is the greatest of a line for each distance.
+        """
+        slope, intercept = self.positive.line
+        places = []
+        for i, (low, high) in enumerate(itertools.pairwise(self.negative)):
+            start, end = (self.positive.floats.of(j) for j in (i, i + 1))
+            ratio = (end - start) / ((high - low) * slope)
+            places.append(position * ratio + (end - (high * slope + intercept) * ratio))
+        return functools.reduce(jnp.maximum, places)
 
     @functools.partial(jax.jit, static_argnums=0)
     def decode(
@@ -109,15 +130,19 @@ class Levels:
         Returns:
             The float32 levels, and the mask of positive values.
         """
-        level = self.positive.multiple(codes)
+        level = self.decode_positive(codes)
         if dither is not None:
-            return level * self.positive.unit - dither, codes >= self.negatives
-        if self.negatives == 2 or self.bottom == 0:
+            return level - dither, codes >= self.negatives
+        if self.negative[-1] == 0:
             level = jnp.maximum(level, 0)  # of the code below the first of positive values
-        level *= self.positive.unit
-        if self.bottom != 0:
-            level = jnp.where(codes == 0, self.bottom, level)
+        for code, negative in enumerate(self.negative):
+            if negative != 0:
+                level = jnp.where(codes == code, negative, level)
         return level, codes >= self.negatives
+
+    def decode_positive(self, codes: Int[Array, "*shape"]) -> Float[Array, "*shape"]:
+        """Decodes the codes of positive values; of the others the result is any finite number."""
+        return self.positive.multiple(codes) * self.positive.unit
 
     @functools.partial(jax.jit, static_argnums=0)
     def dither(self, random: UInt32[Array, "*shape"]) -> Float[Array, "*shape"]:

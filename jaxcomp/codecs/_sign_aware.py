@@ -36,7 +36,7 @@ ScaleSource = Literal["norm", "range"]
 _PREACTIVATION = {
     2: Companding(0.75, (0, 1, 3), 1),
     3: Companding(0.6, (0, 1, 2, 3.5, 6.5, 20), 2),
-    4: Companding(0.24, (0, 1, 2, 3, 4, 5, 6, 7, 9, 11, 13, 15, 23, 67), 2, FloatIndex(0.9375, 20)),
+    4: Companding(0.26, (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 22, 62), 3, FloatIndex(0.9375, 20)),
 }
 _ACTIVATION = {
     2: Companding(0.75, (0, 1, 3), 1),
@@ -50,7 +50,10 @@ _DEVIATION = {  # on both sides of the mean
     3: Companding(0.96, (0.5, 1.5, 3.5, 12.5), 0.5),
     4: Companding(0.4, (0.5, 1.5, 2.5, 3.5, 5.5, 7.5, 11.5, 40), 0.5, FloatIndex(1.125, 21)),
 }
-_NEGATIVE = {2: (1, -0.8), 3: (2, -6.0), 4: (2, -6.0)}  # number of codes and lowest level
+# Levels of the values that the ReLU stops. The norm's backward pass multiplies these by the mean of
+# cotangent times value, over a channel. That mean is large where a channel has few values.
+_NEGATIVE = {2: (-0.8,), 3: (-6.0, 0.0), 4: (-6.0, -1.75, 0.0)}
+_NEGATIVE_OF_RANGE = {2: (-1.0,), 3: (-1.0, 0.0), 4: (-1.0, 0.0)}
 # Levels with ranges, where nothing is clipped; least error in a trained network.
 _OF_RANGE = {
     2: Companding(1, (0, 1, 3)),
@@ -133,13 +136,14 @@ class SignAware(Codec):
     @property
     def levels(self) -> Levels:
         """The quantization levels, in multiples of the scale."""
-        negatives, bottom = _NEGATIVE[self.bits] if self.signed else (1, 0.0)
         if self.scale_source == "norm":
-            positive = (_PREACTIVATION if self.signed else _ACTIVATION)[self.bits]
-            return Levels(negatives, positive, bottom)
+            if not self.signed:
+                return Levels((0.0,), _ACTIVATION[self.bits])
+            return Levels(_NEGATIVE[self.bits], _PREACTIVATION[self.bits])
+        negative = _NEGATIVE_OF_RANGE[self.bits] if self.signed else (0.0,)
         unit, multiples = _OF_RANGE[self.bits].unit, _OF_RANGE[self.bits].multiples
-        positive = Companding(unit, multiples[: 2**self.bits - negatives], negatives)
-        return Levels(negatives, positive, -1.0 if self.signed else 0.0)
+        positive = Companding(unit, multiples[: 2**self.bits - len(negative)], len(negative))
+        return Levels(negative, positive)
 
     @property
     def span(self) -> float:

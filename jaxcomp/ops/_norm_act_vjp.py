@@ -291,12 +291,14 @@ class NormActVjp:
         kept, hold = barriers.hold_until(dy, kept, self.stored_by)
         by_kernel = functools.partial(by_row_kernel, exact=False, wanted=self._by_row_kernels)
 
-        def read(kept: Kept, scale: Array) -> tuple[Array | None, list[Affine], Array | None]:
-            positive, decoded, index = self._read(kept, scale)
+        def read(
+            kept: Kept, scale: Array, stopped: bool = True
+        ) -> tuple[Array | None, list[Affine], Array | None]:
+            positive, decoded, index = self._read(kept, scale, stopped)
             return positive, [h._replace(values=hold.use(h.values)) for h in decoded], index
 
         def totals(kept: Kept, dy: Array, scale: Array) -> tuple[_Sums, Array | None]:
-            positive, normalized, _ = read(kept, scale)
+            positive, normalized, _ = read(kept, scale, stopped=False)
             dz = passed(dy, positive)
             return self._totals(dz, normalized), dz.astype(dy.dtype) if adds else None
 
@@ -394,8 +396,14 @@ class NormActVjp:
         dz = window.scatter(index, masked).astype(jnp.float32)
         return dz, self._sums(self._totals(dz, normalized), normalized, variances)
 
-    def _read(self, kept: Kept, scale: Array) -> tuple[Array | None, list[Affine], Array | None]:
-        """Decodes the mask of the ReLU, the normalised values, and the indices of a pool."""
+    def _read(
+        self, kept: Kept, scale: Array, stopped: bool
+    ) -> tuple[Array | None, list[Affine], Array | None]:
+        """Decodes the mask of the ReLU, the normalised values, and the indices of a pool.
+
+        Without `stopped` the values that the ReLU stops may be any finite numbers. Sums multiply
+        these by 0.
+        """
         code, own, index = kept
         if code is not None and self.codec.signed:
             coded = Preactivation(*code.arrays[:-3])
@@ -405,6 +413,8 @@ class NormActVjp:
                 return positive, [Affine(h * signs)], None
             codes = packing.unpack(coded.packed, code.shape, self.codec.bits)
             t, positive = self.codec.levels.decode(codes)
+            if not stopped:
+                t = self.codec.levels.decode_positive(codes)
             return positive, [Affine(t, signs, coded.threshold * signs)], None
         passed = None if code is None else self.codec.positive(code)
         normalized = [Affine(self.codec.decode_normalized(coded, self.shape)) for coded in own]

@@ -101,6 +101,15 @@ def test_a_threshold_is_clipped_to_the_usual_values():
         assert float(code.threshold.ravel()[0]) == used
 
 
+def test_stopped_values_have_little_noise_at_4_bits():
+    """A norm's backward pass multiplies them by a mean that is large where a channel is small."""
+    codec, h = SignAware(4, signed=True), normal((4, 64, 64, 4))
+    code = codec.encode_preactivation(h, jnp.zeros((1, 1, 1, 1)), h > 0, jnp.uint32(0))
+    decoded, _ = codec.decode_preactivation(code, h.shape)
+    stopped = np.asarray(h) < 0
+    assert np.mean((decoded - h)[stopped] ** 2) < 0.7  # with the levels -6 and 0 it is 3.8
+
+
 def test_steps_that_are_no_normal_numbers_have_the_reciprocal_1():
     tiny = jnp.finfo(jnp.float32).tiny
     found = reciprocal(jnp.array([0.0, tiny / 2, tiny, 0.5, jnp.nan]))
