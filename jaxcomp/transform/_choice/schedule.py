@@ -28,6 +28,7 @@ from jaxcomp.transform._choice.choice import (
 from jaxcomp.transform._choice.context import Context
 from jaxcomp.transform._choice.decisions import Decision, decide
 from jaxcomp.transform._choice.graph import Graph, nbytes, plain_nbytes
+from jaxcomp.transform._choice.poles import with_whole_derivatives
 from jaxcomp.transform._choice.recomputed_products import with_recomputed_products
 from jaxcomp.transform._choice.rewrites import with_rewrites
 from jaxcomp.transform._pieces.limits import Limits
@@ -199,6 +200,8 @@ def _with_merged_derivatives(
         is_array = is_variable(value) and value not in exact and value.aval.size > 1
         return is_array and jnp.issubdtype(value.aval.dtype, jnp.floating)
 
+    if casts:
+        linearized = with_whole_derivatives(linearized, is_costly)
     return merge(linearized, is_costly, casts=casts)
 
 

@@ -1,0 +1,360 @@
+"""Derivatives with poles, as that of a logarithm, become one coefficient with what multiplies them.
+
+The derivative of `log(p)` is `1 / p`. What is large in it is small in another factor of the same
+path, behind a mask, or not selected: the derivative of `log(softmax(z))[i, y]` is of ordinary size.
+A code of `1 / p` has levels for its largest elements alone, and a code of the other factor has an
+error that `1 / p` multiplies. Only their product can be encoded.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array
+
+from jaxcomp._core.shard_map import filled
+from jaxcomp.transform._program.builder import Builder, renamed
+from jaxcomp.transform._program.linearized import Linearized
+from jaxcomp.transform._program.primitives import ELEMENTWISE, MOVES, tangents_of
+from jaxcomp.transform._program.program import Program, needed, read, variables
+from jaxcomp.transform._program.types import Atom, Equation, Renaming, Variable, is_variable
+
+Costly = Callable[[Variable], bool]
+
+_MOST = 8  # paths to one result
+_SELECTIONS = {"dynamic_slice", "gather", "reshape", "rev", "slice", "squeeze", "transpose"}
+_KEEP_POLES = MOVES | {"abs", "add", "div", "mul", "neg", "select_n", "square", "sub"}
+_MULTIPLY = {"div", "mul", "select_n"}
+
+
+class _Path(NamedTuple):
+    """How a tangent reaches another one by elementwise steps and selections.
+
+    Attributes:
+        before: The path but for its last step; None of a path without steps.
+        start: The tangent at its beginning.
+        step: The last step.
+        along: The step's operand on the path.
+    """
+
+    before: "_Path | None"
+    start: Variable
+    step: Equation | None = None
+    along: Variable | None = None
+
+    def steps(self) -> list[tuple[Equation, Variable]]:
+        """Returns the steps from the start on, each with its operand on the path."""
+        found: list[tuple[Equation, Variable]] = []
+        path = self
+        while path.before is not None:
+            assert path.step is not None and path.along is not None
+            found.append((path.step, path.along))
+            path = path.before
+        return found[::-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Search:
+    """The linear program as far as paths are concerned.
+
+    Attributes:
+        tangents: Its tangents.
+        coefficient: Whether an operand is a coefficient that would have to be stored.
+        poles: Coefficients with poles.
+        readers: The equations that read each tangent.
+        returned: The tangents that are results.
+    """
+
+    tangents: set[Variable]
+    coefficient: Callable[[Atom], bool]
+    poles: set[Variable]
+    readers: dict[Variable, list[Equation]]
+    returned: set[Variable]
+
+    def followed(self, equation: Equation) -> list[Variable]:
+        """Returns the tangents by which paths go through an equation; none if it ends them."""
+        operands = [a for a in equation.invars if is_variable(a) and a in self.tangents]
+        (out, *others) = equation.outvars
+        kinds = [v.aval for v in (out, *operands)]
+        if others or not all(jnp.issubdtype(kind.dtype, jnp.floating) for kind in kinds):
+            return []
+        if equation.primitive.name in _SELECTIONS:
+            is_less = operands == equation.invars[:1] and out.aval.size <= operands[0].aval.size
+            return operands if is_less else []
+        same_rank = all(kind.ndim == out.aval.ndim for kind in kinds)
+        return operands if equation.primitive.name in ELEMENTWISE and same_rank else []
+
+    def has_pole(self, equation: Equation) -> bool:
+        """Returns whether an equation multiplies a tangent by a coefficient with poles."""
+        others = [a for a in equation.invars if is_variable(a) and a not in self.tangents]
+        if equation.primitive.name == "div":
+            return any(map(self.coefficient, others))
+        return equation.primitive.name == "mul" and not self.poles.isdisjoint(others)
+
+    def has_factor(self, equation: Equation) -> bool:
+        """Returns whether an equation multiplies by an array, or selects elements."""
+        if equation.primitive.name in _SELECTIONS:
+            return equation.outvars[0].aval.size < equation.invars[0].aval.size
+        others = [a for a in equation.invars if is_variable(a) and a not in self.tangents]
+        return equation.primitive.name in _MULTIPLY and any(a.aval.size > 1 for a in others)
+
+    def end(self, equation: Equation, paths: dict[Variable, list[_Path]]) -> Variable:
+        """Returns the last tangent after an equation whose paths can be one coefficient each."""
+        (current,) = equation.outvars
+        last = current
+        while len(self.readers.get(current, [])) == 1 and current not in self.returned:
+            (reader,) = self.readers[current]
+            if not self.followed(reader) or paths[reader.outvars[0]][0].before is None:
+                break
+            (current,) = reader.outvars
+            if self.has_factor(reader):
+                last = current
+        return last
+
+
+def with_whole_derivatives(linearized: Linearized, costly: Costly) -> Linearized:
+    """Makes one coefficient of a derivative with poles and of all factors of the paths through it.
+
+    Args:
+        linearized: A function's forward program and its linear one.
+        costly: Whether a value of the forward program would have to be stored at full size.
+
+    Returns:
+        Programs of the same results, to rounding.
+    """
+    linear = linearized.linear
+    count = len(linear.arguments) - len(linearized.active)
+    search = _search(linearized, costly)
+    if not any(map(search.has_pole, linear.equations)):
+        return linearized
+    paths = _paths(search, linear.equations)
+    ends: dict[Variable, list[_Path]] = {}
+    for equation in linear.equations:
+        if search.has_pole(equation) and paths[equation.outvars[0]][0].before is not None:
+            end = search.end(equation, paths)
+            if any(_has_other_factor(search, equation, path) for path in paths[end]):
+                ends[end] = paths[end]
+    return _with_derivatives(linearized, search.tangents, ends, count) if ends else linearized
+
+
+def _search(linearized: Linearized, costly: Costly) -> _Search:
+    linear = linearized.linear
+    count = len(linear.arguments) - len(linearized.active)
+    behind = dict(zip(linear.arguments, linearized.coefficients, strict=False))
+    poles = _with_poles(linearized.forward, costly)
+    tangents = tangents_of(linear.equations, linear.arguments[count:])
+    readers: dict[Variable, list[Equation]] = {}
+    for equation in linear.equations:
+        for operand in tangents.intersection(variables(equation.invars)):
+            readers.setdefault(operand, []).append(equation)
+    return _Search(
+        tangents,
+        lambda atom: is_variable(atom) and atom in behind and costly(behind[atom]),
+        {argument for argument, value in behind.items() if value in poles and costly(value)},
+        readers,
+        set(variables(linear.results)),
+    )
+
+
+def _with_poles(forward: Program, costly: Costly) -> set[Variable]:
+    """Returns the values that may be much larger at some elements, by a reciprocal."""
+    found: set[Variable] = set()
+    for equation in forward.equations:
+        base = _base_of_reciprocal(equation)
+        kept = equation.primitive.name in _KEEP_POLES and variables(equation.invars)
+        if (is_variable(base) and costly(base)) or (kept and not found.isdisjoint(kept)):
+            found.update(equation.outvars)
+    return found
+
+
+def _base_of_reciprocal(equation: Equation) -> Atom | None:
+    """Returns what an equation takes a reciprocal, or its power, of."""
+    operands = equation.invars
+    match equation.primitive.name:
+        case "div":
+            return operands[1]
+        case "rsqrt":
+            return operands[0]
+        case "integer_pow":
+            return operands[0] if equation.params["y"] < 0 else None
+        case "pow":
+            exponent = operands[1]
+            is_positive = not is_variable(exponent) and bool(np.all(exponent.val >= 0))
+            return None if is_positive else operands[0]
+    return None
+
+
+def _paths(search: _Search, equations: Sequence[Equation]) -> dict[Variable, list[_Path]]:
+    """Returns the paths to each tangent; a tangent to which there are too many is a start."""
+    found: dict[Variable, list[_Path]] = {}
+    multiplied: set[Variable] = set()  # by an array, on the way
+    for equation in equations:
+        if search.tangents.isdisjoint(equation.outvars):
+            continue
+        operands = search.followed(equation)
+        for operand in operands:
+            found.setdefault(operand, [_Path(None, operand)])
+        (out, *_) = equation.outvars
+        reached = [
+            _Path(path, path.start, equation, operand)
+            for operand in operands
+            for path in found[operand]
+        ]
+        is_sum = len(operands) > 1 and multiplied.isdisjoint(operands)
+        if not reached or is_sum or len(reached) > _MOST:
+            found |= {v: [_Path(None, v)] for v in equation.outvars}
+        else:
+            found[out] = reached
+            if search.has_factor(equation) or not multiplied.isdisjoint(operands):
+                multiplied.add(out)
+    return found
+
+
+def _has_other_factor(search: _Search, pole: Equation, path: _Path) -> bool:
+    steps = [step for step, _ in path.steps()]
+    return pole in steps and any(step is not pole and search.has_factor(step) for step in steps)
+
+
+def _with_derivatives(
+    linearized: Linearized,
+    tangents: set[Variable],
+    ends: dict[Variable, list[_Path]],
+    count: int,
+) -> Linearized:
+    forward, linear = linearized.forward, linearized.linear
+    terms = {end: list(_terms(paths)) for end, paths in ends.items()}
+
+    inside = Builder()
+    derivatives: list[Variable] = []
+    env = inside.constants_of(linear) | {v: v for v in linear.arguments}
+    for equation in linear.equations:
+        (out, *_) = equation.outvars
+        if out not in terms:
+            inside.copy(equation, env)
+            continue
+        products = []
+        for alike in terms[out]:
+            derivatives.append(Variable(out.aval))
+            moved = _moved(inside, alike[0], env)
+            products.append(inside.trace(_product, moved, derivatives[-1], at=equation))
+        env[out] = inside.trace(_sum, products, at=equation)
+    results = renamed(env, linear.results)
+    whole = inside.program(linear, [], results)
+    equations = needed(whole.equations, results)
+    used = {*variables(results), *(v for e in equations for v in variables(e.invars))}
+    coefficients = [v for v in linear.arguments[:count] if v in used]
+    arguments = [*coefficients, *derivatives, *linear.arguments[count:]]
+    shortened = Program(whole.jaxpr.replace(invars=arguments, eqns=equations), whole.consts)
+
+    outside = Builder()
+    made = outside.inline(forward, forward.arguments)
+    env = outside.constants_of(linear)
+    env |= dict(zip(linear.arguments, made[linearized.results :], strict=False))
+    for equation in linear.equations:
+        if not tangents.intersection(equation.outvars):
+            outside.copy(equation, env)
+    values = [
+        _derivative(outside, alike, end, env) for end, found in terms.items() for alike in found
+    ]
+    kept = [*made[: linearized.results], *(env[v] for v in coefficients), *values]
+    return dataclasses.replace(
+        linearized, forward=outside.program(forward, forward.arguments, kept), linear=shortened
+    )
+
+
+def _terms(paths: Sequence[_Path]) -> Iterator[list[_Path]]:
+    """Yields paths whose derivatives are added up, and others by themselves."""
+    by_start: dict[Variable, list[_Path]] = {}
+    for path in paths:
+        if any(_moves(*step) for step in path.steps()):
+            yield [path]
+        else:
+            by_start.setdefault(path.start, []).append(path)
+    yield from by_start.values()
+
+
+def _moves(equation: Equation, along: Variable) -> bool:
+    """Returns whether a step changes the shape."""
+    return equation.primitive.name in _SELECTIONS or along.aval.shape != _shape(equation)
+
+
+def _shape(equation: Equation) -> tuple[int, ...]:
+    return equation.outvars[0].aval.shape
+
+
+def _moved(builder: Builder, path: _Path, env: Renaming) -> Atom:
+    """Returns the tangent at the start of a path in its place at the end."""
+    moved = env[path.start]
+    for equation, along in path.steps():
+        if equation.primitive.name in _SELECTIONS:
+            operands = [moved, *renamed(env, equation.invars[1:])]
+            step = functools.partial(_bind, equation)
+            (moved,) = builder.trace(step, *operands, at=equation)
+        elif _moves(equation, along):
+            shape = _shape(equation)
+            moved = builder.trace(lambda x, s=shape: jnp.broadcast_to(x, s), moved, at=equation)
+    return moved
+
+
+def _derivative(builder: Builder, paths: Sequence[_Path], end: Variable, env: Renaming) -> Atom:
+    """Returns the derivative of a path's end by its start, rounded once; of several the sum."""
+    wide = jnp.result_type(jnp.float32, end.aval)
+    values = []
+    for path in paths:
+        kind = path.start.aval.update(dtype=wide)
+        value = builder.trace(lambda kind=kind: filled(kind, 1.0))
+        for equation, along in path.steps():
+            operands: list[Any] = [a for a in equation.invars if a is not along]
+            known = [env[a] for a in operands if is_variable(a) and a in env]
+            step = functools.partial(_times, equation, along, wide, set(env))
+            value = builder.trace(step, value, *known, at=equation)
+        values.append(value)
+    return builder.trace(lambda xs: _sum(xs).astype(end.aval.dtype), values)
+
+
+def _times(
+    equation: Equation,
+    along: Variable,
+    wide: Any,
+    known: set[Variable],
+    derivative: Array,
+    *values: Array,
+) -> Array:
+    """Returns the derivative after a step, of that before it; other tangents are 0."""
+    given = iter(values)
+    operands: list[Any] = []
+    for atom in equation.invars:
+        if atom is along:
+            operands.append(derivative)
+        elif is_variable(atom) and atom in known:
+            operands.append(_widened(next(given), wide))
+        elif is_variable(atom):
+            operands.append(filled(atom.aval.update(dtype=wide), 0.0))
+        else:
+            operands.append(_widened(read({}, atom), wide))
+    if equation.primitive.name == "convert_element_type":
+        return derivative
+    return _bind(equation, *operands)[0]
+
+
+def _bind(equation: Equation, *operands: Any) -> list[Array]:
+    with equation.ctx.manager:
+        results = equation.primitive.bind(*operands, **equation.params)
+    return results if equation.primitive.multiple_results else [results]
+
+
+def _widened(value: Any, dtype: Any) -> Any:
+    is_float = jnp.issubdtype(jnp.result_type(value), jnp.floating)
+    return jnp.asarray(value, dtype) if is_float else value
+
+
+def _product(tangent: Array, derivative: Array) -> Array:
+    return lax.mul(tangent.astype(derivative.dtype), derivative)
+
+
+def _sum(values: Sequence[Array]) -> Array:
+    return functools.reduce(lax.add, values)
