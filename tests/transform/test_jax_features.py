@@ -129,6 +129,20 @@ def test_references():
             refused()
 
 
+def test_numbers_of_64_bits():
+    def fn(x):
+        return jnp.square(jnp.tanh(x.astype(jnp.float64))).mean().astype(jnp.float32)
+
+    def inside(x):
+        with jax.enable_x64():
+            return fn(x)
+
+    with pytest.raises(NotImplementedError, match="switches to numbers of 64 bits inside"):
+        jax.grad(jc.checkpoint(inside))(X)
+    with jax.enable_x64():
+        assert_close(jax.grad(jc.checkpoint(fn))(X), jax.grad(fn)(X))
+
+
 def test_forward_mode():
     def fn(x):
         return (jnp.sin(x) * x.sum()).sum()

@@ -76,8 +76,10 @@ def linearize(program: Program, active: Sequence[int], *, opens: bool = False) -
         The derivative.
 
     Raises:
-        NotImplementedError: If the function makes or differentiates references.
+        NotImplementedError: If the function makes or differentiates references, or has numbers of
+            64 bits that only `jax.enable_x64` inside of it allows.
     """
+    _check_precision(program)
     arguments = program.arguments
     tangents = [Variable(arguments[i].aval) for i in active]
     _check_no_references([*tangents, *program.made_by])
@@ -209,6 +211,16 @@ def _unplaced(equation: Equation) -> Equation:
 
 def _is_smooth(atom: Atom) -> bool:
     return jnp.issubdtype(atom.aval.dtype, jnp.inexact)
+
+
+def _check_precision(program: Program) -> None:
+    """Raises a NotImplementedError if a float of 64 bits is none where the function is called."""
+    wide = [v.aval for v in program.made_by if v.aval.dtype in (jnp.float64, jnp.complex128)]
+    if wide and not jax.config.jax_enable_x64:
+        raise NotImplementedError(
+            f"fn switches to numbers of 64 bits inside ({wide[0]}): expected jax.enable_x64 around "
+            "the call of the whole step, or the configuration jax_enable_x64"
+        )
 
 
 def _check_no_references(atoms: Sequence[Atom]) -> None:

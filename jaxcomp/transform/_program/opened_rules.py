@@ -47,8 +47,8 @@ def opened(
 
     Returns:
         A program of its operands, each once. None if it is not linear as far as its equations
-        tell; so are rules that call a kernel, clip cotangents or add to them. None, too, if it
-        makes larger arrays of the residuals than they are, as an attention does that computes its
+        tell; so are rules that call a kernel, clip cotangents or add to them. None, too, if JAX
+        cannot transpose it, or it makes larger arrays of the residuals than they are, as an attention does that computes its
         scores again.
     """
     operands = variables(rule.invars)
@@ -70,7 +70,10 @@ def opened(
         result_of = dict(zip(pushed, moved, strict=True))
         return [result_of.get(v, nothing) for v in rule.outvars]
 
-    program = flat(Program.trace(push, *avals(operands)))
+    try:
+        program = flat(Program.trace(push, *avals(operands)))
+    except NotImplementedError:  # JAX does not transpose a ragged product over a ragged axis
+        return None
     argument_of = dict(zip(operands, program.arguments, strict=True))
     moved = tangents_of(program.equations, [argument_of[v] for v in moving])
     read = variables([a for e in program.equations if moved & {*e.outvars} for a in e.invars])

@@ -132,6 +132,34 @@ def test_plans_say_where_a_rule_is_not_linear_in_its_cotangent(name):
     assert all("biased at test_opened_rules.py:" in note for note in notes)
 
 
+def test_a_rule_that_jax_does_not_transpose_stays_whole():
+    sizes = jnp.array([10, 22], jnp.int32)
+    ragged = jax.lax.RaggedDotDimensionNumbers(
+        dot_dimension_numbers=(((0,), (0,)), ((), ())),
+        lhs_ragged_dimensions=[0],
+        rhs_group_dimensions=[],
+    )
+
+    @jax.custom_vjp
+    def product(x, w):
+        return jax.lax.ragged_dot(x, w, sizes)
+
+    def backward(saved, g):
+        x, w = saved
+        dx = jax.lax.ragged_dot(g, w.mT, sizes)
+        return dx, jax.lax.ragged_dot_general(x, g, sizes, ragged)
+
+    product.defvjp(lambda x, w: (product(x, w), (x, w)), backward)
+
+    def loss(x, w):
+        return jnp.square(product(jnp.tanh(x), w)).mean()
+
+    given = normal((32, 64)), normal((2, 64, 64), seed=1)
+    exact = jax.grad(loss, (0, 1))(*given)
+    found = jax.grad(jc.checkpoint(loss, EIGHT), (0, 1))(*given)
+    assert max(map(distance, found, exact)) < 0.02
+
+
 def test_a_rule_that_names_residuals_keeps_the_function_closed():
     policy = jc.policies.Policy((*only(EIGHT, op="custom_vjp").rules, *only(EIGHT).rules))
     plan = jc.plan(jc.checkpoint(functools.partial(network, OPENED["slope"]), policy), W, X)
