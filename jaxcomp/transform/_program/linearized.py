@@ -216,7 +216,7 @@ def _is_smooth(atom: Atom) -> bool:
 def _check_precision(program: Program) -> None:
     """Raises a NotImplementedError if a float of 64 bits is none where the function is called."""
     wide = [v.aval for v in program.made_by if v.aval.dtype in (jnp.float64, jnp.complex128)]
-    if wide and not jax.config.jax_enable_x64:
+    if wide and jax.dtypes.canonicalize_dtype(jnp.float64) != jnp.float64:
         raise NotImplementedError(
             f"fn switches to numbers of 64 bits inside ({wide[0]}): expected jax.enable_x64 around "
             "the call of the whole step, or the configuration jax_enable_x64"

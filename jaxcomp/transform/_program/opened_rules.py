@@ -48,8 +48,8 @@ def opened(
     Returns:
         A program of its operands, each once. None if it is not linear as far as its equations
         tell; so are rules that call a kernel, clip cotangents or add to them. None, too, if JAX
-        cannot transpose it, or it makes larger arrays of the residuals than they are, as an attention does that computes its
-        scores again.
+        cannot transpose it, or if it makes larger arrays of the residuals than they are, as an
+        attention does that computes its scores again.
     """
     operands = variables(rule.invars)
     values = [v for v in operands if v not in moving]
