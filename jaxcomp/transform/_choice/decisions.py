@@ -17,6 +17,7 @@ from jaxcomp.policies._value import Value, dtype_name
 from jaxcomp.transform._choice.context import Context
 from jaxcomp.transform._choice.graph import Graph, coded_nbytes, nbytes
 from jaxcomp.transform._choice.outliers import Outliers, outliers
+from jaxcomp.transform._choice.poles import masked_later
 from jaxcomp.transform._program.origins import module_path
 from jaxcomp.transform._program.types import Equation, Variable
 
@@ -69,6 +70,7 @@ def decide(
     arguments = [v for v in graph.program.arguments if v not in graph.held]
     large = outliers(graph.program, context.outliers) if context.encodes else Outliers({}, {})
     factors = [v for v in large.held if v in multiplied]
+    hidden = masked_later(graph.program, graph.is_costly) if context.encodes else set()
     decisions = {}
     for variable in (*arguments, *graph.program.made_by):
         names = graph.names_of(variable)
@@ -99,6 +101,9 @@ def decide(
         elif decision.codec is not None and factors and large.behind.get(variable) == 0:
             constant = f"{large.held[factors[0]].constant:g}"
             note = f"kept exactly: it may be multiplied by {constant} where it is 0"
+            decision = dataclasses.replace(decision, codec=None, note=note)
+        elif decision.codec is not None and variable in hidden:
+            note = "kept exactly: it may be large where it is masked later"
             decision = dataclasses.replace(decision, codec=None, note=note)
         decisions[variable] = decision
     return decisions

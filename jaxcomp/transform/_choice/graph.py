@@ -17,7 +17,7 @@ from jaxcomp.codecs._codec import array_nbytes
 from jaxcomp.policies._value import Value
 from jaxcomp.transform._program.primitives import REDUCTIONS, is_affine, is_cheap
 from jaxcomp.transform._program.program import Program, variables
-from jaxcomp.transform._program.types import Atom, Equation, Variable
+from jaxcomp.transform._program.types import Atom, Equation, Variable, is_variable
 
 # Names of stored values begin so: of any operation of ours, and of loops and conditionals.
 OWN = "jaxcomp/"
@@ -101,6 +101,12 @@ class Graph:
             ):
                 found.update(equation.outvars)
         return found
+
+    def is_costly(self, value: Variable) -> bool:
+        """Returns whether a value would have to be stored at full size, to be exact."""
+        is_array = is_variable(value) and value.aval.size > 1
+        is_exact = value in self.free or value in self.statistics
+        return is_array and not is_exact and jnp.issubdtype(value.aval.dtype, jnp.floating)
 
     @functools.cached_property
     def names(self) -> dict[Any, list[Equation]]:

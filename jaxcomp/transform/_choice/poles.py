@@ -27,6 +27,7 @@ Costly = Callable[[Variable], bool]
 
 _MOST = 8  # paths to one result
 _SELECTIONS = {"dynamic_slice", "gather", "reshape", "rev", "slice", "squeeze", "transpose"}
+_GROWING = {"cosh", "exp", "exp2", "expm1", "integer_pow", "pow", "sinh", "tan"}
 _KEEP_POLES = MOVES | {"abs", "add", "div", "mul", "neg", "select_n", "square", "sub"}
 _MULTIPLY = {"div", "mul", "select_n"}
 
@@ -65,6 +66,8 @@ class _Search:
         tangents: Its tangents.
         coefficient: Whether an operand is a coefficient that would have to be stored.
         poles: Coefficients with poles.
+        growing: Other coefficients that may be much larger at some elements, as by `exp`.
+        masks: Coefficients that are made of truth values.
         readers: The equations that read each tangent.
         returned: The tangents that are results.
     """
@@ -72,6 +75,8 @@ class _Search:
     tangents: set[Variable]
     coefficient: Callable[[Atom], bool]
     poles: set[Variable]
+    growing: set[Variable]
+    masks: set[Variable]
     readers: dict[Variable, list[Equation]]
     returned: set[Variable]
 
@@ -94,6 +99,18 @@ class _Search:
         if equation.primitive.name == "div":
             return any(map(self.coefficient, others))
         return equation.primitive.name == "mul" and not self.poles.isdisjoint(others)
+
+    def grows(self, equation: Equation) -> bool:
+        """Returns whether an equation multiplies by a coefficient that a mask may have to tame."""
+        return equation.primitive.name == "mul" and not self.growing.isdisjoint(
+            variables(equation.invars)
+        )
+
+    def has_mask(self, equation: Equation) -> bool:
+        """Returns whether an equation selects elements, or multiplies by a mask."""
+        if equation.primitive.name == "mul":
+            return not self.masks.isdisjoint(variables(equation.invars))
+        return equation.primitive.name != "div" and self.has_factor(equation)
 
     def has_factor(self, equation: Equation) -> bool:
         """Returns whether an equation multiplies by an array, or selects elements."""
@@ -129,15 +146,19 @@ def with_whole_derivatives(linearized: Linearized, costly: Costly) -> Linearized
     linear = linearized.linear
     count = len(linear.arguments) - len(linearized.active)
     search = _search(linearized, costly)
-    if not any(map(search.has_pole, linear.equations)):
+    if not any(search.has_pole(e) or search.grows(e) for e in linear.equations):
         return linearized
     paths = _paths(search, linear.equations)
     ends: dict[Variable, list[_Path]] = {}
     for equation in linear.equations:
-        if search.has_pole(equation) and paths[equation.outvars[0]][0].before is not None:
-            end = search.end(equation, paths)
-            if any(_has_other_factor(search, equation, path) for path in paths[end]):
-                ends[end] = paths[end]
+        is_other = search.has_factor if search.has_pole(equation) else search.has_mask
+        if not search.has_pole(equation) and not search.grows(equation):
+            continue
+        if paths[equation.outvars[0]][0].before is None:
+            continue
+        end = search.end(equation, paths)
+        if any(_has_other(is_other, equation, path) for path in paths[end]):
+            ends[end] = paths[end]
     return _with_derivatives(linearized, search.tangents, ends, count) if ends else linearized
 
 
@@ -145,7 +166,11 @@ def _search(linearized: Linearized, costly: Costly) -> _Search:
     linear = linearized.linear
     count = len(linear.arguments) - len(linearized.active)
     behind = dict(zip(linear.arguments, linearized.coefficients, strict=False))
-    poles = _with_poles(linearized.forward, costly)
+    poles, growing = (
+        {argument for argument, value in behind.items() if value in found and costly(value)}
+        for found in _large(linearized.forward, costly)
+    )
+    masks = _masks(linearized.forward)
     tangents = tangents_of(linear.equations, linear.arguments[count:])
     readers: dict[Variable, list[Equation]] = {}
     for equation in linear.equations:
@@ -154,19 +179,65 @@ def _search(linearized: Linearized, costly: Costly) -> _Search:
     return _Search(
         tangents,
         lambda atom: is_variable(atom) and atom in behind and costly(behind[atom]),
-        {argument for argument, value in behind.items() if value in poles and costly(value)},
+        poles,
+        growing,
+        {argument for argument, value in behind.items() if value in masks},
         readers,
         set(variables(linear.results)),
     )
 
 
-def _with_poles(forward: Program, costly: Costly) -> set[Variable]:
-    """Returns the values that may be much larger at some elements, by a reciprocal."""
+def _large(forward: Program, costly: Costly) -> tuple[set[Variable], set[Variable]]:
+    """Returns the values that may be much larger at some elements, by a reciprocal or by growth."""
+    poles: set[Variable] = set()
+    growing: set[Variable] = set()
+    for equation in forward.equations:
+        base, operands = _base_of_reciprocal(equation), variables(equation.invars)
+        if is_variable(base) and costly(base):
+            poles.update(equation.outvars)
+        elif equation.primitive.name in _GROWING and any(map(costly, operands)):
+            growing.update(equation.outvars)
+        elif equation.primitive.name in _KEEP_POLES:
+            for found in (poles, growing):
+                if not found.isdisjoint(operands):
+                    found.update(equation.outvars)
+    return poles, growing
+
+
+def masked_later(forward: Program, costly: Costly) -> set[Variable]:
+    """Returns the values that may be much larger at some elements, and are read masked alone.
+
+    The selected values take as many bytes, and their codes have levels for what is selected.
+    """
+    large = set().union(*_large(forward, costly))
+    readers: dict[Variable, list[Equation]] = {}
+    for equation in forward.equations:
+        for operand in large.intersection(variables(equation.invars)):
+            readers.setdefault(operand, []).append(equation)
+    found: set[Variable] = set()
+    returned = set(variables(forward.results))
+    masks = _masks(forward)
+
+    def is_masked(reader: Equation) -> bool:
+        is_product = reader.primitive.name == "mul" and not masks.isdisjoint(
+            variables(reader.invars)
+        )
+        return is_product or reader.primitive.name == "select_n" or reader.outvars[0] in found
+
+    for equation in reversed(forward.equations):
+        for value in large.intersection(equation.outvars) - returned:
+            if value in readers and all(map(is_masked, readers[value])):
+                found.add(value)
+    return found
+
+
+def _masks(forward: Program) -> set[Variable]:
+    """Returns the numbers that are made of truth values and constants."""
     found: set[Variable] = set()
     for equation in forward.equations:
-        base = _base_of_reciprocal(equation)
-        kept = equation.primitive.name in _KEEP_POLES and variables(equation.invars)
-        if (is_variable(base) and costly(base)) or (kept and not found.isdisjoint(kept)):
+        operands = variables(equation.invars)
+        is_simple = equation.primitive.name in ELEMENTWISE | MOVES and operands
+        if is_simple and all(v in found or v.aval.dtype == jnp.bool for v in operands):
             found.update(equation.outvars)
     return found
 
@@ -214,9 +285,10 @@ def _paths(search: _Search, equations: Sequence[Equation]) -> dict[Variable, lis
     return found
 
 
-def _has_other_factor(search: _Search, pole: Equation, path: _Path) -> bool:
+def _has_other(is_other: Callable[[Equation], bool], factor: Equation, path: _Path) -> bool:
+    """Returns whether a path has a factor, and another one that may be small where it is large."""
     steps = [step for step, _ in path.steps()]
-    return pole in steps and any(step is not pole and search.has_factor(step) for step in steps)
+    return any(s is factor for s in steps) and any(s is not factor and is_other(s) for s in steps)
 
 
 def _with_derivatives(

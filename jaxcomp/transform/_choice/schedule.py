@@ -6,7 +6,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxcomp._core import remat3
 from jaxcomp.codecs import Quantize
@@ -194,15 +193,9 @@ def _with_merged_derivatives(
     linearized: Linearized, coded: Collection[int], *, casts: bool
 ) -> Linearized:
     graph = _graph(linearized.forward, coded)
-    exact = graph.free | graph.statistics
-
-    def is_costly(value: Variable) -> bool:
-        is_array = is_variable(value) and value not in exact and value.aval.size > 1
-        return is_array and jnp.issubdtype(value.aval.dtype, jnp.floating)
-
     if casts:
-        linearized = with_whole_derivatives(linearized, is_costly)
-    return merge(linearized, is_costly, casts=casts)
+        linearized = with_whole_derivatives(linearized, graph.is_costly)
+    return merge(linearized, graph.is_costly, casts=casts)
 
 
 def _complete(

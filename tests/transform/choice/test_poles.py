@@ -59,6 +59,10 @@ MASKED = {
     "root": lambda p, a, b: jnp.where(others(p), lax.rsqrt(square_distances(p) + 1e-10), 0.0),
     "power": lambda p, a, b: jnp.where(others(p), (square_distances(p) + 1e-6) ** -1.5, 0.0),
     "ratio": lambda p, a, b: jnp.where(b > 0.1, jnp.tanh(a) / (jax.nn.relu(b) + 1e-8), 0.0),
+    "exponential": lambda p, a, b: jnp.where(a < 0, jnp.exp(a), 0.0),
+    "exponential, product": lambda p, a, b: jnp.exp(a) * (a < 0).astype(a.dtype),
+    "exponential, scaled": lambda p, a, b: jnp.where(a < 0, jnp.tanh(b) * jnp.exp(a) / 2, 0.0),
+    "sixth power": lambda p, a, b: jnp.where(jnp.abs(a) < 1, a**6 * jnp.sin(b), 0.0),
     "logarithm": lambda p, a, b: jnp.where(b > 0.1, jnp.log(jax.nn.relu(b) + 1e-8), 0.0),
 }
 
