@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jaxcomp._core.shard_map import filled
-from jaxcomp.transform._program.builder import Builder, renamed
+from jaxcomp.transform._program.builder import Builder, key_of_step, renamed
 from jaxcomp.transform._program.linearized import Linearized
 from jaxcomp.transform._program.primitives import ELEMENTWISE, MOVES, tangents_of
 from jaxcomp.transform._program.program import Program, needed, read, variables
@@ -47,15 +48,18 @@ class _Path(NamedTuple):
     step: Equation | None = None
     along: Variable | None = None
 
-    def steps(self) -> list[tuple[Equation, Variable]]:
-        """Returns the steps from the start on, each with its operand on the path."""
-        found: list[tuple[Equation, Variable]] = []
-        path = self
-        while path.before is not None:
-            assert path.step is not None and path.along is not None
-            found.append((path.step, path.along))
+    def parts(self) -> list["_Path"]:
+        """Returns this path after each of its steps."""
+        found: list[_Path] = []
+        path: _Path | None = self
+        while path is not None and path.step is not None:
+            found.append(path)
             path = path.before
         return found[::-1]
+
+    def steps(self) -> list[tuple[Equation, Variable]]:
+        """Returns the steps from the start on, each with its operand on the path."""
+        return [(part.step, part.along) for part in self.parts() if part.step and part.along]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +131,8 @@ class _Search:
             (reader,) = self.readers[current]
             if not self.followed(reader) or paths[reader.outvars[0]][0].before is None:
                 break
+            if reader.outvars[0].aval.size > current.aval.size:
+                break  # a product of small factors takes more bytes than they do
             (current,) = reader.outvars
             if self.has_factor(reader):
                 last = current
@@ -266,7 +272,7 @@ def _paths(search: _Search, equations: Sequence[Equation]) -> dict[Variable, lis
     for equation in equations:
         if search.tangents.isdisjoint(equation.outvars):
             continue
-        operands = search.followed(equation)
+        operands = [*dict.fromkeys(search.followed(equation))]  # of y + y one
         for operand in operands:
             found.setdefault(operand, [_Path(None, operand)])
         (out, *_) = equation.outvars
@@ -298,21 +304,23 @@ def _with_derivatives(
     count: int,
 ) -> Linearized:
     forward, linear = linearized.forward, linearized.linear
-    terms = {end: list(_terms(paths)) for end, paths in ends.items()}
-
+    terms: list[tuple[Variable, list[_Path]]] = []
     inside = Builder()
     derivatives: list[Variable] = []
     env = inside.constants_of(linear) | {v: v for v in linear.arguments}
     for equation in linear.equations:
         (out, *_) = equation.outvars
-        if out not in terms:
+        if out not in ends:
             inside.copy(equation, env)
             continue
         products = []
-        for alike in terms[out]:
-            derivatives.append(Variable(out.aval))
+        for alike in _terms(ends[out]):
+            terms.append((out, alike))
+            kind = jnp.result_type(out.aval, alike[0].start.aval)
+            derivatives.append(Variable(out.aval.update(dtype=kind)))
             moved = _moved(inside, alike[0], env)
-            products.append(inside.trace(_product, moved, derivatives[-1], at=equation))
+            product = functools.partial(_product, out.aval.dtype)
+            products.append(inside.trace(product, moved, derivatives[-1], at=equation))
         env[out] = inside.trace(_sum, products, at=equation)
     results = renamed(env, linear.results)
     whole = inside.program(linear, [], results)
@@ -329,8 +337,10 @@ def _with_derivatives(
     for equation in linear.equations:
         if not tangents.intersection(equation.outvars):
             outside.copy(equation, env)
+    made_of: dict[Any, Atom] = {}
     values = [
-        _derivative(outside, alike, end, env) for end, found in terms.items() for alike in found
+        _derivative(outside, alike, derivative.aval.dtype, env, made_of)
+        for (_, alike), derivative in zip(terms, derivatives, strict=True)
     ]
     kept = [*made[: linearized.results], *(env[v] for v in coefficients), *values]
     return dataclasses.replace(
@@ -372,26 +382,54 @@ def _moved(builder: Builder, path: _Path, env: Renaming) -> Atom:
     return moved
 
 
-def _derivative(builder: Builder, paths: Sequence[_Path], end: Variable, env: Renaming) -> Atom:
-    """Returns the derivative of a path's end by its start, rounded once; of several the sum."""
-    wide = jnp.result_type(jnp.float32, end.aval)
+def _derivative(
+    builder: Builder,
+    paths: Sequence[_Path],
+    dtype: DTypeLike,
+    env: Renaming,
+    made: dict[Any, Atom],
+) -> Atom:
+    """Returns the derivative of a path's end by its start, rounded once; of several the sum.
+
+    Args:
+        builder: Where its equations are added.
+        paths: The paths.
+        dtype: What it is rounded to.
+        env: The coefficients.
+        made: The derivatives after the steps so far.
+    """
     values = []
     for path in paths:
-        kind = path.start.aval.update(dtype=wide)
-        value = builder.trace(lambda kind=kind: filled(kind, 1.0))
-        for equation, along in path.steps():
-            operands: list[Any] = [a for a in equation.invars if a is not along]
-            known = [env[a] for a in operands if is_variable(a) and a in env]
-            step = functools.partial(_times, equation, along, wide, set(env))
-            value = builder.trace(step, value, *known, at=equation)
+        kinds = [along.aval.dtype for _, along in path.steps()]
+        wide = jnp.result_type(jnp.float32, dtype, *kinds)
+        start = path.start.aval.update(dtype=wide)
+        value = builder.trace(functools.partial(filled, start, 1.0), key=start)
+        for part in path.parts():
+            if (id(part), wide) not in made:
+                made[id(part), wide] = _after(builder, part, wide, value, env)
+            value = made[id(part), wide]
         values.append(value)
-    return builder.trace(lambda xs: _sum(xs).astype(end.aval.dtype), values)
+    return builder.trace(lambda xs: _sum(xs).astype(dtype), values)
+
+
+def _after(builder: Builder, path: _Path, wide: DTypeLike, before: Atom, env: Renaming) -> Atom:
+    """Returns the derivative after the last step of a path, of that before it."""
+    equation, along = path.step, path.along
+    assert equation is not None and along is not None
+    known = [a for a in variables(equation.invars) if a is not along and a in env]
+    step = functools.partial(_times, equation, along, wide, set(known))
+    equal = key_of_step(equation)
+    at = tuple(along is a or a in known for a in equation.invars if is_variable(a))
+    place = [a is along for a in equation.invars].index(True)
+    key = equal and (equal, wide, at, place)
+    values = [env[a] for a in equation.invars if is_variable(a) and a in known]
+    return builder.trace(step, before, *values, at=equation, key=key)
 
 
 def _times(
     equation: Equation,
     along: Variable,
-    wide: Any,
+    wide: DTypeLike,
     known: set[Variable],
     derivative: Array,
     *values: Array,
@@ -424,8 +462,8 @@ def _widened(value: Any, dtype: Any) -> Any:
     return jnp.asarray(value, dtype) if is_float else value
 
 
-def _product(tangent: Array, derivative: Array) -> Array:
-    return lax.mul(tangent.astype(derivative.dtype), derivative)
+def _product(dtype: DTypeLike, tangent: Array, derivative: Array) -> Array:
+    return lax.mul(tangent.astype(derivative.dtype), derivative).astype(dtype)
 
 
 def _sum(values: Sequence[Array]) -> Array:

@@ -134,6 +134,41 @@ def test_gradients_are_right_inside_of_transformations(name, wrapper):
         assert_right(coded, exact, noise=0.8)
 
 
+def two_ends(w):
+    """The first derivative's path ends after the second's."""
+    x, (a, b) = normal((64, 64)), (jnp.log(jnp.square(normal((64, 64)) @ v) + 0.1) for v in w)
+    return (a * jnp.abs(x)).sum() + ((b * jnp.cos(x)) * jnp.abs(x))[:32].sum()
+
+
+def twice(w):
+    y = jnp.log(jnp.square(normal((64, 64)) @ w[0]) + 0.1)
+    return ((y + y) * jnp.abs(normal((64, 64), seed=2))).sum()
+
+
+def both_cases(w):
+    y = normal((64, 64)) @ w[0] / (jnp.square(normal((64, 64), seed=3) @ w[1]) + 0.1)
+    chosen = jnp.where(normal((64, 64), seed=4) > 0, y, jnp.sin(y))
+    return (chosen[1:] - chosen[:-1] / (1.5 + jnp.cos(y))[1:]).sum()
+
+
+def unrolled(w):
+    h, total = jnp.square(normal((64, 64)) @ w[0]) + 1, 0.0
+    for _ in range(4):
+        h = 1.5 + jnp.abs(normal((64, 64), seed=2)) / h
+        total += jnp.tanh(h @ w[1]).mean()
+    return total
+
+
+@pytest.mark.parametrize("function", [two_ends, twice, both_cases, unrolled])
+def test_paths_that_meet_and_part_are_right(function):
+    w = normal((2, 64, 64), seed=1) / 8
+    assert_right(
+        lambda seed: jax.grad(jc.checkpoint(function, jc.Quantize(8), seed=seed))(w),
+        jax.jit(jax.grad(function))(w),
+        noise=0.1,
+    )
+
+
 def test_the_derivative_of_a_logarithm_costs_no_more_than_the_usual_form():
     x, w = normal((64, 64)), normal((64, 1000), seed=1)
     labels = jnp.arange(64)
