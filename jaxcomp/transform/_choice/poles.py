@@ -157,13 +157,12 @@ def with_whole_derivatives(linearized: Linearized, costly: Costly) -> Linearized
     paths = _paths(search, linear.equations)
     ends: dict[Variable, list[_Path]] = {}
     for equation in linear.equations:
-        is_other = search.has_factor if search.has_pole(equation) else search.has_mask
         if not search.has_pole(equation) and not search.grows(equation):
             continue
         if paths[equation.outvars[0]][0].before is None:
             continue
         end = search.end(equation, paths)
-        if any(_has_other(is_other, equation, path) for path in paths[end]):
+        if any(_is_made_small(search, equation, path) for path in paths[end]):
             ends[end] = paths[end]
     return _with_derivatives(linearized, search.tangents, ends, count) if ends else linearized
 
@@ -291,10 +290,18 @@ def _paths(search: _Search, equations: Sequence[Equation]) -> dict[Variable, lis
     return found
 
 
-def _has_other(is_other: Callable[[Equation], bool], factor: Equation, path: _Path) -> bool:
-    """Returns whether a path has a factor, and another one that may be small where it is large."""
+def _is_made_small(search: _Search, factor: Equation, path: _Path) -> bool:
+    """Returns whether a path has a factor, and another step that may be small where it is large.
+
+    It is any other factor of one with a pole, and a mask after one that grows.
+    """
     steps = [step for step, _ in path.steps()]
-    return any(s is factor for s in steps) and any(s is not factor and is_other(s) for s in steps)
+    at = next((i for i, step in enumerate(steps) if step is factor), None)
+    if at is None:
+        return False
+    if search.has_pole(factor):
+        return any(map(search.has_factor, steps[:at] + steps[at + 1 :]))
+    return any(map(search.has_mask, steps[at + 1 :]))
 
 
 def _with_derivatives(
