@@ -150,14 +150,15 @@ def _step(equation: Equation, wide: DTypeLike | None, *values: Array) -> list[An
     env = dict(zip(variables(equation.invars), values, strict=True))
     operands = [read(env, atom) for atom in equation.invars]
     if wide is not None:
-        operands = [_widened(operand, wide) for operand in operands]
+        operands = [widened(operand, wide) for operand in operands]
     if equation.primitive.name == "convert_element_type":
         return operands
     with equation.ctx.manager:
         return [equation.primitive.bind(*operands, **equation.params)]
 
 
-def _widened(value: Array, dtype: DTypeLike) -> Any:
+def widened(value: Array, dtype: DTypeLike) -> Any:
+    """Returns a number in a dtype, if it is a float."""
     is_float = jnp.issubdtype(jnp.result_type(value), jnp.floating)
     return jnp.asarray(value, dtype) if is_float else value
 

@@ -18,13 +18,12 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jaxcomp._core.shard_map import filled
+from jaxcomp.transform._choice.chains import Costly, widened
 from jaxcomp.transform._program.builder import Builder, key_of_step, renamed
 from jaxcomp.transform._program.linearized import Linearized
 from jaxcomp.transform._program.primitives import ELEMENTWISE, MOVES, tangents_of
 from jaxcomp.transform._program.program import Program, needed, read, variables
 from jaxcomp.transform._program.types import Atom, Equation, Renaming, Variable, is_variable
-
-Costly = Callable[[Variable], bool]
 
 _MOST = 8  # paths to one result
 _SELECTIONS = {"dynamic_slice", "gather", "reshape", "rev", "slice", "squeeze", "transpose"}
@@ -310,8 +309,16 @@ def _with_derivatives(
     ends: dict[Variable, list[_Path]],
     count: int,
 ) -> Linearized:
+    """Returns the programs in which the paths to some tangents are one product each.
+
+    Args:
+        linearized: The programs.
+        tangents: The tangents of the linear program.
+        ends: The paths to each such tangent.
+        count: Number of coefficients.
+    """
     forward, linear = linearized.forward, linearized.linear
-    terms: list[tuple[Variable, list[_Path]]] = []
+    terms: list[list[_Path]] = []
     inside = Builder()
     derivatives: list[Variable] = []
     env = inside.constants_of(linear) | {v: v for v in linear.arguments}
@@ -322,7 +329,7 @@ def _with_derivatives(
             continue
         products = []
         for alike in _terms(ends[out]):
-            terms.append((out, alike))
+            terms.append(alike)
             kind = jnp.result_type(out.aval, alike[0].start.aval)
             derivatives.append(Variable(out.aval.update(dtype=kind)))
             moved = _moved(inside, alike[0], env)
@@ -347,7 +354,7 @@ def _with_derivatives(
     made_of: dict[Any, Atom] = {}
     values = [
         _derivative(outside, alike, derivative.aval.dtype, env, made_of)
-        for (_, alike), derivative in zip(terms, derivatives, strict=True)
+        for alike, derivative in zip(terms, derivatives, strict=True)
     ]
     kept = [*made[: linearized.results], *(env[v] for v in coefficients), *values]
     return dataclasses.replace(
@@ -448,11 +455,11 @@ def _times(
         if atom is along:
             operands.append(derivative)
         elif is_variable(atom) and atom in known:
-            operands.append(_widened(next(given), wide))
+            operands.append(widened(next(given), wide))
         elif is_variable(atom):
             operands.append(filled(atom.aval.update(dtype=wide), 0.0))
         else:
-            operands.append(_widened(read({}, atom), wide))
+            operands.append(widened(read({}, atom), wide))
     if equation.primitive.name == "convert_element_type":
         return derivative
     return _bind(equation, *operands)[0]
@@ -462,11 +469,6 @@ def _bind(equation: Equation, *operands: Any) -> list[Array]:
     with equation.ctx.manager:
         results = equation.primitive.bind(*operands, **equation.params)
     return results if equation.primitive.multiple_results else [results]
-
-
-def _widened(value: Any, dtype: Any) -> Any:
-    is_float = jnp.issubdtype(jnp.result_type(value), jnp.floating)
-    return jnp.asarray(value, dtype) if is_float else value
 
 
 def _product(dtype: DTypeLike, tangent: Array, derivative: Array) -> Array:
