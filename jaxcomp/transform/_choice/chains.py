@@ -82,20 +82,27 @@ def _with_derivatives(
     start_of: dict[Variable, Variable],
 ) -> Program:
     """Returns the forward program, with the needed coefficients and the derivatives of chains."""
-    forward, linear = linearized.forward, linearized.linear
-    builder = Builder()
-    arguments = forward.arguments
-    made = builder.inline(forward, arguments)
-    env = builder.constants_of(linear)
-    env |= dict(zip(linear.arguments, made[linearized.results :], strict=False))
-
-    for equation in linear.equations:
-        if not tangents.intersection(equation.outvars):
-            builder.copy(equation, env)
+    builder, made, env = with_coefficients(linearized, tangents)
     for start, chain in chains.items():
         env.update(zip(chain.ends, _derivatives_of(builder, start, chain, env), strict=True))
     coefficients = [env[v] for v in (*needed, *start_of)]
-    return builder.program(forward, arguments, [*made[: linearized.results], *coefficients])
+    forward = linearized.forward
+    return builder.program(forward, forward.arguments, [*made, *coefficients])
+
+
+def with_coefficients(
+    linearized: Linearized, tangents: set[Variable]
+) -> tuple[Builder, list[Atom], Renaming]:
+    """Returns a builder of the forward program, its results, and all that is no tangent in it."""
+    forward, linear = linearized.forward, linearized.linear
+    builder = Builder()
+    made = builder.inline(forward, forward.arguments)
+    env = builder.constants_of(linear)
+    env |= dict(zip(linear.arguments, made[linearized.results :], strict=False))
+    for equation in linear.equations:
+        if not tangents.intersection(equation.outvars):
+            builder.copy(equation, env)
+    return builder, made[: linearized.results], env
 
 
 def _shortened(

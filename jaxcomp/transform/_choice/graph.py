@@ -104,9 +104,9 @@ class Graph:
 
     def is_costly(self, value: Variable) -> bool:
         """Returns whether a value would have to be stored at full size, to be exact."""
-        is_array = is_variable(value) and value.aval.size > 1
-        is_exact = value in self.free or value in self.statistics
-        return is_array and not is_exact and jnp.issubdtype(value.aval.dtype, jnp.floating)
+        if not is_variable(value) or value in self.free or value in self.statistics:
+            return False
+        return value.aval.size > 1 and jnp.issubdtype(value.aval.dtype, jnp.floating)
 
     @functools.cached_property
     def names(self) -> dict[Any, list[Equation]]:

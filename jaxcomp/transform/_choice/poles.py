@@ -8,7 +8,7 @@ error that `1 / p` multiplies. Only their product can be encoded.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -18,11 +18,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from jaxcomp._core.shard_map import filled
-from jaxcomp.transform._choice.chains import Costly, widened
+from jaxcomp.transform._choice.chains import Costly, widened, with_coefficients
 from jaxcomp.transform._program.builder import Builder, key_of_step, renamed
 from jaxcomp.transform._program.linearized import Linearized
 from jaxcomp.transform._program.primitives import ELEMENTWISE, MOVES, tangents_of
-from jaxcomp.transform._program.program import Program, needed, read, variables
+from jaxcomp.transform._program.program import Program, needed, read, readers_of, variables
 from jaxcomp.transform._program.types import Atom, Equation, Renaming, Variable, is_variable
 
 _MOST = 8  # paths to one result
@@ -67,16 +67,16 @@ class _Search:
 
     Attributes:
         tangents: Its tangents.
-        coefficient: Whether an operand is a coefficient that would have to be stored.
-        poles: Coefficients with poles.
-        growing: Other coefficients that may be much larger at some elements, as by `exp`.
+        stored: Coefficients that would have to be stored.
+        poles: Those of them with poles.
+        growing: Others that may be much larger at some elements, as by `exp`.
         masks: Coefficients that are made of truth values.
-        readers: The equations that read each tangent.
+        readers: The equations that read each variable.
         returned: The tangents that are results.
     """
 
     tangents: set[Variable]
-    coefficient: Callable[[Atom], bool]
+    stored: set[Variable]
     poles: set[Variable]
     growing: set[Variable]
     masks: set[Variable]
@@ -100,7 +100,7 @@ class _Search:
         """Returns whether an equation multiplies a tangent by a coefficient with poles."""
         others = [a for a in equation.invars if is_variable(a) and a not in self.tangents]
         if equation.primitive.name == "div":
-            return any(map(self.coefficient, others))
+            return not self.stored.isdisjoint(others)
         return equation.primitive.name == "mul" and not self.poles.isdisjoint(others)
 
     def grows(self, equation: Equation) -> bool:
@@ -170,23 +170,16 @@ def _search(linearized: Linearized, costly: Costly) -> _Search:
     linear = linearized.linear
     count = len(linear.arguments) - len(linearized.active)
     behind = dict(zip(linear.arguments, linearized.coefficients, strict=False))
-    poles, growing = (
-        {argument for argument, value in behind.items() if value in found and costly(value)}
-        for found in _large(linearized.forward, costly)
-    )
+    stored = {argument for argument, value in behind.items() if costly(value)}
+    poles, growing = _large(linearized.forward, costly)
     masks = _masks(linearized.forward)
-    tangents = tangents_of(linear.equations, linear.arguments[count:])
-    readers: dict[Variable, list[Equation]] = {}
-    for equation in linear.equations:
-        for operand in tangents.intersection(variables(equation.invars)):
-            readers.setdefault(operand, []).append(equation)
     return _Search(
-        tangents,
-        lambda atom: is_variable(atom) and atom in behind and costly(behind[atom]),
-        poles,
-        growing,
+        tangents_of(linear.equations, linear.arguments[count:]),
+        stored,
+        {argument for argument in stored if behind[argument] in poles},
+        {argument for argument in stored if behind[argument] in growing},
         {argument for argument, value in behind.items() if value in masks},
-        readers,
+        readers_of(linear.equations),
         set(variables(linear.results)),
     )
 
@@ -214,10 +207,7 @@ def masked_later(forward: Program, costly: Costly) -> set[Variable]:
     The selected values take as many bytes, and their codes have levels for what is selected.
     """
     large = set().union(*_large(forward, costly))
-    readers: dict[Variable, list[Equation]] = {}
-    for equation in forward.equations:
-        for operand in large.intersection(variables(equation.invars)):
-            readers.setdefault(operand, []).append(equation)
+    readers = readers_of(forward.equations)
     found: set[Variable] = set()
     returned = set(variables(forward.results))
     masks = _masks(forward)
@@ -344,19 +334,13 @@ def _with_derivatives(
     arguments = [*coefficients, *derivatives, *linear.arguments[count:]]
     shortened = Program(whole.jaxpr.replace(invars=arguments, eqns=equations), whole.consts)
 
-    outside = Builder()
-    made = outside.inline(forward, forward.arguments)
-    env = outside.constants_of(linear)
-    env |= dict(zip(linear.arguments, made[linearized.results :], strict=False))
-    for equation in linear.equations:
-        if not tangents.intersection(equation.outvars):
-            outside.copy(equation, env)
+    outside, made, env = with_coefficients(linearized, tangents)
     made_of: dict[Any, Atom] = {}
     values = [
         _derivative(outside, alike, derivative.aval.dtype, env, made_of)
         for alike, derivative in zip(terms, derivatives, strict=True)
     ]
-    kept = [*made[: linearized.results], *(env[v] for v in coefficients), *values]
+    kept = [*made, *(env[v] for v in coefficients), *values]
     return dataclasses.replace(
         linearized, forward=outside.program(forward, forward.arguments, kept), linear=shortened
     )
