@@ -122,7 +122,7 @@ WRAPPERS = {
 }
 
 
-@pytest.mark.parametrize("name", ["chosen", "masked ratio"])
+@pytest.mark.parametrize("name", ["chosen", "masked ratio", "masked exponential"])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_gradients_are_right_inside_of_transformations(name, wrapper):
     loss, given = WRAPPERS[wrapper](LOSSES[name]), arguments(name)
